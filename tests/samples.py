@@ -221,6 +221,22 @@ def rollout(
     return batch
 
 
+# -------------------------------------------------------------------- a few fields under one mask
+
+
+def under(mask: Any, pads: Mapping[str, Any] | None = None, **fields: Tensor) -> tuple[TensorDict, dict[str, Any]]:
+    """A batch of the mask "m" and fields under it, and its registry. The pad of a field is 0 if `pads` does not name
+    it."""
+    on = torch.as_tensor(mask)
+    batch = TensorDict({"m": on, **fields}, batch_size=[len(on)])
+    return batch, registry_of(**dict.fromkeys(fields, 0) | dict(pads or {}))
+
+
+def registry_of(**pads: Any) -> dict[str, mp.MaskNestingSpec]:
+    """A registry of fields under the mask "m", by their pads."""
+    return {"m": mp.MaskNestingSpec("m"), **{name: mp.MaskNestingSpec("m", pad) for name, pad in pads.items()}}
+
+
 # -------------------------------------------------------------------- batches as redundant as real ones
 
 GROUP = 16

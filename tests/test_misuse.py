@@ -196,12 +196,6 @@ cat([b, p])
 cat([b, n])
 cat([b, b.float()])
 cat([n, TensorDict({}, [])])
-dense_fields(None, RL_FIELDS)
-dense_fields(b, None)
-dense_fields(b, "RL_FIELDS")
-dense_fields(b, RL_FIELDS)
-dense_fields(p, RL_FIELDS)
-dense_fields(b, RL_FIELDS, pad_token_id=0, ignore_dense_fields="x")
 # ---- decompress, unnest and the response axis
 decompress(None)
 decompress(b)
@@ -1357,6 +1351,6 @@ def test_every_public_function_is_misused():
         for name, value in EXPORTED.items()
         if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
     }
-    called -= {"DenseField", "MaskpackWarning", "MicroBatchPlan", "RankPlans", "ReplayModel"}  # results, or no function
+    called -= {"MaskpackWarning", "MicroBatchPlan", "RankPlans", "ReplayModel"}  # results, or no function
     assert {name for name in called if not any(re.search(rf"\b{name}\b", line) for line in LINES)} == set()
     assert len(set(LINES)) == len(LINES)

@@ -28,10 +28,10 @@ from tensordict import TensorDict
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
-from maskpack.dispatch.messages import RankReply
+from maskpack.dispatch.messages import Cancelled, RankReply, RemoteTraceback
 from maskpack.dispatch.placement import nodes_alive
 from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
-from maskpack.errors import Cancelled, LayoutError, MaskpackError, RemoteTraceback, StoreFullError, WorkerError
+from maskpack.errors import LayoutError, MaskpackError, StorageError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.column_group import BatchMeta
@@ -582,9 +582,9 @@ def _shortened(text: str) -> str:
     return "\n".join(kept)
 
 
-def _full(error: BaseException) -> StoreFullError:
+def _full(error: BaseException) -> StorageError:
     seen = (str(error).strip().splitlines() or [""])[0]
-    return StoreFullError(
+    return StorageError(
         f"WorkerGroup: the object store is full, or the disk that it spills to ({type(error).__name__}: {seen}); "
         "expected room for the rows. Drop views, results and PackedBatches that are no longer needed, send fewer rows "
         "at a time, or start Ray with a larger object_store_memory or more room to spill."
@@ -593,7 +593,7 @@ def _full(error: BaseException) -> StoreFullError:
 
 @contextmanager
 def storing() -> Generator[None]:
-    """Raises StoreFullError if the object store has no room for an object."""
+    """Raises StorageError if the object store has no room for an object."""
     try:
         yield
     except _FULL as error:

@@ -36,7 +36,7 @@ from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.dispatch.ray_metrics import count, publish
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
-from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
+from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
@@ -289,7 +289,7 @@ class WorkerGroup:
 
         Raises:
             WorkerError: actors failed, died or were late.
-            MethodError: an actor has no such method; then none is called.
+            LayoutError: an actor has no such method; then none is called.
         """
         until = deadline(timeout, "WorkerGroup.run")
         seconds(grace, "grace", "WorkerGroup.run")
@@ -306,7 +306,7 @@ class WorkerGroup:
                 try:
                     asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
                 except TypeError as error:
-                    raise MethodError(
+                    raise LayoutError(
                         f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
                         "takes. Give these after its name."
                     ) from error
@@ -320,11 +320,11 @@ class WorkerGroup:
 
     def _need_method(self, method: Any, actors: Sequence[int], kind: str) -> None:
         if not isinstance(method, str):
-            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+            raise LayoutError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
         if without:
             who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
-            raise MethodError(
+            raise LayoutError(
                 f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
             )
 
@@ -460,7 +460,7 @@ class WorkerGroup:
         until = deadline(timeout, "WorkerGroup")
         self._need_batch(batch, "WorkerGroup")
         if not isinstance(method, str):
-            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+            raise LayoutError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         seconds(grace, "grace", "WorkerGroup")
         if format not in ("padded", "nested", "view"):
             raise LayoutError(

@@ -52,8 +52,8 @@ def nest_batch_by_mask(
         ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode. A batch may lack some.
         verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
             batch with these fields; or `never`.
-        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, raise an `error`
-            (implied by `strict_mask_nesting`), or `drop` these values.
+        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, or raise an `error`
+            (implied by `strict_mask_nesting`).
 
     Returns:
         A TensorDict with the same keys in the same order, followed by LAYOUTS. Jagged fields are [B, j, *F] with min

@@ -1010,7 +1010,7 @@ class NoCounter:
 def test_an_error_of_sending_leaves_no_rank_at_work_unseen(local_ray, batch):
     counter, other = (ray.remote(num_cpus=0)(kind).remote() for kind in (Counter, NoCounter))
     mixed = WorkerGroup([counter, other], pad_token_id=PAD)
-    with pytest.raises(mp.errors.MethodError, match=r'actors \[1\] have no method "only_here"'):
+    with pytest.raises(mp.errors.LayoutError, match=r'actors \[1\] have no method "only_here"'):
         mixed.call("only_here", batch)
     assert ray.get(counter.count.remote()) == 0
     with pytest.raises(mp.errors.WorkerError, match=r"on 1 of 2 ranks: rank 1 \(rows 4 to 6\): .*@endpoint") as caught:
@@ -1030,7 +1030,7 @@ def test_a_retry_has_the_arguments_of_the_call(group, batch):
 
 
 def test_methods_that_do_not_take_packed_rows(group, batch):
-    with pytest.raises(mp.errors.MethodError, match=r'have no method "nope".*@endpoint') as caught:
+    with pytest.raises(mp.errors.LayoutError, match=r'have no method "nope".*@endpoint') as caught:
         group.call("nope", batch)
     assert isinstance(caught.value, AttributeError)
     with pytest.raises(mp.MaskpackError, match=r'cannot be called by "undecorated".*@endpoint'):
@@ -1179,18 +1179,18 @@ def test_a_full_store_is_named(group, batch, monkeypatch, kind):
     with monkeypatch.context() as patch:
         patch.setattr(ray, "put", full)
         for send in (group.put, lambda rows: group.call("echo", rows), lambda rows: group.submit("echo", rows)):
-            with pytest.raises(mp.errors.StoreFullError, match=rf"{kind}: no room.*Drop views.*object_store_memory"):
+            with pytest.raises(mp.errors.StorageError, match=rf"{kind}: no room.*Drop views.*object_store_memory"):
                 send(batch)
-        with pytest.raises(mp.errors.StoreFullError, match=kind):
+        with pytest.raises(mp.errors.StorageError, match=kind):
             group.run("plain", torch.zeros(3))
     call = group.submit("echo", batch)
     with monkeypatch.context() as patch:
         patch.setattr(ray, "get", full)
         with pytest.raises(
-            mp.errors.WorkerError, match=r"on 3 of 3 ranks: .*StoreFullError: .*object store is full"
+            mp.errors.WorkerError, match=r"on 3 of 3 ranks: .*StorageError: .*object store is full"
         ) as caught:
             call.result()
-    assert {type(one.error) for one in caught.value.failures} == {mp.errors.StoreFullError}
+    assert {type(one.error) for one in caught.value.failures} == {mp.errors.StorageError}
     assert_same(caught.value.call.retry().result(), batch)
 
 
@@ -1213,9 +1213,9 @@ def test_methods_without_a_batch(local_ray):
     (failure,) = caught.value.failures
     assert (failure.rank, failure.rows, failure.actor, caught.value.call) == (1, None, 2, None)
     assert pickle.loads(pickle.dumps(caught.value)).failures[0].actor == 2
-    with pytest.raises(mp.errors.MethodError, match='no method "nope"'):
+    with pytest.raises(mp.errors.LayoutError, match='no method "nope"'):
         peers.run("nope")
-    with pytest.raises(mp.errors.MethodError, match=r'"fail_plainly" cannot be called so: .*value'):
+    with pytest.raises(mp.errors.LayoutError, match=r'"fail_plainly" cannot be called so: .*value'):
         peers.run("fail_plainly")
     for rank in (2, -1, "a"):
         with pytest.raises(mp.errors.LayoutError, match=r"WorkerGroup.run: rank is"):

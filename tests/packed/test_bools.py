@@ -16,6 +16,7 @@ from maskpack import MaskNestingSpec
 from maskpack.core import native, objects
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS
+from maskpack.nesting.survey import dense_fields
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}
@@ -58,7 +59,7 @@ PLACES = {
 CALLS = {
     "compress": lambda batch, registry, **more: mp.compress(batch, registry=registry, **more),
     "nest_batch_by_mask": mp.nest_batch_by_mask,
-    "dense_fields": lambda batch, registry, **more: mp.dense_fields(batch, registry),
+    "dense_fields": lambda batch, registry, **more: dense_fields(batch, registry),
 }
 
 
@@ -89,13 +90,6 @@ def test_packed_rows_that_lie_one_behind_the_other():
     batch = TensorDict({"cu": torch.tensor([0, 2, 5]), "x": bools([1, 1, 2, 0, 1])}, batch_size=[])
     with pytest.raises(mp.errors.LayoutError, match=r'field "x" is torch\.bool'):
         mp.compress(batch, registry=FLAT)
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_is_dropped_may_be_anything():
-    batch = TensorDict({"m": MASK, "x": bools([[1, 1, 0, 9], [1, 1, 1, 0]])}, batch_size=[2])
-    packed = mp.compress(batch, registry=REGISTRY, on_loss="drop")
-    assert_same(mp.decompress(packed), TensorDict({"m": MASK, "x": GOOD}, batch_size=[2]))
 
 
 def test_what_the_error_says_to_do():

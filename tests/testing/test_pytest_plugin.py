@@ -21,6 +21,7 @@ import os, subprocess, sys
 import pytest, torch
 import maskpack as mp
 from maskpack import compress, nest_batch_by_mask
+from maskpack.nesting.survey import dense_fields
 from maskpack.tools import cli
 from tensordict import TensorDict
 
@@ -48,12 +49,8 @@ def test_covered():
 def test_ignored():
     compress(batch(), ignore_dense_fields=["kl", "flaw"])
 
-def test_dropped():
-    specs = {name: mp.MaskNestingSpec("response") for name in ("kl", "flaw")}
-    compress(batch(), registry=mp.RL_FIELDS | specs, on_loss="drop")
-
 def test_tools_show_what_stays_padded(tmp_path):
-    assert len(mp.dense_fields(batch(), mp.RL_FIELDS)) == 2
+    assert len(dense_fields(batch(), mp.RL_FIELDS)) == 2
     torch.save(batch().to_dict(), tmp_path / "batch.pt")
     assert cli.main(["doctor", str(tmp_path / "batch.pt")]) == 1
     assert cli.main(["inspect", str(tmp_path / "batch.pt")]) == 0
