@@ -1,6 +1,14 @@
-"""Batches as trainers make them, built row by row in plain loops, and their comparison by bits.
+"""The builders of the tests, in plain loops, and their comparison by bits.
 
-Nothing here calls maskpack: what the tests expect does not come from what they test.
+rollout(ROWS)             a GRPO or PPO batch that nests whole, with objects; ROWS are (prompt, response) tokens of each
+                          row, as `lengths` draws them; `holes` for tool tokens, `values` for a critic, `seed`
+workload("ppo", rows)     a batch as redundant as real ones, in one of VARIANTS, for encodings and sizes
+under(mask, pads, x=...)  a few fields under one mask "m", and their registry (`registry_of(x=pad)` alone)
+tokens, of, field         single fields: of("response", torch.float32, pad, trailing)
+rows_of, joined, parts_of rows of padded and nested batches, whatever tensordict can do
+
+A test that needs other fields changes a rollout: `rollout(...).select(...)`, `batch["values"] = of(...)`. What tests
+expect does not come from maskpack: builders call nothing of it but the constructor of a spec.
 """
 
 from __future__ import annotations
@@ -141,9 +149,10 @@ def tokens(
     *,
     mask: torch.dtype = torch.int64,
     pad: int = PAD,
+    seed: int = 1,
 ) -> dict[str, Tensor]:
     """The token fields and the attention mask of a rollout."""
-    where = {"rows": rows, "prompt": prompt, "response": response}
+    where = {"rows": rows, "prompt": prompt, "response": response, "seed": seed}
     ids = of("sequence", torch.int64, pad, **where)
     on = real_positions("sequence", rows, prompt, response)
     attention = torch.tensor(on, dtype=torch.bool).reshape(len(rows), prompt + response).to(mask)
@@ -193,18 +202,20 @@ def rollout(
     prompt: int = PROMPT,
     response: int = RESPONSE,
     *,
+    seed: int = 0,
     holes: bool = False,
     values: bool = False,
     objects: bool = True,
 ) -> TensorDict:
-    """A GRPO batch, with `values` a PPO batch, as it goes to the update of the actor."""
+    """A GRPO batch, with `values` a PPO batch, as it goes to the update of the actor. `seed` is that of the floats and
+    token ids."""
     where = {"rows": rows, "prompt": prompt, "response": response}
-    data: dict[str, Any] = tokens(rows, prompt, response)
+    data: dict[str, Any] = tokens(rows, prompt, response, seed=seed + 1)
     data["position_ids"] = positions(data["attention_mask"])
     data["response_mask"] = response_mask(rows, response, holes=holes)
-    for seed, name in enumerate(RESPONSE_FIELDS):
+    for number, name in enumerate(RESPONSE_FIELDS):
         if values or name != "values":
-            data[name] = of("response", torch.float32, seed=seed + 10, **where)
+            data[name] = of("response", torch.float32, seed=100 * seed + number + 10, **where)
     for b, (_, r) in enumerate(rows):
         data["advantages"][b, :r] = b / 8 - 0.3
         data["token_level_scores"][b] = 0
