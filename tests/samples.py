@@ -5,6 +5,7 @@ rollout(ROWS)             a GRPO or PPO batch that nests whole, with objects; RO
 workload("ppo", rows)     a batch as redundant as real ones, in one of VARIANTS, for encodings and sizes
 under(mask, pads, x=...)  a few fields under one mask "m", and their registry (`registry_of(x=pad)` alone)
 tokens, of, field         single fields: of("response", torch.float32, pad, trailing)
+mixed, DIFFERENT          a batch of every kind of entry, and what differs from it in one thing
 rows_of, joined, parts_of rows of padded and nested batches, whatever tensordict can do
 
 A test that needs other fields changes a rollout: `rollout(...).select(...)`, `batch["values"] = of(...)`. What tests
@@ -18,7 +19,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,78 @@ def jagged(rows: Sequence[Tensor]) -> Tensor:
 def row_list(x: Tensor) -> list[Tensor]:
     """The rows of a jagged tensor, read from its values and offsets."""
     return [x.values()[begin:end] for begin, end in itertools.pairwise(x.offsets().tolist())]
+
+
+# -------------------------------------------------------------------- batches that differ in one thing
+
+
+def filled(lengths: Sequence[int], fill: float = 1.0) -> Tensor:
+    """A jagged tensor of equal values."""
+    bounds = torch.tensor(np.cumsum([0, *lengths]))
+    return torch.nested.nested_tensor_from_jagged(torch.full((int(bounds[-1]),), fill), bounds)
+
+
+def mixed() -> TensorDict:
+    """A batch of every kind of entry."""
+    return TensorDict(
+        {
+            "x": torch.tensor([[0.0, 1.0], [float("nan"), 2.0]]),
+            "n": torch.tensor([1, 2]),
+            "rows": filled([1, 2]),
+            "uid": NonTensorStack(NonTensorData("a"), NonTensorData({"k": [1, torch.ones(2)]})),
+            "wide": NonTensorData(1.5, batch_size=[2]),
+            "sub": TensorDict({"y": torch.zeros(2, 3, dtype=torch.bfloat16)}, batch_size=[2]),
+        },
+        batch_size=[2],
+    )
+
+
+def changed(name: Any, value: Any) -> Callable[[], TensorDict]:
+    def make() -> TensorDict:
+        out = mixed()
+        out.set(name, value)
+        return out
+
+    return make
+
+
+def flipped(name: Any, raw: torch.dtype) -> Callable[[], TensorDict]:
+    def make() -> TensorDict:
+        out = mixed()
+        out.get(name).view(raw).view(-1)[0] ^= 1
+        return out
+
+    return make
+
+
+DIFFERENT: dict[str, Callable[[], TensorDict]] = {
+    "a flipped bit": flipped("x", torch.int32),
+    "a flipped bit in a sub-batch": flipped(("sub", "y"), torch.int16),
+    "-0.0 for 0.0": changed("x", torch.tensor([[-0.0, 1.0], [float("nan"), 2.0]])),
+    "another NaN": changed(
+        "x", torch.tensor([[0, 0x3F800000], [0x7FC00001, 0x40000000]], dtype=torch.int32).view(torch.float32)
+    ),
+    "another dtype": changed("n", torch.tensor([1, 2], dtype=torch.int32)),
+    "another shape": changed("n", torch.tensor([[1], [2]])),
+    "a missing key": lambda: mixed().exclude("n"),
+    "a key more": changed("new", torch.zeros(2)),
+    "another key order": lambda: mixed().select("n", "x", "rows", "uid", "wide", "sub"),
+    "a missing key in a sub-batch": changed("sub", TensorDict({}, batch_size=[2])),
+    "other row lengths": changed("rows", filled([2, 1])),
+    "other jagged values": changed("rows", filled([1, 2], 2.0)),
+    "dense for jagged": changed("rows", torch.ones(2, 2)),
+    "another object": changed("uid", NonTensorStack(NonTensorData("b"), NonTensorData({"k": [1, torch.ones(2)]}))),
+    "another tensor inside an object": changed(
+        "uid", NonTensorStack(NonTensorData("a"), NonTensorData({"k": [1, torch.zeros(2)]}))
+    ),
+    "an object of another type": changed("wide", NonTensorData(np.float32(1.5), batch_size=[2])),
+    "per row for batch-wide": changed("wide", NonTensorStack(NonTensorData(1.5), NonTensorData(1.5))),
+    "a tensor for an object": changed("wide", torch.ones(2)),
+    "another batch size": lambda: TensorDict(dict(mixed().items()), batch_size=[]),
+    "another device": lambda: mixed().to("cpu"),
+    "fewer rows": lambda: TensorDict({"n": torch.tensor([1])}, batch_size=[1]),
+}
+"""Batches that differ from `mixed()` in one thing."""
 
 
 # -------------------------------------------------------------------- rows of nested batches
