@@ -69,7 +69,7 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
     return torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
 
 
-class Packed(NamedTuple):
+class PackedField(NamedTuple):
     """The arguments of `to_padded` for one field."""
 
     values: Tensor
@@ -78,7 +78,7 @@ class Packed(NamedTuple):
     row_pads: RowPads | None
 
 
-def all_to_padded(fields: Sequence[Packed]) -> list[Tensor]:
+def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
     """`to_padded` of several fields. Those on a GPU are written by one launch for each layout."""
     out: dict[int, Tensor] = {}
     together: dict[tuple[int, torch.device], list[int]] = {}

@@ -123,7 +123,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
     packed = [
-        checks.Packed(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
+        checks.PackedField(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
         for path, (field, layout) in nested.items()
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))

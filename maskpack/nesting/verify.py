@@ -201,7 +201,7 @@ class Verifier:
     ) -> device_read.Reads:
         """Gathers all fields of a device. A kernel tries the pads of the padded ones, but for those that it cannot
         read."""
-        fields: dict[Path, device_read.Field] = {}
+        fields: dict[Path, device_read.PaddedField] = {}
         for form in forms:
             if form.kind == "padded" and not self._entries[form.path].is_nested:
                 x, layout = self._padded(form)
@@ -209,7 +209,7 @@ class Verifier:
                     pad = sure.get(form.path)
                     pads = _of_kernel(form.pads if form.path in doubtful or pad is None else (pad,))
                     checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
-                    fields[form.path] = device_read.Field(x, layout, pads, checked)
+                    fields[form.path] = device_read.PaddedField(x, layout, pads, checked)
                     continue
             self.values[form.path] = self._gather(form)
         if not fields:

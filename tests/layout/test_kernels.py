@@ -279,20 +279,6 @@ def _moved(x: Tensor) -> Tensor:
     return base.copy_(x.to(DEVICE))
 
 
-def test_edges_of_rows_of_several_runs() -> None:
-    mask = [
-        [False, False, True, False, True],
-        [False] * 5,
-        [False, True, True, False, True],
-        [True, False, True, False, False],
-    ]
-    values = torch.arange(10, 17)
-    got = ops.unpack(values.to(DEVICE), layout_of(mask), EDGE, backend="triton")
-    assert got.tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
-    got = ops.unpack(values.to(DEVICE)[:, None].expand(7, 300), layout_of(mask), EDGE, backend="triton")
-    assert got[:, :, 299].tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
-
-
 @given(masks(), generators())
 def test_pads_of_rows(mask: oracle.Mask, rng: np.random.Generator) -> None:
     values = strategies.values(rng, (oracle.offsets(mask)[-1], 2), torch.float32)
@@ -379,19 +365,6 @@ def test_gradients_of_both_orders(seed: int) -> None:
         assert torch.autograd.gradgradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
 
 
-def test_gradients_of_some_of_several_fields() -> None:
-    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(5)) < 0.5
-    layout = RowLayout.from_mask(mask.to(DEVICE))
-    x, y = (torch.randn(4, 6, device=DEVICE, requires_grad=True) for _ in range(2))
-    ids = torch.arange(24, device=DEVICE).view(4, 6)
-    a, b, _ = ops.pack([x, ids, y], layout, backend="triton")
-    assert b.tolist() == ids.cpu()[mask].tolist()
-    (2 * a).sum().backward()
-    assert torch.equal(x.grad.cpu(), 2.0 * mask)
-    back = ops.unpack([a.detach().requires_grad_(), b, a.detach()], layout, [1.0, 7, EDGE], backend="triton")
-    assert [out.requires_grad for out in back] == [True, False, False]
-
-
 @pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
 def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -411,19 +384,6 @@ def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
     assert torch.equal(first.detach().cpu(), (3 * x.detach().cpu() ** 2).masked_fill(~mask, 0.0))
     (second,) = torch.autograd.grad((first * y.detach()).sum(), x)
     torch.testing.assert_close(second.cpu(), (6 * x * y).detach().cpu().masked_fill(~mask, 0.0))
-
-
-def test_functional_transforms_are_errors() -> None:
-    """Their tensors have no memory of their own, from which a kernel reads."""
-    layout = RowLayout.from_mask((torch.arange(6) < torch.tensor([[3], [0], [6]])).to(DEVICE))
-    x = torch.randn(3, 6, device=DEVICE)
-    for work in (
-        lambda: torch.func.grad(lambda x: ops.pack(x, layout, backend="triton").sum())(x),
-        lambda: torch.func.jvp(lambda x: ops.pack(x, layout, backend="triton"), (x,), (x,)),
-        lambda: torch.func.vmap(lambda x: ops.pack(x, layout, backend="triton"))(torch.stack([x, x])),
-    ):
-        with pytest.raises(RuntimeError):
-            work()
 
 
 def test_views_of_other_bits_are_packed_as_their_values() -> None:
@@ -473,18 +433,6 @@ def test_one_graph_for_a_compiler() -> None:
         (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)
         assert torch.equal(compiled(x, layout).cpu(), torch.where(mask, x.cpu() * 2 + 1, 3.0))
         assert torch.equal(gradient.cpu(), 2.0 * mask)
-
-
-def test_a_right_hint() -> None:
-    mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
-    num_tokens, cache = scan.on_device(mask.to(DEVICE), 104)
-    layout = RowLayout(4, 70, num_tokens, DEVICE)
-    layout.__dict__.update(cache)
-    x = torch.arange(280).view(4, 70)
-    values = ops.pack(x.to(DEVICE), layout, backend="triton")
-    assert torch.equal(values.cpu(), x[mask])
-    assert torch.equal(ops.unpack(values, layout, -1, backend="triton").cpu(), torch.where(mask, x, -1))
-    assert layout == RowLayout.from_mask(mask)
 
 
 PROMISED = {

@@ -20,7 +20,7 @@ from maskpack.core.index import bits_of, table_of_bits
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
 from maskpack.layout import span_index as runs
-from maskpack.layout.row_layout import anchored, host_spans, min_length, prefix_of, widened
+from maskpack.layout.row_layout import anchored, host_spans, min_length, prefix_of
 
 
 def width_of(mask: oracle.Mask) -> int:
@@ -62,25 +62,12 @@ def assert_is(layout: RowLayout, mask: oracle.Mask, width: int) -> None:
 # -------------------------------------------------------------------- from masks
 
 
-@given(masks())
+@given(st.one_of(masks(), masks(wide=True)))
 def test_from_mask_of_every_dtype(case: MaskCase) -> None:
     assert oracle.mask_rows(case.tensor) == case.mask
     before = oracle.cells(case.tensor).tobytes()
     assert_is(RowLayout.from_mask(case.tensor), case.mask, case.width)
     assert oracle.cells(case.tensor).tobytes() == before
-
-
-@given(masks(wide=True))
-def test_from_wide_mask(case: MaskCase) -> None:
-    assert_is(RowLayout.from_mask(case.tensor), case.mask, case.width)
-
-
-@pytest.mark.parametrize("dtype", strategies.MASK_DTYPES, ids=str)
-def test_every_dtype_there_and_back(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(1)
-    mask = (rng.random((9, 37)) < 0.5).tolist()
-    tensor = strategies.mask_values(rng, mask, 37, dtype)
-    assert_same_tensor(RowLayout.from_mask(tensor).to_mask(), oracle.mask_tensor(mask, 37))
 
 
 def test_masks_larger_than_one_scan_block() -> None:
@@ -95,11 +82,6 @@ def test_masks_larger_than_one_scan_block() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e-45])
 def test_anything_but_zero_is_real(value: float) -> None:
     assert RowLayout.from_mask(torch.tensor([[0.0, value, -0.0]])).to_mask().tolist() == [[False, True, False]]
-
-
-def test_from_mask_with_gradient() -> None:
-    mask = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    assert RowLayout.from_mask(mask).num_tokens == 1
 
 
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
@@ -180,30 +162,12 @@ def test_prefix(mask: oracle.Mask) -> None:
     assert_is(prefix_of(layout_of(mask, width_of(mask))), oracle.prefix(mask), width_of(mask))
 
 
-@given(st.integers(0, 6), st.data())
-def test_cat(width: int, data: st.DataObject) -> None:
-    parts = data.draw(st.lists(patterns(width=width), min_size=1, max_size=4))
-    got = RowLayout.cat([layout_of(part, width) for part in parts])
-    assert_is(got, [row for part in parts for row in part], width)
-
-
 # -------------------------------------------------------------------- anchors
 
 
 def grown(mask: oracle.Mask, left: int, right: int) -> oracle.Mask:
     """The mask with more columns of padding."""
     return [[False] * left + row + [False] * right for row in mask]
-
-
-@given(patterns(), st.integers(0, 3), st.integers(0, 3), st.data())
-def test_widened(mask: oracle.Mask, left: int, right: int, data: st.DataObject) -> None:
-    width = width_of(mask)
-    anchor = data.draw(st.integers(0, width))
-    layout = layout_of(mask, width, anchor)
-    got = widened(layout, left, right)
-    assert_is(got, grown(mask, left, right), left + width + right)
-    assert got.anchor == left + anchor
-    assert_is(layout, mask, width)
 
 
 @given(st.data())
@@ -321,19 +285,6 @@ def test_masks_of_many_runs_travel_as_bits(name: str) -> None:
     assert len(pickle.dumps(layout)) < bits.nbytes + 512
 
 
-@pytest.mark.parametrize("name", strategies.FEW_RUNS)
-def test_masks_of_few_runs_travel_as_runs(name: str) -> None:
-    mask, width = strategies.FEW_RUNS[name]
-    parts = compact(layout_of(mask, width))
-    table = oracle.mask_to_runs(mask)
-    assert [part.tolist() for part in parts] == [
-        [start for row in table for start, _ in row],
-        [count for row in table for _, count in row],
-        [len(row) for row in table],
-    ]
-    assert sum(part.nbytes for part in parts) == bytes_as_runs(mask)
-
-
 @given(patterns(wide=True), st.integers(-(10**6), 300))
 def test_the_smaller_form_is_taken(mask: oracle.Mask, few: int) -> None:
     """Whatever the least gain is, the layout comes back."""
@@ -366,13 +317,6 @@ def test_to_the_same_device_is_the_same_layout() -> None:
     assert layout.to(torch.device("cpu")) is layout
 
 
-def test_derived_tensors_are_made_once() -> None:
-    layout = RowLayout.from_lengths([2, 0, 1])
-    assert layout.offsets is layout.offsets
-    assert layout.indices is layout.indices
-    assert layout.cu_seqlens is layout.cu_seqlens
-
-
 # -------------------------------------------------------------------- equality, immutability, text
 
 
@@ -380,11 +324,10 @@ def test_derived_tensors_are_made_once() -> None:
 def test_equality_is_that_of_the_masks(a: oracle.Mask, b: oracle.Mask) -> None:
     left, right = (RowLayout.from_mask(oracle.mask_tensor(mask, width_of(mask))) for mask in (a, b))
     assert (left == right) == (a == b and width_of(a) == width_of(b))
-    assert left == layout_of(a, width_of(a))
+    assert left == layout_of(a, width_of(a)) != layout_of(a, width_of(a) + 1)
 
 
-def test_equality_needs_the_same_width() -> None:
-    assert RowLayout.from_lengths([1], 2) != RowLayout.from_lengths([1], 3)
+def test_layouts_are_not_hashable() -> None:
     assert RowLayout.from_lengths([1]) != [1]
     with pytest.raises(TypeError, match="unhashable"):
         hash(RowLayout.from_lengths([1]))
@@ -418,11 +361,6 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
         assert layout.take([0, 1]).to_mask().tolist() == want
         assert again.to_mask().tolist() == want
         assert layout.lengths.tolist() == [2, 1]
-
-
-def test_repr() -> None:
-    layout = RowLayout.from_mask(torch.tensor([[1, 0, 1], [0, 0, 0]]))
-    assert repr(layout) == "RowLayout(rows=2, width=3, tokens=2, spans=2, device='cpu')"
 
 
 def test_the_offsets_tensor_shares_nothing_with_the_host_bounds() -> None:
