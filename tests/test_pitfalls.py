@@ -33,6 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
 from maskpack.core import pads
+from maskpack.nesting.survey import dense_fields
 
 B = len(ROWS)
 ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
@@ -520,7 +521,7 @@ def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
 
 def test_15_layouts_stay_on_the_device_of_the_mask():
     layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
-    for tensor in (layout.starts, layout.splits, layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
+    for tensor in (layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
         assert tensor.device.type == "meta"
     assert layout.take([1]).device.type == "meta"
     assert layout.narrow(0, 2).to_mask().device.type == "meta"
@@ -602,7 +603,7 @@ def test_17_strict_finds_tensors_wherever_they_hide():
 def test_17_one_entry_a_row_is_no_failure():
     batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
     assert_same(mp.unnest_batch_by_mask(nest(batch, strict_mask_nesting=True)), batch)
-    assert mp.dense_fields(batch, mp.RL_FIELDS) == ()
+    assert dense_fields(batch, mp.RL_FIELDS) == ()
 
 
 def test_18_restored_tokens_are_padded_with_the_pad_token():
@@ -722,7 +723,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["plan, packed"] = mp.decompress(planned(packed))
         out["plan, view"] = planned(mp.views.BatchView.of(packed)).materialize()
         layout = mp.RowLayout.from_mask(batch["attention_mask"])
-        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.starts, layout.splits]
+        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.cu_seqlens]
         out["layout"] += [mp.RowLayout.from_lengths(lengths).to_mask(), mp.RowLayout.from_lengths([2, 0, 3]).to_mask()]
         out["layout"] += [mp.RowLayout.from_cu_seqlens(layout.cu_seqlens).to_mask(), layout.narrow(2, 7).to_mask()]
         for dtype in DTYPES:
@@ -732,7 +733,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["inputs"] = mp.replay.PackedInputs.of(scored, multiple_of=16)
         out["inputs of packed"] = mp.replay.PackedInputs.of(compress(scored))
         out["report"] = mp.report(batch, packed)
-        out["fields"] = mp.dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
+        out["fields"] = dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
         return out
 
     with warnings.catch_warnings():

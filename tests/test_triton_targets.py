@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import maskpack
+from maskpack.layout.row_layout import device_spans
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
@@ -74,7 +75,7 @@ def pack_and_unpack() -> None:
             scans.list_spans(mask, scan, 5, 4)
     for lengths in ([[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 1, 0], [1, 1, 1, 0]]):
         layout = maskpack.RowLayout.from_mask(torch.tensor(lengths))
-        index, tokens = layout.index, layout.num_tokens
+        index, tokens = device_spans(layout), layout.num_tokens
         for size in ((), (3,), (1024,)):
             for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.uint8):
                 x = torch.zeros(2, 4, *size, dtype=dtype)

@@ -23,12 +23,12 @@ from tensordict import TensorDict
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.failures import Failure, fetched
-from maskpack.dispatch.messages import RankReply
+from maskpack.dispatch.messages import Cancelled, RankReply
 from maskpack.dispatch.placement import nodes_alive
 from maskpack.dispatch.ranks import Answer, Part, Ranks, Request
 from maskpack.dispatch.ray_metrics import count
 from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
-from maskpack.errors import Cancelled, LayoutError, MaskpackError, WorkerError
+from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.view import BatchView

@@ -11,10 +11,11 @@ from typing import Any
 import ray
 
 from maskpack.core.index import IntArray
-from maskpack.errors import MaskpackError, RemoteTraceback, StoreFullError
+from maskpack.dispatch.messages import RemoteTraceback
+from maskpack.errors import MaskpackError, StorageError
 
 _ray: Any = ray
-_FULL = (_ray.exceptions.ObjectStoreFullError, _ray.exceptions.OutOfDiskError)
+_FULL = (_ray.exceptions.ObjectStorageError, _ray.exceptions.OutOfDiskError)
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FRAME = re.compile(r'(?m)^  File "[^"\n]*(?:/site-packages/ray/|maskpack/dispatch/endpoints\.py).*\n(?:    .*\n)*')
 """A frame of Ray or of `endpoint`."""
@@ -99,9 +100,9 @@ def _told(error: Any) -> BaseException:
     return raised
 
 
-def _full(error: BaseException) -> StoreFullError:
+def _full(error: BaseException) -> StorageError:
     seen = (str(error).strip().splitlines() or [""])[0]
-    return StoreFullError(
+    return StorageError(
         f"WorkerGroup: the object store is full, or the disk that it spills to ({type(error).__name__}: {seen}); "
         "expected room for the rows. Drop views, results and PackedBatches that are no longer needed, send fewer rows "
         "at a time, or start Ray with a larger object_store_memory or more room to spill."
@@ -110,7 +111,7 @@ def _full(error: BaseException) -> StoreFullError:
 
 @contextmanager
 def storing() -> Generator[None]:
-    """Raises StoreFullError if the object store has no room for an object."""
+    """Raises StorageError if the object store has no room for an object."""
     try:
         yield
     except _FULL as error:

@@ -32,7 +32,7 @@ from maskpack.dispatch.failures import storing
 from maskpack.dispatch.messages import Packing
 from maskpack.dispatch.ranks import Broadcast, Ranks, Request, Results
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
-from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
+from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
@@ -253,7 +253,7 @@ class WorkerGroup:
 
         Raises:
             WorkerError: actors failed, died or were late.
-            MethodError: an actor has no such method; then none is called.
+            LayoutError: an actor has no such method; then none is called.
         """
         until = deadline(timeout, "WorkerGroup.run")
         seconds(grace, "grace", "WorkerGroup.run")
@@ -269,7 +269,7 @@ class WorkerGroup:
                 try:
                     asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
                 except TypeError as error:
-                    raise MethodError(
+                    raise LayoutError(
                         f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
                         "takes. Give these after its name."
                     ) from error

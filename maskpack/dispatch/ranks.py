@@ -26,7 +26,7 @@ from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, R
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.dispatch.ray_metrics import publish
 from maskpack.dispatch.timeline import CallTimes, Span, Timeline
-from maskpack.errors import MaskpackError, MethodError
+from maskpack.errors import LayoutError, MaskpackError
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
@@ -185,14 +185,14 @@ class Ranks:
     # ---------------------------------------------------------------- sending
 
     def prepare(self, method: str, actors: Sequence[int], kind: str, until: float) -> None:
-        """Raises MethodError unless all actors have the method. Waits for actors that Ray is restarting: they take no
+        """Raises LayoutError unless all actors have the method. Waits for actors that Ray is restarting: they take no
         calls before they are constructed."""
         if not isinstance(method, str):
-            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
+            raise LayoutError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
         if without:
             who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
-            raise MethodError(
+            raise LayoutError(
                 f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
             )
         until = min(until, time.monotonic() + _PATIENCE)

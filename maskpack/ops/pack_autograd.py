@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskpack.core.bits import words
 from maskpack.core.pads import EDGE
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, device_spans
 from maskpack.layout.span_index import SpanIndex
 from maskpack.ops import pack_torch as _torch
 from maskpack.ops import pack_triton as _triton
@@ -28,11 +28,11 @@ _Job = tuple[int, Tensor | None, int]
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     """`fields` [B, S, *F] -> [T, *F]."""
     if torch.compiler.is_compiling():
-        more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
+        more = device_spans(layout).tensors(), layout.num_rows, layout.width, layout.num_tokens
         return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
     if _differentiable(fields):
-        return list(_apply_pack(layout.index, (layout.num_rows, layout.width), layout.num_tokens, *fields))
-    return _triton.pack(fields, layout.index, layout.num_tokens)
+        return list(_apply_pack(device_spans(layout), (layout.num_rows, layout.width), layout.num_tokens, *fields))
+    return _triton.pack(fields, device_spans(layout), layout.num_tokens)
 
 
 def unpack(
@@ -44,12 +44,12 @@ def unpack(
     if not differentiable and all(len(word) == 1 for word in bits):
         words = [word for (word,) in bits]
         return _triton.unpack(
-            values, layout.index, layout.num_rows, layout.width, words, [_triton.CONSTANT] * len(words)
+            values, device_spans(layout), layout.num_rows, layout.width, words, [_triton.CONSTANT] * len(words)
         )
     jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
     if not compiling and None not in jobs:
         return _unpacked(values, layout, cast("list[_Job]", jobs), differentiable)
-    index = layout.index.tensors()
+    index = device_spans(layout).tensors()
 
     def by_kernel(places: Sequence[int]) -> list[Tensor]:
         kernel = [place for place in places if jobs[place] is not None]
@@ -75,8 +75,8 @@ def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job],
     both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
     shape = layout.num_rows, layout.width
     if differentiable:
-        return list(_apply_unpack(layout.index, shape, both, modes, *values))
-    return _triton.unpack(values, layout.index, *shape, both, modes)
+        return list(_apply_unpack(device_spans(layout), shape, both, modes, *values))
+    return _triton.unpack(values, device_spans(layout), *shape, both, modes)
 
 
 def _differentiable(fields: Sequence[Tensor]) -> bool:

@@ -31,7 +31,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, anchored
 from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
@@ -554,7 +554,7 @@ def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
         whole, low = layout.__dict__.get("part_of", (None, 0))
         again = layout.device.type != "cpu" and id(whole) in moved
         own = moved[id(whole)].narrow(low, low + layout.width) if again else layout.to("cpu")
-        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else own.anchored(layout.anchor)
+        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else anchored(own, layout.anchor)
     return out
 
 

@@ -22,7 +22,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
@@ -136,7 +136,9 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
-        total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+        total += sum(
+            12 * host_spans(layout).starts.size + 16 * (layout.num_rows + 1) for layout in packed.layouts.values()
+        )
     return total
 
 
@@ -250,7 +252,7 @@ class Decoder:
 
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""
-        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        layout = widened(self._packed.layouts[form.layout or ""], left, right)
         pads, signs = row_pads_of(self._packed, form), None
         if form.pads == (ANY_ZERO,):
             own = self._packed.table.signs(self._packed.numbers[form.path])
@@ -278,7 +280,7 @@ class Decoder:
         place = name, str(device)
         if place not in self._moved:
             layout = self._packed.layouts[name]
-            moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            moved = self._moved[place] = layout_of_table(layout.width, host_spans(layout), device, layout.anchor)
             if device.type == "cpu":
                 moved.__dict__["row_offsets"] = layout.row_offsets
             if place in self._ready.offsets:
@@ -315,7 +317,7 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
     layouts: dict[str, RowLayout] = {}
     begins: dict[str, int] = {}
     for name, layout in packed.layouts.items():
-        table = layout.table
+        table = host_spans(layout)
         end = int((table.starts + table.counts).max(initial=0))
         begins[name] = int(table.starts.min(initial=end))
         layouts[name] = layout.narrow(begins[name], end)

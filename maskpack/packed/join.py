@@ -167,10 +167,10 @@ def _pads(
     if alike or all(form.pads != (EDGE,) for form in seen):
         return (PER_ROW,), own
     rows = [layout.num_rows for layout in layouts]
-    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
+    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows) | unpadded
     edges, single = map(np.concatenate, zip(*map(_edges, column, batches, layouts), strict=True))
-    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
+    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
     for form in seen:

@@ -25,7 +25,7 @@ from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.schema import FieldForm
 
 SLACK = 1.1
@@ -91,9 +91,7 @@ class Table:
             return {name: layout.take(rows) for name, layout in whole.items()}
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
-        return {
-            name: RowLayout.of_host(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)
-        }
+        return {name: layout_of_core(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)}
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -103,7 +101,7 @@ class Table:
 
     @cached_property
     def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
-        on_host = [layout.on_host for layout in self.layouts.values()]
+        on_host = [core_layout(layout) for layout in self.layouts.values()]
         return native.layout_rows(on_host), on_host
 
     @property
@@ -487,7 +485,7 @@ def encode_table(
     table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
 ) -> EncodedTable | None:
     """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
-    hosts = [layout.on_host for layout in layouts.values()]
+    hosts = [core_layout(layout) for layout in layouts.values()]
     line, stored = native.layout_rows(hosts), stored_before(layouts)
     jobs, back, names = table
     found = native.encode(jobs, line, stored, native.threads_for(nbytes))
@@ -649,13 +647,13 @@ def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
 
 def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
     """The most bytes that layouts take in a body."""
-    return sum(24 * layout.num_spans + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
+    return sum(24 * host_spans(layout).starts.size + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
 
 
 def stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
     """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
     stored, body = stored_before(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
-    used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)
+    used = native.store_layouts(stored, native.layout_rows([core_layout(own) for own in layouts.values()]), body, 0)
     assert used is not None
     return stored, body[: -(-used // 8) * 8]
 

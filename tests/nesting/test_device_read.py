@@ -131,7 +131,7 @@ def assert_read(fields: dict[str, tuple[Tensor, oracle.Mask, tuple[Any, ...], bo
         if id(mask) not in layouts:
             layouts[id(mask)] = RowLayout.from_mask(oracle.mask_tensor(mask, x.shape[1]).to(DEVICE))
         here = x.to(DEVICE) if DEVICE.type == "cuda" else x
-        given[name] = device_read.Field(here, layouts[id(mask)], pads, checked)
+        given[name] = device_read.PaddedField(here, layouts[id(mask)], pads, checked)
         assert device_read.fits(here, layouts[id(mask)])
     seen = device_read.read(given, DEVICE)
     flags = seen.flags.cpu().tolist()

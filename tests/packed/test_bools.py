@@ -16,6 +16,7 @@ from maskpack import MaskNestingSpec
 from maskpack.core import native, objects
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS
+from maskpack.nesting.survey import dense_fields
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}
@@ -58,7 +59,7 @@ PLACES = {
 CALLS = {
     "compress": lambda batch, registry, **more: mp.compress(batch, registry=registry, **more),
     "nest_batch_by_mask": mp.nest_batch_by_mask,
-    "dense_fields": lambda batch, registry, **more: mp.dense_fields(batch, registry),
+    "dense_fields": lambda batch, registry, **more: dense_fields(batch, registry),
 }
 
 

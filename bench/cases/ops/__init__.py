@@ -33,6 +33,7 @@ from bench.rivals import packing as rivals
 from bench.workloads import PAD_ID
 from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH, make_batch
 from maskpack import RowLayout, ops
+from maskpack.layout.row_layout import host_spans
 
 OURS, PROMISED = "maskpack", "maskpack, total promised"
 ONE, SEVERAL, SCATTERED, ALL = "one run a row", "several runs a row", "scattered", "all real"
@@ -167,13 +168,14 @@ def _laid_out(mask: Tensor, total: int | None = None) -> RowLayout:
 def _require_layout(what: str, layout: RowLayout, mask: Tensor) -> None:
     """Raises NotExact unless the layout says what all the rivals say together."""
     runs, unpadding = nesting.mask_runs(mask), rivals.unpadding(mask)
+    starts, counts, splits = (torch.from_numpy(part).to(mask.device) for part in host_spans(layout))
     pairs = {
         "cu_seqlens": (layout.cu_seqlens, unpadding.cu_seqlens),
         "cu_seqlens alone": (layout.cu_seqlens, rivals.cu_seqlens(mask)),
         "indices": (layout.indices, unpadding.indices),
-        "starts": (layout.starts.long(), runs["starts"].values()),
-        "counts": (layout.counts.long(), runs["lengths"].values()),
-        "splits": (layout.splits, runs["starts"].offsets()),
+        "starts": (starts, runs["starts"].values()),
+        "counts": (counts, runs["lengths"].values()),
+        "splits": (splits, runs["starts"].offsets()),
         "longest row": (torch.tensor(layout.max_length), torch.tensor(unpadding.longest)),
     }
     for part, (seen, expected) in pairs.items():

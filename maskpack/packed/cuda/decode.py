@@ -28,6 +28,7 @@ from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
+from maskpack.layout.row_layout import host_spans, min_length
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.nesting.signs import with_signs
@@ -101,7 +102,7 @@ def _decode(
     out.tables.update(kept.span_tables(sent))
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
-        made = jagged_all([values[path] for path in paths], offsets, layout.min_length, layout.max_length)
+        made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
 
@@ -174,7 +175,7 @@ class _FirstTables:
         self.sizes: dict[Any, int] = {"constants": constants.size}
         self.has_layouts = forms is not None
         layouts = packed.layouts.items()
-        self._lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts if self.has_layouts}
+        self._lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts if self.has_layouts}
         alike: dict[bytes, list[str]] = {}
         for name, (_, splits) in self._lines.items():
             alike.setdefault(splits.tobytes(), []).append(name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
 from maskpack.core.pads import EDGE, Pad, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
@@ -64,7 +64,7 @@ class DevicePlan:
         forms = forms_of(tensors, found.rows)
         if scanned is None or cuts is None or forms is None or found.row_pads or found.root.more_dims is None:
             return None
-        if any((np.diff(layout.table.splits) > 1).any() for layout, _ in scanned.values()):
+        if any((np.diff(host_spans(layout).splits) > 1).any() for layout, _ in scanned.values()):
             return None  # the next batch is likely to have such rows, too
         numbers = {path: number for number, path in enumerate(found.entries)}
         entries = [found.entries[form.path] for form in tensors]
@@ -126,7 +126,7 @@ class DevicePlan:
         wholes: list[RowLayout] = []
         for own, (at, anchor) in zip(counts, self.masks, strict=True):
             bounds = cumulated(own[0].astype(np.int64))
-            wholes.append(RowLayout.of_host(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
+            wholes.append(layout_of_core(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
         return {
             name: wholes[mask] if low == WHOLE else wholes[mask].narrow(low, low + width)
             for name, mask, low, width in self.cuts
