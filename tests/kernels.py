@@ -4,6 +4,7 @@ the host. `pytest -m "gpu or interpreter"` runs all tests that need a GPU or Tri
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,3 +114,18 @@ def encoding_of(packed: PackedBatch) -> list[Any]:
             found.append([form.path, *(int(entry[name]) for name in ("kind", "items", "size", "number"))])
             found += [(array.dtype, array.tobytes()) for array in packed.table.arrays_of(place)]
     return found
+
+
+@contextmanager
+def count_syncs() -> Iterator[list[str]]:
+    """The synchronisations of a GPU, when the context ends."""
+    seen: list[str] = []
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield seen
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    seen.extend(str(item.message) for item in caught if "called a synchronizing" in str(item.message))

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
-from maskpack.ops import prefix_attention as prefixes
+from maskpack.ops import prefix_attention
 from maskpack.ops.context_parallel import to_heads, to_tokens
 from maskpack.ops.prefix_attention import Bounds
 
@@ -133,9 +133,9 @@ def _attend(
         return run(query, key, value, bounds, scale, window, softcap, tree)
     kernel = None if window is not None or softcap is not None else _merging_kernel(query, backend, tree)
     if kernel is not None:
-        return prefixes.merged_attention(query, key, value, bounds, tree, scale, kernel)
-    index, bounds = prefixes.key_rows(tree, query.shape[0], window, query.device)
-    keys, values = (prefixes.gather_rows(x, index) for x in (key, value))
+        return prefix_attention.merged_attention(query, key, value, bounds, tree, scale, kernel)
+    index, bounds = prefix_attention.key_rows(tree, query.shape[0], window, query.device)
+    keys, values = (prefix_attention.gather_rows(x, index) for x in (key, value))
     return run(query, keys, values, bounds, scale, window, softcap, None)
 
 
@@ -219,14 +219,14 @@ def _for_flash_4(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
 
 
-def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefixes.Kernel | None:
+def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefix_attention.Kernel | None:
     """The kernel that attention over a tree is merged with; None where keys are gathered."""
-    if backend not in ("flash", "varlen") or tree.num_levels > prefixes.MOST_LEVELS:
+    if backend not in ("flash", "varlen") or tree.num_levels > prefix_attention.MOST_LEVELS:
         return None
     if backend == "flash" and _flash_package(query, None) == _FLASH_4:
-        return prefixes.Flash4()
+        return prefix_attention.Flash4()
     fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return prefixes.TorchFlash() if fits and torch.version.hip is None else None
+    return prefix_attention.TorchFlash() if fits and torch.version.hip is None else None
 
 
 @functools.cache
@@ -359,7 +359,7 @@ def _new_block_mask(bounds: Tensor, tokens: int, window: int | None, tree: Prefi
         place = torch.arange(tokens, device=bounds.device, dtype=torch.int32)
         last, depth = bounds[torch.bucketize(place, bounds, right=True)], place
     else:
-        last, depth = prefixes.visibility(tree, tokens, bounds.device)
+        last, depth = prefix_attention.visibility(tree, tokens, bounds.device)
 
     def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < last[j])

@@ -4,9 +4,7 @@ test_same_rows.py tests that rows are equal."""
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import oracle
 import pytest
 import samples
 import torch
-from kernels import DEVICE, IS_GPU, Place, at, kernel_test
+from kernels import DEVICE, IS_GPU, Place, at, count_syncs, kernel_test
 from samples import PAD
 from tensordict import TensorDict
 from torch import Tensor
@@ -89,7 +87,7 @@ def test_offsets_are_shared_and_values_are_not() -> None:
 @pytest.mark.usefixtures("by_kernels")
 def test_batches_of_a_kind_share_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger ones of a kind need more room for tables."""
-    monkeypatch.setattr(jobs, "recipes", known := Latest[jobs.Recipe]())
+    monkeypatch.setattr(jobs, "recipes", known := Latest[jobs.DecodeRecipe]())
     packed = small(variant="negative-zeros")
     for rows in (packed[:1], packed, packed[1:3], packed[:0]):
         assert_decodes(rows)
@@ -198,9 +196,9 @@ def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
     pytest.importorskip("triton")
     from maskpack.packed.cuda import kernel
 
-    names = ["first", *job_table.Target._fields, "source"]
+    names = ["first", *job_table.JobTarget._fields, "source"]
     assert [getattr(kernel, name.upper()).value for name in names] == [*range(len(names))]
-    sources = [getattr(kernel, name.upper()).value for name in job_table.Source._fields]
+    sources = [getattr(kernel, name.upper()).value for name in job_table.JobSource._fields]
     assert sources == [*range(len(sources))]
     assert len(names) - 1 + len(sources) == job_table.JOB
 
@@ -237,16 +235,6 @@ def test_jagged_tensors_made_together_do_not_share_what_may_change() -> None:
 # -------------------------------------------------------------------- decoding on a GPU
 
 
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @gpu_test
 @pytest.mark.parametrize("lies", ["anywhere", "pinned", "there"])
 @pytest.mark.parametrize("format", FORMATS)
@@ -259,8 +247,9 @@ def test_one_launch_few_copies_no_sync(format: Any, lies: str) -> None:
         there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).cuda()
         packed = pickle.loads(stream, buffers=[decode.mirrored(there)])
     decompress(packed, format=format, device="cuda")
-    with no_sync():
+    with count_syncs() as syncs:
         decompress(packed, format=format, device="cuda")
+    assert not syncs
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decompress(packed, format=format, device="cuda")
@@ -335,8 +324,8 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
     words = (1 << 31) - job_table.SPAN // 2
     out = torch.full((words + job_table.SPAN,), 77, dtype=torch.uint8, device="cuda")
     spans = -(-words // job_table.SPAN)
-    target = job_table.Target(spans, job_table.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
-    job = [0, *target, *job_table.Source(job_table.LINEAR, begin_unit=0, data=0, data_size=1, single=1)]
+    target = job_table.JobTarget(spans, job_table.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
+    job = [0, *target, *job_table.JobSource(job_table.BY_PIECE, begin_unit=0, data=0, data_size=1, single=1)]
     body = torch.full((1,), 9, dtype=torch.uint8, device="cuda")
     kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
     assert int((out[:words] != 9).sum()) == 0
@@ -547,12 +536,7 @@ def test_synchronisations() -> None:
     batches = [workload(seed, rows=96, prompt=200, response=3000, fill=0.2).to("cuda") for seed in range(4)]
     for batch in batches[:3]:
         compress(batch, pad_token_id=PAD)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            packed = compress(batches[3], pad_token_id=PAD)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert sum("synchronizing CUDA operation" in str(warning.message) for warning in seen) <= 2
+    with count_syncs() as syncs:
+        packed = compress(batches[3], pad_token_id=PAD)
+    assert len(syncs) <= 2
     assert torch.from_numpy(packed.table.body).is_pinned()

@@ -23,7 +23,7 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import PLACES, Place, at, encoding_of
+from kernels import IS_GPU, PLACES, Place, at, encoding_of
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import TensorDict
 from torch import Tensor
@@ -89,9 +89,9 @@ def assert_same_rows(
     """Of batches of one signature, one after the other, padded and nested; of the last one also what becomes of it in
     each way, a few fields in each. Returns it, packed from both forms, and what the place did."""
     batch, nested = made[-1], [nest_batch_by_mask(batch, **options) for batch in made]
-    expected = {
-        form: packed_in_turn(batches, **options) for form, batches in {"padded": made, "nested": nested}.items()
-    }
+    expected = {"padded": packed_in_turn(made, **options), "nested": packed_in_turn(nested, **options)}
+    for form, last in (("padded", made[-1:]), ("nested", nested[-1:])):  # about as small as anew
+        assert expected[form].nbytes <= 1.02 * packed_in_turn(last, **options).nbytes + 4096
     out: list[PackedBatch] = []
     places: list[Place] = []
     for form in ("padded", "nested"):
@@ -121,12 +121,9 @@ def assert_same_rows(
 
 
 def packed_in_turn(made: Sequence[TensorDict], **options: Any) -> PackedBatch:
-    """The last of some batches, packed by what was remembered of those before. It is about as small as it is anew."""
+    """The last of some batches, packed by what was remembered of those before."""
     tables.forget()
-    packed = [compress(batch, **options) for batch in made][-1]
-    tables.forget()
-    assert packed.nbytes <= 1.02 * compress(made[-1], **options).nbytes + 4096
-    return packed
+    return [compress(batch, **options) for batch in made][-1]
 
 
 # -------------------------------------------------------------------- every dtype, pad, mask, trailing shape and form
@@ -188,8 +185,8 @@ def masks(rng: np.random.Generator, holes: bool) -> oracle.Mask:
     return flags.tolist()
 
 
-def every_field(seed: int, turn: int, holes: bool) -> tuple[TensorDict, dict[str, MaskNestingSpec]]:
-    """A batch with fields of all words and pads, whose dtypes and shapes change with `turn`."""
+def every_field(seed: int, turn: int, holes: bool, share: int) -> tuple[TensorDict, dict[str, MaskNestingSpec]]:
+    """A batch with fields of all words and pads, or of some; dtypes and shapes change with `turn`."""
     rng = np.random.default_rng(seed)
     mask = masks(rng, holes)
     fields: dict[str, Tensor] = {"mask": oracle.mask_tensor(mask, WIDTH), "rows": torch.arange(len(LENGTHS))}
@@ -204,6 +201,8 @@ def every_field(seed: int, turn: int, holes: bool) -> tuple[TensorDict, dict[str
         dtype, (shape, dim) = DTYPES[(number + 3 * turn) % len(DTYPES)], SHAPES[(number + turn) % len(SHAPES)]
         if pad is EDGE:
             dtype, shape, dim = torch.int64, (), 1
+        elif (number + turn) % share:
+            continue
         add(f"{kind} {pad}", tokens(rng, kind, mask, dtype, shape), pad, dim, *["dictionary"] * (kind == "dictionary"))
     for dim, kind in enumerate(("arange", "blocks"), 1):
         add(f"columns {dim}", tokens(rng, kind, mask, (torch.int32, torch.int16)[dim - 1], (2, 4)), 1, dim, "columns")
@@ -216,10 +215,11 @@ def every_field(seed: int, turn: int, holes: bool) -> tuple[TensorDict, dict[str
 
 @pytest.mark.parametrize(("turn", "holes"), [(0, False), (1, True), (2, True)])
 def test_every_dtype_pad_mask_shape_and_form(place: str, turn: int, holes: bool, tmp_path: Path) -> None:
-    made, (registry, _) = zip(*(every_field(seed, turn, holes) for seed in (turn, turn + 7)), strict=True)
+    share = 1 if place == "host" or IS_GPU else 4  # the interpreter takes its time
+    made, (registry, _) = zip(*(every_field(seed, turn, holes, share) for seed in (turn, turn + 7)), strict=True)
     packed, places = assert_same_rows(made, place, tmp_path, registry=registry)
     for own, here in zip(packed, places, strict=True):
-        assert place == "host" or len(here.encoded[-1].numbers) > 25
+        assert place == "host" or len(here.encoded[-1].numbers) > 12
         kinds = " ".join(own.table.kind(number) for number in range(len(own.tensors)))
         assert {*WORDS, "columns"} <= {*kinds.split()}
         assert {form.kind for form in own.tensors} == {"padded", "dense"}

@@ -31,7 +31,7 @@ from maskpack.layout.jagged import jagged_all
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.nesting.signs import with_signs
-from maskpack.packed.cuda.jobs import Recipe, recipe_of
+from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
 from maskpack.packed.decode import Decoded, pad_table_of, shapes_of
 from maskpack.packed.table import SLACK, Table
 
@@ -113,7 +113,7 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _run(
-    recipe: Recipe,
+    recipe: DecodeRecipe,
     packed: PackedBatch,
     table: Table,
     padded: bool,
@@ -124,7 +124,7 @@ def _run(
 ) -> Tensor:
     """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept: `kept`, and the bounds
     of all layouts. It has no entries otherwise."""
-    from maskpack.packed.cuda import kernel as _decode_kernel
+    from maskpack.packed.cuda import kernel  # Triton is imported on first use
 
     first = sum(map(_entries_for, kept))
     size = first + len(table.names) * (table.rows + 1) if is_kept else 0
@@ -147,7 +147,7 @@ def _run(
     if programs:
         there = staging[:end].to(staged.device, non_blocking=True)
         with torch.cuda.device_of(staged):
-            _decode_kernel.launch(staged, there, used, len(recipe.jobs), programs)
+            kernel.launch(staged, there, used, len(recipe.jobs), programs)
     return own
 
 

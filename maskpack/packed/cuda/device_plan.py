@@ -25,8 +25,8 @@ from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
 from maskpack.packed.batch_plan import WHOLE, cuts_of
-from maskpack.packed.cuda import encode_job as job
-from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, Forms, Recipe, forms_of
+from maskpack.packed.cuda import encode_job
+from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
 from maskpack.packed.cuda.encode_job import ODD, Unit
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
@@ -47,8 +47,8 @@ class DevicePlan:
     """
 
     schema: Schema
-    forms: Forms
-    recipe: Recipe
+    forms: KnownForms
+    recipe: EncodeRecipe
     units: IntArray
     masks: Sequence[tuple[int, int]]
     mask_of: IntArray
@@ -81,7 +81,7 @@ class DevicePlan:
             assert line is not None
             if layout >= 0:
                 mask_of[at], low, width = cuts[layout]
-                mode = line.pad_mode if own.offset == 0 else job.UNSEEN  # once for all columns of a field
+                mode = line.pad_mode if own.offset == 0 else encode_job.UNSEEN  # once for all columns of a field
                 units[at] = own._replace(
                     row_stride=line.row_stride, low=max(low, 0), width=width, pad_mode=mode, pad=line.pad
                 )
@@ -114,7 +114,7 @@ class DevicePlan:
         even = 3 * rows + rows % 2
         stats, copies = encoder.measured(*(own[:even] for own in counts))
         flags, of_rows = stats[:, :, 0], [own[: 3 * rows].reshape(3, rows) for own in copies]
-        if (flags & (ODD | job.STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
+        if (flags & (ODD | encode_job.STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
             return None
         found = encoder.written(stats, self._layouts(of_rows, entries), rows, {})
         if found.left:
@@ -138,7 +138,7 @@ class _Line:
     """How the kernels read a padded tensor."""
 
     row_stride: int = 0
-    pad_mode: int = job.UNSEEN
+    pad_mode: int = encode_job.UNSEEN
     pad: int = 0
 
 
@@ -157,6 +157,6 @@ def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
     if trusted:
         return _Line(x.stride(0))
     if pad is EDGE:
-        return _Line(x.stride(0), job.BY_EDGE)
+        return _Line(x.stride(0), encode_job.BY_EDGE)
     held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-    return _Line(x.stride(0), job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None
+    return _Line(x.stride(0), encode_job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None

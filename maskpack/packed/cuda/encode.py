@@ -26,7 +26,7 @@ from maskpack.core.keys import Path
 from maskpack.core.native import Structs
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.cuda import encode_job as job
+from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
 from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
 
@@ -35,7 +35,7 @@ _WRITTEN_HERE = {
     *(native.SPARSE, native.CONCAT),
 }
 _UNKNOWN = -1
-MOST = (1 << 31) - 2 * job.CHUNK
+MOST = (1 << 31) - 2 * encode_job.CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
@@ -45,7 +45,7 @@ WORDS, COUNTS, ROWS, BOUNDS, _BOOLS = (
 )
 
 
-class _Form(NamedTuple):
+class UnitForm(NamedTuple):
     """The form of a unit, as in `Unit`."""
 
     kind: int
@@ -54,7 +54,7 @@ class _Form(NamedTuple):
     bytes: int = 0
 
     @classmethod
-    def of(cls, table: Table, at: int) -> _Form:
+    def of(cls, table: Table, at: int) -> UnitForm:
         """The form of an entry."""
         entry = table.entries[at]
         kind, size = int(entry["kind"]), int(entry["size"])
@@ -64,7 +64,7 @@ class _Form(NamedTuple):
         return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
 
 
-class Recipe(NamedTuple):
+class EncodeRecipe(NamedTuple):
     """What the kernels are told of some fields of all batches of one kind.
 
     Attributes:
@@ -85,7 +85,7 @@ class Recipe(NamedTuple):
 
 
 @dataclass
-class Forms:
+class KnownForms:
     """How the fields of a batch were encoded on the host.
 
     Attributes:
@@ -103,25 +103,25 @@ class Forms:
     order: list[int]
     names: tuple[str, ...]
     kinds: list[int]
-    inner: list[list[_Form]]
+    inner: list[list[UnitForm]]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
-    _recipes: dict[Any, Recipe] = field(default_factory=dict[Any, Recipe])
+    _recipes: dict[Any, EncodeRecipe] = field(default_factory=dict[Any, EncodeRecipe])
 
     @classmethod
-    def of(cls, encoded: Encoded) -> Forms:
+    def of(cls, encoded: Encoded) -> KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
-        inner: list[list[_Form]] = [[] for _ in kinds]
+        inner: list[list[UnitForm]] = [[] for _ in kinds]
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
             if entry["kind"] == native.CONCAT:
                 kinds[place] = native.CONCAT
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
-            inner[place] = [_Form.of(table, part) for part in table.parts(at)]
+            inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
         return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
@@ -135,13 +135,13 @@ class Forms:
             self.misses[place] = self.misses.get(place, 0) + 1
             self.stale |= self.misses[place] == 1
 
-    def renewed(self, encoded: Encoded) -> Forms:
+    def renewed(self, encoded: Encoded) -> KnownForms:
         """The forms of a later batch, which the host encoded."""
-        new = Forms.of(encoded)
+        new = KnownForms.of(encoded)
         new.misses = self.misses if self.stale else {}
         return new
 
-    def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> Recipe:
+    def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> EncodeRecipe:
         """What the kernels are told of those of some tensors that they can encode, in a batch with these `layouts`, in
         this order."""
         out = frozenset(place for place, count in self.misses.items() if count > 1)
@@ -152,7 +152,7 @@ class Forms:
 
     def _new_recipe(
         self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
-    ) -> Recipe:
+    ) -> EncodeRecipe:
         units: list[Unit] = []
         owners: list[int] = []
         lines: list[tuple[int, ...]] = []
@@ -187,7 +187,7 @@ class Forms:
                 )
                 for column, form in enumerate(inner)
             ]  # fmt: skip
-        return Recipe(
+        return EncodeRecipe(
             taken,
             list(number_of),
             np.array(lines, native.SETTLED),
@@ -253,7 +253,7 @@ def encoded(
     return found if found.numbers else None
 
 
-def forms_of(tensors: Sequence[FieldForm], rows: int) -> Forms | None:
+def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     """How the fields of a batch on a GPU were encoded before."""
     return device_forms.get(_key(tensors, rows))
 
@@ -262,8 +262,8 @@ def learn(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int,
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if _device_of(values) is not None and rows:
         key = _key(tensors, rows)
-        before: Forms | None = device_forms.get(key)
-        device_forms.keep(key, Forms.of(done) if before is None else before.renewed(done))
+        before: KnownForms | None = device_forms.get(key)
+        device_forms.keep(key, KnownForms.of(done) if before is None else before.renewed(done))
 
 
 def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
@@ -287,7 +287,7 @@ class Encoder:
     """
 
     def __init__(
-        self, recipe: Recipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
+        self, recipe: EncodeRecipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
         self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
         size = units.size + sum(own.size for own in bounds)
@@ -305,13 +305,13 @@ class Encoder:
     def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
         """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
         device, n even, on the host. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
+        from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
         size = count * self._rows * width
         stats = fresh(size, dtype=torch.int64, device=self._device)
-        kernels.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
+        encode_kernel.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
         out = self._pinned(size + sum(x.numel() // 2 for x in others))
         out[:size].copy_(stats, non_blocking=True)
         ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
@@ -331,7 +331,7 @@ class Encoder:
         row_pads: Mapping[int, Words],
     ) -> OnDevice:
         """The table of all fields that fit their form. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels
+        from maskpack.packed.cuda import encode_kernel
 
         recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
         stored, head = stored_alone(layouts, rows)
@@ -349,7 +349,7 @@ class Encoder:
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
         sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
-        kernels.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
+        encode_kernel.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
         odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]

@@ -1,7 +1,7 @@
 """What the decode kernel does for the fields of a batch: its jobs.
 
-    entry of a field ------(core.c)--> Source
-    form of a field  ----------------> Target: the tensor, its layout, its pads      both together are a job
+    entry of a field ------(core.c)--> JobSource
+    form of a field  ----------------> JobTarget: the tensor, its layout, its pads      both together are a job
 
 A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them. A
 recipe has the jobs of all batches of one kind; the sizes of a batch, and the places of its arrays, tables and tensors,
@@ -23,30 +23,30 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.cuda import job_table as jobs
-from maskpack.packed.cuda.job_table import Source, Target
+from maskpack.packed.cuda import job_table
+from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
 
-_MOST = (1 << 31) - jobs.CHUNK
+_MOST = (1 << 31) - job_table.CHUNK
 """Words of a row that the kernel can count."""
 _KIND = [native.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
 """What a recipe depends on, among the numbers of an entry."""
-_SPANS, _SPAN, _ITEMS = (1 + Target._fields.index(name) for name in ("spans", "span", "items"))
+_SPANS, _SPAN, _ITEMS = (1 + JobTarget._fields.index(name) for name in ("spans", "span", "items"))
 _TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(native.AXIS_NUMBERS)
-recipes: Latest[Recipe] = Latest()
+recipes: Latest[DecodeRecipe] = Latest()
 
 
-class Part(NamedTuple):
+class EntryPart(NamedTuple):
     """The entry that stores the words of a field: for all of each row, its HEAD or its TAIL."""
 
     entry: int
     part: int
 
 
-class Entry(NamedTuple):
+class EntryNumbers(NamedTuple):
     """The first numbers of ENTRY of core/native.py."""
 
     kind: int
@@ -58,17 +58,17 @@ class Entry(NamedTuple):
     second: int
 
 
-def entries_of(table: Table) -> list[Entry]:
+def entries_of(table: Table) -> list[EntryNumbers]:
     """The entries of a table, in plain numbers."""
-    return [Entry._make(line[: len(Entry._fields)]) for line in table.entries.tolist()]
+    return [EntryNumbers._make(line[: len(EntryNumbers._fields)]) for line in table.entries.tolist()]
 
 
-def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[Part]:
+def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[EntryPart]:
     """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
     at, entries = int(table.fields[number]), entries_of(table)
-    found = [Part(at, 0)]
+    found = [EntryPart(at, 0)]
     if entries[at].kind == native.CONCAT:
-        found = [Part(entries[at].first, jobs.HEAD), Part(entries[at].second, jobs.TAIL)]
+        found = [EntryPart(entries[at].first, HEAD), EntryPart(entries[at].second, TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
@@ -84,7 +84,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
+def _is_near_columns(entries: Sequence[EntryNumbers], at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
     while entries[at].kind == native.BLOCKS and entries[at].second >= 0:
         at = entries[at].second
@@ -93,7 +93,7 @@ def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
     return False
 
 
-def _words_of_column(entry: Entry) -> int:
+def _words_of_column(entry: EntryNumbers) -> int:
     return entry.items // entry.second if entry.kind == native.COLUMNS else 1
 
 
@@ -103,7 +103,7 @@ def _is_pair(form: FieldForm) -> bool:
 
 
 @dataclass
-class Recipe:
+class DecodeRecipe:
     """The jobs of all batches of one kind.
 
     Attributes:
@@ -149,14 +149,14 @@ class Recipe:
         sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
         lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
         rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
-        lines[:, _SPAN] = np.where(rows == 1, jobs.CHUNK, jobs.SPAN)
+        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
         programs = cumulated(rows * lines[:, _SPANS])
         lines[:, 0] = programs[:-1]
         return int(programs[-1])
 
 
-def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> Recipe:
+def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> DecodeRecipe:
     """How some fields are decoded, which are the tensors of a table."""
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
     most = max((layout.num_tokens for layout in packed.layouts.values()), default=0)
@@ -185,10 +185,14 @@ class _Writer:
     _constants: list[int] = field(default_factory=list[int])
     _with_pads: list[int] = field(default_factory=list[int])
 
-    def recipe(self, forms: Sequence[FieldForm]) -> Recipe:
+    def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
         self._entries = entries_of(self.table)
-        copy = Target(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
-        self._job(copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, Source(jobs.TABLE, data=0))
+        copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
+        self._job(
+            copy,
+            {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)},
+            JobSource(job_table.FROM_TABLE, data=0),
+        )
         self._rows.append((True, False))
         taken: list[FieldForm] = []
         for number, form in enumerate(forms):
@@ -201,30 +205,30 @@ class _Writer:
         begins["pads"] += native.SOURCE_NUMBERS * len(self._wanted)
         begins["sizes"] = begins["pads"] + len(self._with_pads)
         begins["out"] = begins["sizes"] + 2
-        return Recipe(
+        return DecodeRecipe(
             taken,
             np.array(self._constants, np.int64),
             np.array([*self._wanted], np.int64).reshape(-1, 2),
             self._with_pads,
             np.array(self._jobs, np.int64),
-            np.array([job * jobs.JOB + place for job, place, _, _ in self._cells], np.int64),
+            np.array([job * JOB + place for job, place, _, _ in self._cells], np.int64),
             np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
             np.array(self._sources, np.int64),
             np.array([single for single, _ in self._rows], np.bool_),
             np.array([dense for _, dense in self._rows], np.bool_),
         )
 
-    def _job(self, target: Target, numbers: dict[str, tuple[str, int]], source: Source | None = None) -> None:
+    def _job(self, target: JobTarget, numbers: dict[str, tuple[str, int]], source: JobSource | None = None) -> None:
         """Adds a job. `numbers` of its target are added for each batch, by their group and their place in it."""
         for name, (group, at) in numbers.items():
-            self._cells.append((len(self._jobs), 1 + Target._fields.index(name), group, at))
+            self._cells.append((len(self._jobs), 1 + JobTarget._fields.index(name), group, at))
         self._jobs.append([0, *target, *(source or [0] * native.SOURCE_NUMBERS)])
 
     def _axis(self, name: str | None, number: int) -> tuple[str, int]:
         at = len(self.table.names) if name is None else self.table.names.index(name)
         return "axes", at * native.AXIS_NUMBERS + number
 
-    def _add(self, form: FieldForm, number: int, parts: list[Part], padded: bool, out: int) -> None:
+    def _add(self, form: FieldForm, number: int, parts: list[EntryPart], padded: bool, out: int) -> None:
         """The jobs of tensor `number` of the table, which is the tensor `out` of those decoded: [T, *F] or, padded, in
         the form of the field."""
         items, width = words_of_one(form), -1
@@ -268,7 +272,7 @@ class _Writer:
                 pad, turn = pads, pad_items
                 if entry.kind == native.COLUMNS and group == 1:
                     pad, turn = pads + (column & pad_items), 0
-                target = Target(
+                target = JobTarget(
                     max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
                     own if entry.kind == native.COLUMNS else inner, *runs, pad, pad_row,
