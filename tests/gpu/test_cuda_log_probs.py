@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from kernels import count_syncs
 from samples import in_chunks
 from torch import Tensor
 
@@ -43,16 +43,6 @@ def results(call: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: 
 
 def rms(seen: Tensor, truth: Tensor) -> float:
     return float((seen.double() - truth).square().mean().sqrt()) if truth.numel() else 0.0
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -153,13 +143,9 @@ def test_the_host_never_waits(backend: Any) -> None:
         torch.autograd.grad(log_probs.mean() + entropy.mean(), (hidden, weight))
 
     work()  # compiles
-    with never_waiting():
+    with count_syncs() as seen:
         work()
-
-
-def test_waiting_would_be_seen() -> None:
-    with pytest.raises(RuntimeError, match="synchronizing"), never_waiting():
-        torch.ones(1, device="cuda").item()
+    assert not seen
 
 
 @pytest.mark.parametrize("keep", [0, 1 << 27])
@@ -196,23 +182,6 @@ def test_several_streams_do_not_meet() -> None:
     torch.cuda.synchronize()
     for x in seen:
         assert torch.allclose(x, want, rtol=1e-5, atol=1e-5)
-
-
-def test_it_runs_inside_compiled_code() -> None:
-    hidden, weight, ids = inputs(50, 32, 300, torch.bfloat16)
-
-    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-        log_probs, entropy = packed_log_probs(hidden * 2, weight, ids, entropy=True)
-        return (log_probs + entropy).square().sum()
-
-    compiled: Any = torch.compile(loss)
-    values = []
-    for call in (loss, compiled):
-        x, y = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        value = call(x, y)
-        values.append((value.detach(), *torch.autograd.grad(value, (x, y))))
-    for seen, want in zip(*values, strict=True):
-        assert torch.allclose(seen, want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -688,34 +688,14 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("use", ["L", "E", "LE"])
-def test_stored_probabilities_are_differentiated_as_logits_are(backend: Any, dtype: torch.dtype, use: str) -> None:
-    _, logits, ids = guarded(5003, torch.float32)
-    logits[1, 3], logits[2, 5] = 12.0, 300.0
-    kept = module.stored(logits.log_softmax(1)).to(dtype)
-    lse, entropy = torch.zeros(3, device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
-    others = torch.tensor([0.9, 0.8, 0.7], device=DEVICE)
-    slopes = [
-        torch.tensor(x, device=DEVICE) if y in use else None for x, y in (([1, -0.5, 2.0], "L"), ([3, 1, -1.0], "E"))
-    ]
-    want, grad = torch.empty(3, 5003, device=DEVICE), torch.empty(3, 5003, device=DEVICE)
-    p, log_p = module._restored(kept)
-    given = Slopes(ids, others, lse, entropy, *slopes, PLAIN)
-    module.differentiate(log_p.where(p > 0, -1e4), want, 0, given)
-    before = kept.clone()
-    given = given._replace(lse=None, curve=Curve(2.0, None))
-    module._program(backend == "triton").differentiate(kept, grad, 0, given)
-    assert torch.equal(kept, before)
-    assert torch.allclose(grad, 2 * want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("use", ["L", "E", "LE"])
-def test_stored_probabilities_of_a_slice_are_shifted(backend: Any, dtype: torch.dtype, use: str) -> None:
-    """Rows whose slice has nearly all, one hundredth, and nothing of the probability."""
+@pytest.mark.parametrize("shifts", [(-1e-4, -4.6, -3e4), None])
+def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtype, use: str, shifts: Any) -> None:
+    """Of rows whose slice has nearly all, one hundredth, and nothing of the probability; and without slices."""
     _, logits, ids = guarded(5003, torch.float32)
     logits[0, 3] = 12.0
-    shift = torch.tensor([-1e-4, -4.6, -3e4], device=DEVICE)
+    if shifts is None:
+        logits[2, 5] = 300.0
+    shift = torch.tensor(shifts or [0.0] * 3, device=DEVICE)
     kept = module.stored(logits.log_softmax(1)).to(dtype)
     others, entropy = torch.tensor([0.9, 0.8, 0.7], device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
     first, second = torch.tensor([1, -0.5, 2.0], device=DEVICE), torch.tensor([3, 1, -1.0], device=DEVICE)
@@ -729,10 +709,10 @@ def test_stored_probabilities_of_a_slice_are_shifted(backend: Any, dtype: torch.
         want -= second[:, None] * p * (log_p + entropy[:, None])
     grad = torch.empty(3, 5003, device=DEVICE)
     slopes = first if "L" in use else None, second if "E" in use else None
-    given = Slopes(ids, others, None, entropy, *slopes, Curve(2.0, None), shift)
+    given = Slopes(ids, others, None, entropy, *slopes, Curve(2.0, None), None if shifts is None else shift)
     module._program(backend == "triton").differentiate(kept, grad, 0, given)
     assert torch.allclose(grad.double(), 2 * want, rtol=1e-5, atol=1e-6)
-    assert grad[2].count_nonzero() == (1 if "L" in use else 0)
+    assert shifts is None or grad[2].count_nonzero() == (1 if "L" in use else 0)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gpu/test_cuda_vocab.py runs it on GPUs")
