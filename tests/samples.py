@@ -14,15 +14,17 @@ expect does not come from maskpack: builders call nothing of it but the construc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
@@ -455,3 +457,15 @@ def parts_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of some sizes."""
     ends = list(itertools.accumulate(sizes))
     return [rows_of(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+# -------------------------------------------------------------------- log-probs
+
+
+@contextlib.contextmanager
+def in_chunks(rows: int | None) -> Iterator[None]:
+    """packed_log_probs stores the logits of so many rows at once; None for as many as it does by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rows is not None:
+            patch.setattr("maskpack.ops.log_probs._chunk_rows", lambda hidden, vocabulary: rows)
+        yield

@@ -24,8 +24,7 @@ from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.nesting.signs import with_signs
-from maskpack.ops import pack_torch as ops
-from maskpack.ops import unpack
+from maskpack.ops import pack_torch, unpack
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -58,13 +57,13 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
     """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW or ANY_ZERO."""
     layout = layout.to(values.device)
     if row_pads is None:
-        return ops.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
-    out = ops.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
+        return pack_torch.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
+    out = pack_torch.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
     if row_pads.signs is not None:
         out = with_signs(out, row_pads.signs)
     if row_pads.edge is None:
         return out
-    edges = ops.unpack(values, layout, EDGE, form.ragged_dim)
+    edges = pack_torch.unpack(values, layout, EDGE, form.ragged_dim)
     by_edge = cast("list[bool]", row_pads.edge.tolist())
     return torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
 
@@ -112,7 +111,7 @@ def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = No
     not complete if the result is False.
     """
     if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
-        return native.read(x, core_layout(layout), ops.host_pads(pad, x.dtype), values), None
+        return native.read(x, core_layout(layout), pack_torch.host_pads(pad, x.dtype), values), None
     if pad is ANY_ZERO:
         signs = torch.zeros((layout.num_rows, -(-layout.width // 8)), dtype=torch.uint8, device="cpu")
         return native.read(x, core_layout(layout), native.Pads(native.BY_SIGNS, (0,), signs), values), signs
@@ -226,7 +225,7 @@ def zeros_of(pads: Tensor) -> Tensor:
 
 def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
-    expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
+    expected = words(pack_torch.unpack(pack_torch.pack(x.detach(), layout), layout, pad))
     where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 

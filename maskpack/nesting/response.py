@@ -32,7 +32,7 @@ from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, read_pads
-from maskpack.ops import pack_torch as ops
+from maskpack.ops import pack_torch
 
 RESPONSE = "response"
 SEQUENCE = "sequence"
@@ -114,7 +114,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     need_gradients(packed, "values", call, nested=not padded)
     scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
-    return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
+    return pack_torch.unpack(scored, response, 0) if padded else jagged(scored, response)
 
 
 def scoring(tokens: IntArray) -> IntArray:
@@ -149,7 +149,7 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
     elif values.is_nested:
         seen = "nested, but not jagged along dim 1 without gaps"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
-        return ops.pack(values, sequence.to(values.device)), True
+        return pack_torch.pack(values, sequence.to(values.device)), True
     elif values.dim() >= 1 and values.shape[0] == sequence.num_tokens:
         return values, False
     elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.num_tokens:

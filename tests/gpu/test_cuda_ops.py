@@ -7,7 +7,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from test_cuda import count_syncs
+from kernels import count_syncs
 
 from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError

@@ -261,7 +261,7 @@ def test_temperature_and_entropy() -> None:
     model, _ = pair(qwen3)
     ready, batch = replayable(model), batch_of(ROWS["groups"])
     shared, apart = (
-        response_log_probs(ready, batch, temperature=0.7, entropy=True, chunk=5, share_prefixes=share, min_shared=1)
+        response_log_probs(ready, batch, temperature=0.7, entropy=True, share_prefixes=share, min_shared=1)
         for share in (True, False)
     )
     for one, other in zip(shared, apart, strict=True):

@@ -162,7 +162,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
 def test_temperature_entropy_and_a_tail(make: Any) -> None:
     model, plain = pair(make)
     batch = for_model(make, seed=1)
-    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64, chunk=5)
+    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64)
     truth = truth_of(plain, batch, 0.6)
     assert max(map(off, seen, truth)) <= LIMIT
     total = seen[0].values() + 0.5 * seen[1].values()

@@ -131,7 +131,7 @@ def _run(
 ) -> Tensor:
     """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept: `kept`, and the bounds
     of all layouts. It has no entries otherwise."""
-    from maskpack.packed.cuda import kernel as _decode_kernel
+    from maskpack.packed.cuda import kernel  # Triton is imported on first use
 
     first = sum(map(_entries_for, kept))
     size = first + len(table.names) * (table.rows + 1) if is_kept else 0
@@ -154,7 +154,7 @@ def _run(
     if programs:
         there = staging[:end].to(staged.device, non_blocking=True)
         with torch.cuda.device_of(staged):
-            _decode_kernel.launch(staged, there, used, len(recipe.jobs), programs)
+            kernel.launch(staged, there, used, len(recipe.jobs), programs)
     return own
 
 

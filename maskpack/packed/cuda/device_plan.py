@@ -81,10 +81,8 @@ class DevicePlan:
             assert line is not None
             if layout >= 0:
                 mask_of[at], low, width = cuts[layout]
-                mode = line.pad_mode if own.offset == 0 else encode_job.UNSEEN  # once for all columns of a field
-                units[at] = own._replace(
-                    row_stride=line.row_stride, low=max(low, 0), width=width, pad_mode=mode, pad=line.pad
-                )
+                line = line if own.offset == 0 else line | {"pad_mode": encode_job.UNSEEN}  # once for all columns
+                units[at] = own._replace(low=max(low, 0), width=width, **line)
         return cls(
             schema,
             forms,
@@ -133,30 +131,21 @@ class DevicePlan:
         }
 
 
-@dataclass(frozen=True)
-class _Line:
-    """How the kernels read a padded tensor."""
-
-    row_stride: int = 0
-    pad_mode: int = encode_job.UNSEEN
-    pad: int = 0
-
-
-def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
-    """How the kernels read a tensor; None if they cannot."""
+def _line(form: FieldForm, x: Tensor, trusted: bool) -> dict[str, int] | None:
+    """How the kernels read a tensor, as in `Unit`; None if they cannot."""
     assert form.dtype is not None
     if form.kind == "dense":
-        return _Line() if form.layout is None and x.is_contiguous() else None
+        return {} if form.layout is None and x.is_contiguous() else None
     items = words_of_one(form)
     together = x.dim() >= 2 and x[:1].is_contiguous() and x.stride(1) == items
     if form.kind != "padded" or form.ragged_dim != 1 or form.dtype.itemsize > 8 or not together or not items:
         return None
     if x.shape[1] * items > MOST:
         return None
-    pad = form.pads[0]
+    line, pad = {"row_stride": x.stride(0)}, form.pads[0]
     if trusted:
-        return _Line(x.stride(0))
+        return line
     if pad is EDGE:
-        return _Line(x.stride(0), encode_job.BY_EDGE)
+        return line | {"pad_mode": encode_job.BY_EDGE}
     held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-    return _Line(x.stride(0), encode_job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None
+    return line | {"pad_mode": encode_job.CONSTANT, "pad": held[0]} if held is not None and len(held) == 1 else None

@@ -45,7 +45,7 @@ WORDS, COUNTS, ROWS, BOUNDS, _BOOLS = (
 )
 
 
-class _Form(NamedTuple):
+class UnitForm(NamedTuple):
     """The form of a unit, as in `Unit`."""
 
     kind: int
@@ -54,7 +54,7 @@ class _Form(NamedTuple):
     bytes: int = 0
 
     @classmethod
-    def of(cls, table: Table, at: int) -> _Form:
+    def of(cls, table: Table, at: int) -> UnitForm:
         """The form of an entry."""
         entry = table.entries[at]
         kind, size = int(entry["kind"]), int(entry["size"])
@@ -103,7 +103,7 @@ class KnownForms:
     order: list[int]
     names: tuple[str, ...]
     kinds: list[int]
-    inner: list[list[_Form]]
+    inner: list[list[UnitForm]]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
@@ -114,14 +114,14 @@ class KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
-        inner: list[list[_Form]] = [[] for _ in kinds]
+        inner: list[list[UnitForm]] = [[] for _ in kinds]
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
             if entry["kind"] == native.CONCAT:
                 kinds[place] = native.CONCAT
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
-            inner[place] = [_Form.of(table, part) for part in table.parts(at)]
+            inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
         return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
@@ -305,13 +305,13 @@ class Encoder:
     def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
         """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
         device, n even, on the host. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
+        from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
         size = count * self._rows * width
         stats = fresh(size, dtype=torch.int64, device=self._device)
-        kernels.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
+        encode_kernel.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
         out = self._pinned(size + sum(x.numel() // 2 for x in others))
         out[:size].copy_(stats, non_blocking=True)
         ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
@@ -331,7 +331,7 @@ class Encoder:
         row_pads: Mapping[int, Words],
     ) -> OnDevice:
         """The table of all fields that fit their form. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels
+        from maskpack.packed.cuda import encode_kernel
 
         recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
         stored, head = stored_alone(layouts, rows)
@@ -349,7 +349,7 @@ class Encoder:
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
         sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
-        kernels.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
+        encode_kernel.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
         odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FLAT, LINEAR, BITMAP, SPARSE, BLOCKS, TABLE = range(6)
+BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK, FROM_TABLE = range(6)
+"""How a word is found; the first five are also in core.c."""
 HEAD, TAIL = 1, 2
 CHUNK = 1024
 """Words that a program writes at once."""
@@ -69,14 +70,14 @@ class JobTarget(NamedTuple):
 class JobSource(NamedTuple):
     """How a word is found.
 
-    FLAT    data[begin + place] + number
-    LINEAR  piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and data[p]
-            once for each place in the piece
-    BITMAP  more[bit]
-    SPARSE  more[...] where data, the places of a row, has this one; 0 elsewhere
-    BLOCKS  more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added to
-            the word of another source
-    TABLE   the table itself
+    BY_PLACE    data[begin + place] + number
+    BY_PIECE    piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and
+                data[p] once for each place in the piece
+    BY_BIT      more[bit]
+    BY_SEARCH   more[...] where data, the places of a row, has this one; 0 elsewhere
+    BY_BLOCK    more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added
+                to the word of another source
+    FROM_TABLE  the table itself
 
     Attributes:
         kind: one of these.

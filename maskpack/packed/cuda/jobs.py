@@ -24,7 +24,7 @@ from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table
-from maskpack.packed.cuda.job_table import JobSource, JobTarget
+from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class EntryPart(NamedTuple):
     part: int
 
 
-class Entry(NamedTuple):
+class EntryNumbers(NamedTuple):
     """The first numbers of ENTRY of core/native.py."""
 
     kind: int
@@ -58,9 +58,9 @@ class Entry(NamedTuple):
     second: int
 
 
-def entries_of(table: Table) -> list[Entry]:
+def entries_of(table: Table) -> list[EntryNumbers]:
     """The entries of a table, in plain numbers."""
-    return [Entry._make(line[: len(Entry._fields)]) for line in table.entries.tolist()]
+    return [EntryNumbers._make(line[: len(EntryNumbers._fields)]) for line in table.entries.tolist()]
 
 
 def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[EntryPart]:
@@ -68,7 +68,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     at, entries = int(table.fields[number]), entries_of(table)
     found = [EntryPart(at, 0)]
     if entries[at].kind == native.CONCAT:
-        found = [EntryPart(entries[at].first, job_table.HEAD), EntryPart(entries[at].second, job_table.TAIL)]
+        found = [EntryPart(entries[at].first, HEAD), EntryPart(entries[at].second, TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
@@ -84,7 +84,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
+def _is_near_columns(entries: Sequence[EntryNumbers], at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
     while entries[at].kind == native.BLOCKS and entries[at].second >= 0:
         at = entries[at].second
@@ -93,7 +93,7 @@ def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
     return False
 
 
-def _words_of_column(entry: Entry) -> int:
+def _words_of_column(entry: EntryNumbers) -> int:
     return entry.items // entry.second if entry.kind == native.COLUMNS else 1
 
 
@@ -149,7 +149,7 @@ class DecodeRecipe:
         sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
         lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
         rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
-        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, job_table.SPAN)
+        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
         programs = cumulated(rows * lines[:, _SPANS])
         lines[:, 0] = programs[:-1]
@@ -189,7 +189,9 @@ class _RecipeWriter:
         self._entries = entries_of(self.table)
         copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
         self._job(
-            copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, JobSource(job_table.TABLE, data=0)
+            copy,
+            {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)},
+            JobSource(job_table.FROM_TABLE, data=0),
         )
         self._rows.append((True, False))
         taken: list[FieldForm] = []
@@ -209,7 +211,7 @@ class _RecipeWriter:
             np.array([*self._wanted], np.int64).reshape(-1, 2),
             self._with_pads,
             np.array(self._jobs, np.int64),
-            np.array([job * job_table.JOB + place for job, place, _, _ in self._cells], np.int64),
+            np.array([job * JOB + place for job, place, _, _ in self._cells], np.int64),
             np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
             np.array(self._sources, np.int64),
             np.array([single for single, _ in self._rows], np.bool_),

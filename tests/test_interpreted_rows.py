@@ -8,6 +8,6 @@ from interpreted import GROUPS, needed, run_interpreted
 pytestmark = needed
 
 
-@pytest.mark.parametrize("file", GROUPS["staging"])
+@pytest.mark.parametrize("file", GROUPS["rows"])
 def test_kernels_interpreted_on_the_host(file: str) -> None:
     run_interpreted(file)
