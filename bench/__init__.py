@@ -1,7 +1,10 @@
-"""Benchmarks of maskpack, `python -m bench CASE`: the baseline and ours in one process, interleaved; medians, ratios.
+"""Benchmarks of maskpack, `python -m bench CASE`: rivals, a floor and ours in one process, interleaved; medians and
+ratios.
 
-workloads   batches made from a seed        baselines   what trainers do today
-payload     bytes on the wire               nest        time to nest and restore
-floors      what memory alone costs, in C   payload_*   compressors, fresh pages, small batches
-measure     time, bytes, exactness          report      the table and the JSON
+A package imports only those below it; tests/bench/test_bench_imports.py holds it.
+
+    cases       what is measured, one module or folder each
+    rivals      what trainers do without maskpack
+    workloads   batches and models made from a seed
+    harness     time, memory, exactness, processes; the table, the JSON and the page
 """

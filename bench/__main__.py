@@ -1,124 +1,111 @@
-"""`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr.
-
-`--workload reference|tau|mooncake` is for payload, dispatch, plan and replay: the batch, or lengths, that they run on.
-`python -m bench all --report FILE.md` measures all that runs on this machine and writes one page of it, a chart and the
-figures beside it; with `--recorded FOLDER` it measures nothing and shows the figures there.
-`python -m bench dispatch --plot FILE` draws a chart too, so does `plan`; `ops --only GROUP,GROUP` measures in part, so
-does `replay`.
+"""`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr. Without a case,
+a list of the cases. `python -m bench all --report FILE.md` measures all that this machine can, writes a JSON for each,
+and one page of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.measure import keep_memory
-from bench.page import recorded, write_page
-from bench.report import Row, commit, table, write_json
-from bench.workloads import MOST_ROWS, WORKLOADS
-
-
-def _case(module: str) -> Callable[..., list[Row]]:
-    """The `run` of a module of this package, which is imported when it runs: dispatch needs Ray, ops does not."""
-    return lambda *given, **more: importlib.import_module(f"bench.{module}").run(*given, **more)
-
-
-CASES = {
-    "payload": _case("payload"),
-    "nest": _case("nest"),
-    "dispatch": _case("dispatch"),
-    "ops": _case("ops"),
-    "plan": _case("plan"),
-    "replay": _case("replay"),
-    "prefixes": _case("prefixes"),
-    "routes": _case("routes"),
-    "ranks": _case("ranks"),
-    "trl": _case("trl_grpo"),
-    "verl": _case("verl"),
-    "verl-engine": _case("verl_engine"),
-    "dataplane": _case("dataplane"),
-    "endurance": lambda rows, rounds: _case("endurance")(1000 * rounds),
-}
-AS_IT_COMES = {"dispatch", "dataplane", "endurance"}
-"""Cases whose memory is what trainers have: glibc is not told to keep what is freed."""
-ON_THE_CPU, ON_A_GPU = ("payload", "nest", "dispatch", "plan"), ("ops", "replay", "prefixes", "routes")
-CHARTS = ("dispatch", "plan")
-ON_WORKLOADS = ("payload", "dispatch", "plan", "replay")
-_WITHOUT_A_NAME = [("reference", case) for case in ON_THE_CPU]  # they run on it anyway
-GROUPED = ("payload", "ops", "replay", "prefixes", "ranks", "trl")
-_HELP = """payload: bytes on the wire; nest: time to nest and restore; dispatch: time to a Ray actor, and over a link;
-ops: kernels on a GPU, ten times in a round; plan: micro-batches and ranks of 8,192 and 65,536 lengths, and those of the
-batch; replay: log-probs by models on a GPU, a round for three, and with --workload by a tiny one on the CPU; prefixes:
-the same, prompts of groups computed once; routes: the same by a mixture of experts, with the experts of the batch;
-ranks: work that two GPUs share, a round for three; trl: a step of TRL's GRPOTrainer without generation, a round for
-three; verl: arguments of a worker call;
-verl-engine: log-probs and gradients by its FSDP2 engine; dataplane: bytes and times of TransferQueue, with its own
-storage and with ours; endurance: memory over 1000 dispatches a round; all: what runs on this machine, as a page"""
-_PLOT_HELP = "also draw a chart there, as SVG; dispatch: times against the link; plan: tokens of each micro-batch"
-_WORKLOAD_HELP = f"{', '.join(ON_WORKLOADS)}: what they run on; default: reference, and for replay models on a GPU"
-_ONLY = (
-    "payload: variants of the batch; ops: layout,pack,unpack,wide,decode,peer,logprobs; replay, prefixes: small,large; "
-    "replay: hybrid,images; prefixes: agent; ranks: context,heads; trl: tiny,small"
-)
+from bench.harness.measure import keep_memory
+from bench.harness.page import write_page
+from bench.harness.registry import Case, load, names
+from bench.harness.report import commit, table, write_json
+from bench.workloads import WORKLOADS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of maskpack.")
-    parser.add_argument("case", choices=[*CASES, "all"], help=_HELP)
-    parser.add_argument("--workload", choices=WORKLOADS, help=_WORKLOAD_HELP)
-    parser.add_argument("--rows", type=_positive, help="rows of the batch (default 256; of tau, the 200 that it has)")
-    parser.add_argument("--rounds", type=_positive, default=9, help="timed rounds, medians are shown (default 9)")
+    parser.add_argument("case", nargs="?", choices=[*names(), "all"], help="without one, all cases are listed")
+    parser.add_argument("--workload", choices=WORKLOADS, help="the batch, for some cases")
+    parser.add_argument("--rows", type=_positive, help="rows of the batch")
+    parser.add_argument("--rounds", type=_positive, help="timed rounds, medians are shown (default 9)")
+    parser.add_argument("--only", type=_names, metavar="GROUPS", help="some groups of the case, separated by commas")
+    parser.add_argument("--tiny", action="store_true", help="sizes that end in seconds and say nothing of speed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=_PLOT_HELP)
-    parser.add_argument("--only", type=_names, metavar="GROUPS", help=_ONLY)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw there what the case draws")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="all: the page to write")
-    parser.add_argument("--recorded", type=Path, metavar="FOLDER", help="all: show the figures there instead")
     given = parser.parse_args(arguments)
-    if (given.case == "all") != (given.report is not None) or (given.recorded and given.case != "all"):
-        parser.error("all needs --report, and no other case takes --report or --recorded")
-    if given.case == "all":
+    if (given.case == "all") != (given.report is not None):
+        parser.error("all needs --report, and no other case takes it")
+    if given.case is None:
+        print("\n".join(_described()))
+    elif given.case == "all":
         _all(given)
-        return
-    if given.plot is not None and given.case not in CHARTS:
-        parser.error(f"--plot is for {' and '.join(CHARTS)}; {given.case} has no chart")
-    if given.only is not None and given.case not in GROUPED:
-        parser.error(f"--only is for {' and '.join(GROUPED)}; {given.case} has no groups")
-    if given.workload is not None and given.case not in ON_WORKLOADS:
-        parser.error(f"--workload is for {', '.join(ON_WORKLOADS)}; {given.case} has no other")
-    if given.workload is not None and given.only is not None:
-        parser.error("--only is for the case without --workload")
+    else:
+        _one(parser, given)
+
+
+def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    case = load(given.case)
+    takes = {"workload": case.workloads, "only": case.groups, "plot": case.plots, "rows": case.rows}
+    for name, taken in takes.items():
+        if getattr(given, name) is not None and not taken:
+            parser.error(f"{given.case} takes no --{name}")
+    if unknown := [group for group in given.only or () if group not in case.groups]:
+        parser.error(f"no group {', '.join(unknown)}; {given.case} has {', '.join(case.groups)}")
     if given.json is not None:
         commit()  # without one, fail before the measurement
-    if given.case not in AS_IT_COMES:
+    if case.keeps_memory:
         keep_memory()
-    options = ("plot", "only", "workload")
-    more = {name: getattr(given, name) for name in options if getattr(given, name) is not None}
-    rows = CASES[given.case](given.rows or WORKLOADS[given.workload or "reference"], given.rounds, **more)
+    more: dict[str, Any] = {"rounds": 9}
+    if case.rows is not None:
+        more["rows"] = WORKLOADS[given.workload or "reference"] if case.workloads else case.rows
+    if given.tiny:
+        more |= {"rounds": 1, **case.tiny}
+    more |= {name: getattr(given, name) for name in ("rounds", *takes) if getattr(given, name) is not None}
+    gc.collect()
+    gc.freeze()  # the collections between rounds are of what the case makes
+    try:
+        rows = case.run(**more)
+    finally:
+        gc.unfreeze()
     print(table(rows))
-    if given.json is not None:
+    if given.json is not None and rows:
         write_json(rows, given.json)
+
+
+def _cases() -> Iterator[tuple[str, Case | ModuleNotFoundError]]:
+    for name in names():
+        try:
+            yield name, load(name)
+        except ModuleNotFoundError as missing:
+            yield name, missing
+
+
+def _described() -> Iterator[str]:
+    for name, case in _cases():
+        if isinstance(case, ModuleNotFoundError):
+            yield f"{name:<12} needs {case.name}"
+            continue
+        options = [f"--workload {','.join(WORKLOADS)}"] * case.workloads
+        options += [f"--only {','.join(case.groups)}"] * bool(case.groups)
+        options += [f"--plot FILE: {case.plots}"] * bool(case.plots)
+        yield "\n             ".join([f"{name:<12} {case.help}", *options])
 
 
 def _all(given: argparse.Namespace) -> None:
     """Each case in a process of its own: what one leaves behind would be in the figures of the next."""
-    if given.recorded is None:
-        commit()
-        given.report.parent.mkdir(parents=True, exist_ok=True)
-        plain = (*ON_THE_CPU, *(ON_A_GPU if torch.cuda.is_available() else ()))
-        more = [(case, name) for name in WORKLOADS for case in ON_WORKLOADS if (name, case) not in _WITHOUT_A_NAME]
-        for case, workload in [*((case, None) for case in plain), *more]:
-            rows = min(given.rows or WORKLOADS[workload or "reference"], MOST_ROWS.get(workload, sys.maxsize))
-            sizes = ["--rows", str(rows), "--rounds", str(given.rounds)]
-            named = [] if workload is None else ["--workload", workload]
-            file = given.report.with_name("-".join([case, *named[1:]]) + ".json")
-            subprocess.run([sys.executable, "-m", "bench", case, *sizes, *named, "--json", str(file)], check=True)
-    write_page(recorded(given.recorded or given.report.parent), given.report)
+    commit()
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    rounds = ["--rounds", str(given.rounds)] if given.rounds else []
+    for name, case in _cases():
+        if isinstance(case, ModuleNotFoundError) or (case.on == "gpu" and not torch.cuda.is_available()):
+            continue
+        for workload in WORKLOADS if case.workloads else (None,):
+            named = ["--workload", workload] if workload else []
+            file = given.report.with_name("-".join([name, *named[1:]]) + ".json")
+            command = [sys.executable, "-m", "bench", name, *named, *rounds, *["--tiny"] * given.tiny]
+            subprocess.run([*command, "--json", str(file)], check=True)
+    write_page(given.report.parent, given.report)
 
 
 def _positive(text: str) -> int:

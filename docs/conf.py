@@ -1,6 +1,6 @@
 """The site: `pip install -e '.[docs]' && sphinx-build -W -b html docs build/docs`.
 
-pages of docs/*.md and docstrings  ->  build/docs; nothing is fetched from elsewhere
+pages of docs/*.md, docstrings, bench/results  ->  build/docs; nothing is fetched from elsewhere
 
 Frameworks that are not installed are stood in for by mocks, so that the reference of the adapters is whole everywhere.
 """
@@ -21,6 +21,7 @@ from sphinx.util.docstrings import prepare_docstring
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import maskpack
+from bench.harness.page import write_page
 
 project = "maskpack"
 copyright = "the maskpack authors"
@@ -98,7 +99,13 @@ def _sign(
     return short[0], short[1]
 
 
+def _write_figures(app: Sphinx) -> None:
+    """The page of all figures is no source: it is made from the results, and the search leaves it out."""
+    write_page(Path(app.srcdir).parent / "bench/results", Path(app.srcdir) / "figures.md")
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", _write_figures)
     app.connect("autodoc-process-signature", _sign)
     app.connect("autodoc-process-docstring", _document, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)  # napoleon has 500

@@ -5,7 +5,7 @@
       Padded   micro-batches of 8 rows, logits at every position, losses [b, R]
       Packed   compress -> WorkerGroup -> plan -> replay -> losses on nested rows -> gradients of ranks, added up
 
-    python examples/grpo.py                      writes tests/golden/grpo.json and docs/grpo.svg; minutes on two cores
+    python examples/grpo.py                      writes tests/golden/grpo.json; minutes on two cores
     python examples/grpo.py --share-prefixes     runs Packed with shared prefixes against that record; writes nothing
 
 Both paths share the sampler, the batch and the optimizer, and nothing else. Each samples from the weights that it has
@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from grpo_chart import chart
 from grpo_losses import kl_losses, policy_losses, weighted_sum
 from tensordict import TensorDict
 from torch import Tensor
@@ -47,7 +46,7 @@ LEARNING_RATE, LARGEST_NORM = 5e-4, 1.0
 MODE = "token-mean"
 
 ROOT = Path(__file__).parents[1]
-GOLDEN, START, CHART = ROOT / "tests/golden/grpo.json", ROOT / "tests/golden/grpo_start.npy", ROOT / "docs/grpo.svg"
+GOLDEN, START = ROOT / "tests/golden/grpo.json", ROOT / "tests/golden/grpo_start.npy"
 
 # -------------------------------------------------------------------- the task
 
@@ -70,17 +69,6 @@ def question(rng: random.Random) -> list[int]:
 
 def prompt_of(numbers: Sequence[int]) -> str:
     return "+".join(map(str, numbers)) + "="
-
-
-def demonstration(numbers: Sequence[int], rng: random.Random) -> str:
-    """One addition after the other, "12+9=21$" for "7+5+9=". A tenth of the additions are wrong, a tenth of the
-    endings are missing: there is something left to learn from rewards."""
-    total, rest, out = numbers[0], numbers[1:], []
-    while rest:
-        total = max(0, total + rest[0] + (rng.choice([-2, -1, 1, 2]) if rng.random() < 0.1 else 0))
-        rest = rest[1:]
-        out.append("+".join(map(str, [total, *rest])))
-    return "=".join(out) + ("$" if rng.random() < 0.9 else "=")
 
 
 def reward(numbers: Sequence[int], response: Sequence[int]) -> float:
@@ -137,33 +125,6 @@ def parts(model: Any, flat: np.ndarray) -> Iterator[Tensor]:
     sizes = [weights.numel() for weights in model.parameters()]
     for weights, part in zip(model.parameters(), torch.tensor(flat).split(sizes), strict=True):
         yield part.view_as(weights)
-
-
-def warm_start(steps: int = 150, rows: int = 64) -> np.ndarray:
-    """Weights float32 [parameters] that have seen demonstrations: they add, and make mistakes.
-
-    They are kept as a file, in float16: on another processor float noise, grown over the steps, would give others.
-    """
-    model, rng = tiny_model(), random.Random(1)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    slower = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
-    for _ in range(steps):
-        ids, labels = torch.full((rows, PROMPT + RESPONSE), PAD), torch.full((rows, PROMPT + RESPONSE), -100)
-        longest = 0
-        for row in range(rows):
-            numbers = question(rng)
-            prompt = encoded(prompt_of(numbers))
-            text = torch.tensor(prompt + encoded(demonstration(numbers, rng)))
-            ids[row, : len(text)] = labels[row, : len(text)] = text
-            labels[row, : len(prompt)] = -100
-            longest = max(longest, len(text))
-        logits = model(input_ids=ids[:, :longest], use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:longest].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        slower.step()
-    return weights_of(model)
 
 
 # -------------------------------------------------------------------- rollouts
@@ -399,7 +360,7 @@ def train(path: Padded | Packed, start: np.ndarray, steps: int = STEPS) -> Curve
 
 
 def starting_weights() -> np.ndarray:
-    """float32 [parameters], as the recorded runs began."""
+    """float32 [parameters], as the recorded runs began: trained on demonstrations, a tenth of whose sums were wrong."""
     return np.load(START).astype(np.float32)
 
 
@@ -413,18 +374,6 @@ def compared(padded: Curve, packed: Curve) -> tuple[float, int]:
     """The largest difference of their losses, and the number of steps in which the tokens are the same."""
     same = sum(a == b for a, b in zip(padded.tokens, packed.tokens, strict=True))
     return float(np.abs(np.array(padded.losses) - np.array(packed.losses)).max()), same
-
-
-def drawn(curves: dict[str, Curve]) -> str:
-    """The chart of the curves."""
-    padded, packed = curves["padded"], curves["maskpack"]
-    losses = [[loss for step in curve.losses for loss in step] for curve in (padded, packed)]
-    apart, same = compared(padded, packed)
-    note = (
-        f"{len(losses[0])} optimizer updates on {ROWS // UPDATES} rows each; the same tokens in {same} of "
-        f"{len(padded.tokens)} steps, losses at most {apart:.1e} apart"
-    )
-    return chart((padded.rewards, packed.rewards), (losses[0], losses[1]), note)
 
 
 def timed(name: str, path: Padded | Packed, start: np.ndarray) -> Curve:
@@ -452,12 +401,8 @@ def share_prefixes() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Runs GRPO padded and packed, and writes the golden file and the chart."
-    )
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--warm-start", action="store_true", help="make other starting weights first")
-    group.add_argument(
+    parser = argparse.ArgumentParser(description="Runs GRPO padded and packed, and writes the golden file.")
+    parser.add_argument(
         "--share-prefixes", action="store_true", help="compare shared prefixes with the recorded run; write nothing"
     )
     options = parser.parse_args()
@@ -465,8 +410,6 @@ def main() -> None:
     if options.share_prefixes:
         share_prefixes()
         return
-    if options.warm_start:
-        np.save(START, warm_start().astype(np.float16))
     curves: dict[str, Curve] = {}
     for name, path in (("padded", Padded), ("maskpack", Packed)):
         start = starting_weights()
@@ -479,7 +422,6 @@ def main() -> None:
     ]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     GOLDEN.write_text("{\n" + ",\n".join([f' "versions": {json.dumps(versions)}', *lines]) + "\n}\n")
-    CHART.write_text(drawn(curves))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,8 @@ from maskpack.fields.options import VerifyFirst
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
-from maskpack.nesting.survey import dense_fields
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.sizes import report
 
@@ -51,7 +49,6 @@ __all__ = [
     "PER_ROW",
     "RL_FIELDS",
     "SIGNED_ZERO",
-    "DenseField",
     "MaskAxis",
     "MaskNestingRegistry",
     "MaskNestingSpec",
@@ -61,7 +58,6 @@ __all__ = [
     "VerifyFirst",
     "compress",
     "decompress",
-    "dense_fields",
     "extract_response",
     "nest_batch_by_mask",
     "report",

@@ -4,8 +4,8 @@ call that raises leaves its input unchanged.
     MaskpackError
       RegistryError, LayoutError, PlanError, WireFormatError     also ValueError
         FieldError, a LayoutError                                also KeyError
-      MethodError                                                also AttributeError
-      CoverageError, LossyPadError, ReplayError, StoreFullError, StorageError, WorkerError
+      StorageError                                               also RuntimeError
+      CoverageError, LossyPadError, ReplayError, WorkerError
 """
 
 from __future__ import annotations
@@ -52,27 +52,9 @@ class WireFormatError(MaskpackError, ValueError):
     """Bytes are not a valid packed batch: truncated, modified, of another version, or malicious."""
 
 
-class MethodError(MaskpackError, AttributeError):
-    """The actors of a WorkerGroup have no method with the given name."""
-
-
-class StoreFullError(MaskpackError):
-    """Ray's object store is full, in memory and on disk."""
-
-
 class StorageError(MaskpackError, RuntimeError):
-    """A storage unit of a data plane did not answer, or could not do what it was asked to."""
-
-
-class Cancelled(MaskpackError):
-    """A call was cancelled before the rank answered."""
-
-
-class RemoteTraceback(Exception):
-    """The traceback of a worker as text; it is the cause of the error that the worker raised."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
+    """Ray's object store or a storage unit of a data plane has no room, did not answer, or could not do what it was
+    asked to."""
 
 
 class WorkerError(MaskpackError):

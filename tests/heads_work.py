@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 from lora_layer import with_lora
 from replay_work import ROWS, alone, batch_of
+from samples import in_chunks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -115,9 +116,10 @@ def split(dtype_name: str) -> float:
         tensors, ids, factors = _problem(dtype)
         own = [x[begin:end] if at in (1, 2, 4) else x for at, x in enumerate(tensors)]
         results: list[list[Any]] = []
-        for given, options in ((tensors, {}), (own, {"group": dist.group.WORLD, "chunk": 7})):
+        for given, options in ((tensors, {}), (own, {"group": dist.group.WORLD})):
             leaves = [x.clone().requires_grad_() for x in given]
-            out = _outputs(leaves, ids, parts, softcap, **options)
+            with in_chunks(7 if options else None):
+                out = _outputs(leaves, ids, parts, softcap, **options)
             sum((x.double() * factor).sum() for x, factor in zip(out, factors, strict=True)).backward()
             results.append([*(x.detach() for x in out), *(x.grad for x in leaves)])
         for at, (want, got) in enumerate(zip(*results, strict=True)):

@@ -16,8 +16,8 @@ import torch
 
 HERE = Path(__file__).parent
 GROUPS = {
-    "staging": ["packed/test_staging.py"],
-    "encoding": ["packed/test_encode_on_device.py", "nesting/test_device_read.py"],
+    "rows": ["packed/test_same_rows.py"],
+    "device": ["packed/test_device_work.py", "nesting/test_device_read.py"],
     "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py", "ops/test_logits.py"],
 }
 needed = [

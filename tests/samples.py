@@ -1,19 +1,30 @@
-"""Batches as trainers make them, built row by row in plain loops, and their comparison by bits.
+"""The builders of the tests, in plain loops, and their comparison by bits.
 
-Nothing here calls maskpack: what the tests expect does not come from what they test.
+rollout(ROWS)             a GRPO or PPO batch that nests whole, with objects; ROWS are (prompt, response) tokens of each
+                          row, as `lengths` draws them; `holes` for tool tokens, `values` for a critic, `seed`
+workload("ppo", rows)     a batch as redundant as real ones, in one of VARIANTS, for encodings and sizes
+under(mask, pads, x=...)  a few fields under one mask "m", and their registry (`registry_of(x=pad)` alone)
+tokens, of, field         single fields: of("response", torch.float32, pad, trailing)
+mixed, DIFFERENT          a batch of every kind of entry, and what differs from it in one thing
+rows_of, joined, parts_of rows of padded and nested batches, whatever tensordict can do
+
+A test that needs other fields changes a rollout: `rollout(...).select(...)`, `batch["values"] = of(...)`. What tests
+expect does not come from maskpack: builders call nothing of it but the constructor of a spec.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
 from torch import Tensor
@@ -141,9 +152,10 @@ def tokens(
     *,
     mask: torch.dtype = torch.int64,
     pad: int = PAD,
+    seed: int = 1,
 ) -> dict[str, Tensor]:
     """The token fields and the attention mask of a rollout."""
-    where = {"rows": rows, "prompt": prompt, "response": response}
+    where = {"rows": rows, "prompt": prompt, "response": response, "seed": seed}
     ids = of("sequence", torch.int64, pad, **where)
     on = real_positions("sequence", rows, prompt, response)
     attention = torch.tensor(on, dtype=torch.bool).reshape(len(rows), prompt + response).to(mask)
@@ -193,18 +205,20 @@ def rollout(
     prompt: int = PROMPT,
     response: int = RESPONSE,
     *,
+    seed: int = 0,
     holes: bool = False,
     values: bool = False,
     objects: bool = True,
 ) -> TensorDict:
-    """A GRPO batch, with `values` a PPO batch, as it goes to the update of the actor."""
+    """A GRPO batch, with `values` a PPO batch, as it goes to the update of the actor. `seed` is that of the floats and
+    token ids."""
     where = {"rows": rows, "prompt": prompt, "response": response}
-    data: dict[str, Any] = tokens(rows, prompt, response)
+    data: dict[str, Any] = tokens(rows, prompt, response, seed=seed + 1)
     data["position_ids"] = positions(data["attention_mask"])
     data["response_mask"] = response_mask(rows, response, holes=holes)
-    for seed, name in enumerate(RESPONSE_FIELDS):
+    for number, name in enumerate(RESPONSE_FIELDS):
         if values or name != "values":
-            data[name] = of("response", torch.float32, seed=seed + 10, **where)
+            data[name] = of("response", torch.float32, seed=100 * seed + number + 10, **where)
     for b, (_, r) in enumerate(rows):
         data["advantages"][b, :r] = b / 8 - 0.3
         data["token_level_scores"][b] = 0
@@ -219,6 +233,22 @@ def rollout(
         batch.set("temperature", NonTensorData(0.7, batch_size=[len(rows)]))
         batch.set("global_token_num", NonTensorData([p + r for p, r in rows], batch_size=[len(rows)]))
     return batch
+
+
+# -------------------------------------------------------------------- a few fields under one mask
+
+
+def under(mask: Any, pads: Mapping[str, Any] | None = None, **fields: Tensor) -> tuple[TensorDict, dict[str, Any]]:
+    """A batch of the mask "m" and fields under it, and its registry. The pad of a field is 0 if `pads` does not name
+    it."""
+    on = torch.as_tensor(mask)
+    batch = TensorDict({"m": on, **fields}, batch_size=[len(on)])
+    return batch, registry_of(**dict.fromkeys(fields, 0) | dict(pads or {}))
+
+
+def registry_of(**pads: Any) -> dict[str, mp.MaskNestingSpec]:
+    """A registry of fields under the mask "m", by their pads."""
+    return {"m": mp.MaskNestingSpec("m"), **{name: mp.MaskNestingSpec("m", pad) for name, pad in pads.items()}}
 
 
 # -------------------------------------------------------------------- batches as redundant as real ones
@@ -328,6 +358,78 @@ def row_list(x: Tensor) -> list[Tensor]:
     return [x.values()[begin:end] for begin, end in itertools.pairwise(x.offsets().tolist())]
 
 
+# -------------------------------------------------------------------- batches that differ in one thing
+
+
+def filled(lengths: Sequence[int], fill: float = 1.0) -> Tensor:
+    """A jagged tensor of equal values."""
+    bounds = torch.tensor(np.cumsum([0, *lengths]))
+    return torch.nested.nested_tensor_from_jagged(torch.full((int(bounds[-1]),), fill), bounds)
+
+
+def mixed() -> TensorDict:
+    """A batch of every kind of entry."""
+    return TensorDict(
+        {
+            "x": torch.tensor([[0.0, 1.0], [float("nan"), 2.0]]),
+            "n": torch.tensor([1, 2]),
+            "rows": filled([1, 2]),
+            "uid": NonTensorStack(NonTensorData("a"), NonTensorData({"k": [1, torch.ones(2)]})),
+            "wide": NonTensorData(1.5, batch_size=[2]),
+            "sub": TensorDict({"y": torch.zeros(2, 3, dtype=torch.bfloat16)}, batch_size=[2]),
+        },
+        batch_size=[2],
+    )
+
+
+def changed(name: Any, value: Any) -> Callable[[], TensorDict]:
+    def make() -> TensorDict:
+        out = mixed()
+        out.set(name, value)
+        return out
+
+    return make
+
+
+def flipped(name: Any, raw: torch.dtype) -> Callable[[], TensorDict]:
+    def make() -> TensorDict:
+        out = mixed()
+        out.get(name).view(raw).view(-1)[0] ^= 1
+        return out
+
+    return make
+
+
+DIFFERENT: dict[str, Callable[[], TensorDict]] = {
+    "a flipped bit": flipped("x", torch.int32),
+    "a flipped bit in a sub-batch": flipped(("sub", "y"), torch.int16),
+    "-0.0 for 0.0": changed("x", torch.tensor([[-0.0, 1.0], [float("nan"), 2.0]])),
+    "another NaN": changed(
+        "x", torch.tensor([[0, 0x3F800000], [0x7FC00001, 0x40000000]], dtype=torch.int32).view(torch.float32)
+    ),
+    "another dtype": changed("n", torch.tensor([1, 2], dtype=torch.int32)),
+    "another shape": changed("n", torch.tensor([[1], [2]])),
+    "a missing key": lambda: mixed().exclude("n"),
+    "a key more": changed("new", torch.zeros(2)),
+    "another key order": lambda: mixed().select("n", "x", "rows", "uid", "wide", "sub"),
+    "a missing key in a sub-batch": changed("sub", TensorDict({}, batch_size=[2])),
+    "other row lengths": changed("rows", filled([2, 1])),
+    "other jagged values": changed("rows", filled([1, 2], 2.0)),
+    "dense for jagged": changed("rows", torch.ones(2, 2)),
+    "another object": changed("uid", NonTensorStack(NonTensorData("b"), NonTensorData({"k": [1, torch.ones(2)]}))),
+    "another tensor inside an object": changed(
+        "uid", NonTensorStack(NonTensorData("a"), NonTensorData({"k": [1, torch.zeros(2)]}))
+    ),
+    "an object of another type": changed("wide", NonTensorData(np.float32(1.5), batch_size=[2])),
+    "per row for batch-wide": changed("wide", NonTensorStack(NonTensorData(1.5), NonTensorData(1.5))),
+    "a tensor for an object": changed("wide", torch.ones(2)),
+    "another batch size": lambda: TensorDict(dict(mixed().items()), batch_size=[]),
+    "another device": lambda: mixed().to("cpu"),
+    "fewer rows": lambda: TensorDict({"n": torch.tensor([1])}, batch_size=[1]),
+}
+"""Batches that differ from `mixed()` in one thing."""
+
+
 # -------------------------------------------------------------------- rows of nested batches
 
 
@@ -355,3 +457,15 @@ def parts_of(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of some sizes."""
     ends = list(itertools.accumulate(sizes))
     return [rows_of(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+
+
+# -------------------------------------------------------------------- log-probs
+
+
+@contextlib.contextmanager
+def in_chunks(rows: int | None) -> Iterator[None]:
+    """packed_log_probs stores the logits of so many rows at once; None for as many as it does by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rows is not None:
+            patch.setattr("maskpack.ops.log_probs._chunk_rows", lambda hidden, vocabulary: rows)
+        yield

@@ -676,3 +676,22 @@ def rows_after(ops: Sequence[RowOp], rows: int, even_chunks: bool) -> list[int]:
     for op in ops:
         picked = op.on_list(picked, even_chunks)
     return picked
+
+
+# -------------------------------------------------------------------- padded fields
+
+
+def padded(rng: np.random.Generator, packed: Tensor, mask: oracle.Mask, width: int, pad: Any) -> Tensor:
+    """Packed values [T, *F] in their places of [B, width, *F], with a number or a pad of maskpack between them."""
+    rows, dtype = len(mask), packed.dtype
+    signs = torch.from_numpy(rng.integers(0, 2, (rows, width)))
+    zeros = torch.tensor([0.0, -0.0]).to(dtype)[signs] if dtype in FLOATS else torch.zeros(rows, width, dtype=dtype)
+    if pad is EDGE:
+        return oracle.unpack(packed, mask, width, oracle.EDGE)
+    if pad is PER_ROW:
+        return oracle.unpack(packed, mask, width, values(rng, (rows,), dtype))
+    if pad is ANY_ZERO and packed.dim() == 1:
+        return torch.where(oracle.mask_tensor(mask, width), oracle.unpack(packed, mask, width), zeros)
+    if pad in (SIGNED_ZERO, ANY_ZERO):
+        return oracle.unpack(packed, mask, width, zeros[:, 0] if width else zeros.new_zeros(rows))
+    return oracle.unpack(packed, mask, width, pad)

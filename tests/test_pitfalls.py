@@ -6,7 +6,6 @@ import contextlib
 import pickle
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from samples import (
@@ -34,6 +33,7 @@ from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
 from maskpack.core import pads
+from maskpack.nesting.survey import dense_fields
 
 B = len(ROWS)
 ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
@@ -119,14 +119,6 @@ def test_01_holes_without_an_attention_mask():
     assert_kept(batch, "rm_scores")
 
 
-def test_01_trailing_holes_do_not_move_a_response_whose_mask_stays_dense():
-    batch = rollout(holes=True, objects=False)
-    nested = nest(batch, ignore_dense_fields=["response_mask"])
-    out = mp.select_and_pad_to_response(nested, "responses", "old_log_probs")
-    assert freeze(out["responses"]) == freeze(batch["responses"])
-    assert freeze(out["old_log_probs"]) == freeze(batch["old_log_probs"])
-
-
 def test_01_trailing_holes_do_not_shift_extract_response():
     rows = ((2, 3), (3, 1), (1, 2))
     batch = rollout(rows, 3, 3, holes=True, objects=False)
@@ -183,69 +175,6 @@ def test_03_a_value_under_the_mask_is_kept_or_named(name, place, value):
         nest(batch, strict_mask_nesting=True)
     with pytest.raises(mp.errors.LossyPadError, match=name):
         compress(batch, strict_mask_nesting=True)
-
-
-def test_03_a_value_under_the_mask_is_dropped_only_when_asked():
-    batch = rollout()
-    clean = batch.clone()
-    batch["old_log_probs"][0, 5] = 3.0
-    for restored in both_ways(batch, on_loss="drop").values():
-        assert_same(restored, clean)
-
-
-def test_03_every_value_under_the_mask_is_seen():
-    data = tokens()
-    for b, line in enumerate(real_positions("sequence", ROWS, PROMPT, RESPONSE)):
-        for s, on in enumerate(line):
-            if on:
-                continue
-            data["input_ids"][b, s] += 1
-            with pytest.raises(mp.errors.LossyPadError, match=rf"\({b}, {s}\)"):
-                nest(TensorDict(data, batch_size=[B]), on_loss="error")
-            data["input_ids"][b, s] -= 1
-
-
-def test_03_a_swap_of_pad_and_value_is_seen():
-    """As many pads as before, but one of them is a token and one token is a pad."""
-    batch = rollout(objects=False)
-    batch["responses"][0, 0] = PAD
-    batch["responses"][0, 5] = 5
-    assert_kept(batch, "responses")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["advantages", "old_log_probs"])
-def test_03_signed_zeros_under_the_mask(name, dtype):
-    """What `x * mask` leaves is 0.0 in some rows and -0.0 in others."""
-    batch = rollout(objects=False)
-    batch[name] = of("response", dtype)
-    for b, (_, r) in enumerate(ROWS):
-        batch[name][b, r:] = -0.0 if b % 2 == 0 else 0.0
-    assert_exact(batch)
-    nested, packed = nest(batch), compress(batch)
-    assert nested[name].is_nested
-    assert_same(mp.unnest_batch_by_mask(nest(nested)), batch)
-    assert_same(mp.unnest_batch_by_mask(pickle.loads(pickle.dumps(nested))), batch)
-    assert_same(mp.unnest_batch_by_mask(rows_of(nested, slice(1, 4))), batch[1:4])
-    assert_same(mp.unnest_batch_by_mask(rows_of(nested, [5, 0, 0])), batch[torch.tensor([5, 0, 0])])
-    assert_same(mp.unnest_batch_by_mask(joined([nested, nested])), torch.cat([batch, batch]))
-    assert_same(mp.unnest_batch_by_mask(nested.to(torch.float16)), batch.to(torch.float16))
-    assert_same(mp.decompress(packed[[5, 0, 0]]), batch[[5, 0, 0]])
-    assert_same(mp.decompress(pickle.loads(pickle.dumps(packed[2:]))), batch[2:])
-    assert_same(mp.decompress(mp.PackedBatch.cat(packed.chunk(3))), batch)
-    out = mp.select_and_pad_to_response(nested[1:5], name)[name]
-    assert freeze(out) == freeze(batch[name][1:5])
-
-
-def test_03_cat_of_parts_with_other_zeros():
-    batch = rollout(objects=False)
-    for b, (_, r) in enumerate(ROWS):
-        batch["returns"][b, r:] = -0.0 if b < 3 else 0.0
-    parts = [compress(batch[:3]), compress(batch[3:5]), compress(batch[5:])]
-    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
-    nested = mp.decompress(mp.PackedBatch.cat(parts), format="nested")
-    assert nested["returns"].is_nested
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 def test_03_position_ids_repeat_their_last_number():
@@ -406,17 +335,6 @@ def test_09_nesting_twice_keeps_the_way_back():
     assert_same(mp.decompress(compress(twice)), batch)
 
 
-def test_09_a_field_kept_whole_stays_whole_through_nesting_twice():
-    batch = rollout()
-    batch["old_log_probs"][0, 5] = 3.0
-    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
-        twice = nest(nest(batch))
-    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
-        packed = compress(twice)
-    assert_same(mp.unnest_batch_by_mask(twice), batch)
-    assert_same(mp.decompress(packed), batch)
-
-
 def test_10_select_of_some_fields():
     batch = rollout()
     nested = nest(batch)
@@ -445,14 +363,6 @@ def test_10_casts_then_restore(cast):
     assert freeze(nested) == before
 
 
-def test_10_arithmetic_on_the_run_table_is_refused():
-    nested = nest(rollout(objects=False))
-    for change in (lambda x: x + 1, lambda x: x.to(torch.float32) * 1.5, lambda x: x.to(torch.float32) - 1):
-        changed = nested.apply(change)
-        with pytest.raises(mp.errors.LayoutError, match="span table"):
-            mp.unnest_batch_by_mask(changed)
-
-
 def test_10_cat_of_equal_widths():
     batch = rollout(objects=False)
     nested = nest(batch)
@@ -471,29 +381,6 @@ def test_10_cat_of_unequal_width():
     for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
         whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
         assert_same(mp.decompress(mp.PackedBatch.cat([compress(part) for part in parts])), whole)
-
-
-def test_10_cat_of_packed_batches():
-    batch = rollout(holes=True)
-    parts = compress(batch).split([2, 0, 4, 1])
-    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
-
-
-def test_10_cat_where_one_part_was_kept_whole():
-    batch = rollout()
-    batch["old_log_probs"][0, 5] = 3.0
-    with pytest.warns(mp.errors.MaskpackWarning, match="old_log_probs"):
-        parts = [compress(batch[:3]), compress(batch[3:])]
-    assert_same(mp.decompress(mp.PackedBatch.cat(parts)), batch)
-
-
-@pytest.mark.parametrize("rows", [slice(1, 3), [3, 0], slice(None, None, -1), torch.tensor([True, False] * 3 + [True])])
-def test_10_rows_then_restore(rows):
-    batch = rollout(holes=True, objects=False)
-    index = torch.arange(B).numpy()[::-1].copy() if rows == slice(None, None, -1) else rows
-    assert_same(mp.decompress(compress(batch)[rows]), batch[index])
-    if not isinstance(rows, slice) or rows.step is None:
-        assert_same(mp.unnest_batch_by_mask(rows_of(nest(batch), rows)), batch[rows])
 
 
 # -------------------------------------------------------------------- torch, tensordict, Ray
@@ -529,14 +416,6 @@ def test_11_restored_after_consolidate():
     assert_same(mp.unnest_batch_by_mask(pickle.loads(pickle.dumps(consolidated))), batch)
 
 
-def test_11_nesting_again_sets_the_max_length():
-    batch = rollout(objects=False)
-    for form in (pickle.loads(pickle.dumps(nest(batch))), nest(batch).consolidate()):
-        again = nest(form)
-        assert again["responses"]._get_max_seqlen() == max(r for _, r in ROWS)
-        assert again["responses"].to_padded_tensor(PAD).shape == (B, max(r for _, r in ROWS))
-
-
 def test_12_a_slice_carries_its_own_bytes_only():
     rows = ((20, 30),) * 64
     packed = compress(rollout(rows, 40, 60, objects=False))
@@ -555,14 +434,6 @@ def test_12_fields_share_their_offsets_again_after_consolidate():
     for b, row in enumerate(row_list(difference)):
         assert freeze(row) == freeze(expected[b, : ROWS[b][1]])
     assert nested["old_log_probs"].offsets() is nested["responses"].offsets()
-
-
-def test_12_fields_share_their_offsets_after_every_row_operation():
-    packed = compress(rollout(objects=False))
-    for rows in (packed, packed[2:5], packed.take([4, 1, 1]), mp.PackedBatch.cat(packed.chunk(3))):
-        nested = mp.decompress(rows, format="nested")
-        assert (nested["old_log_probs"] - nested["returns"]).shape[0] == len(rows)
-        assert nested["old_log_probs"].offsets() is nested["returns"].offsets()
 
 
 def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
@@ -650,7 +521,7 @@ def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
 
 def test_15_layouts_stay_on_the_device_of_the_mask():
     layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
-    for tensor in (layout.starts, layout.splits, layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
+    for tensor in (layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
         assert tensor.device.type == "meta"
     assert layout.take([1]).device.type == "meta"
     assert layout.narrow(0, 2).to_mask().device.type == "meta"
@@ -710,29 +581,6 @@ def test_16_what_comes_from_read_only_buffers_is_a_copy():
     assert_same(mp.decompress(pickle.loads(stream, buffers=stored)), batch)
 
 
-def test_16_writing_to_either_side_does_not_reach_the_other():
-    batch = rollout(objects=False)
-    expected = batch.clone()
-    packed = compress(batch)
-    for tensor in writable_tensors(batch):
-        tensor.fill_(1)
-    assert_same(mp.decompress(packed), expected)
-    for layout in ("padded", "nested"):
-        for tensor in writable_tensors(mp.decompress(packed, format=layout).exclude("_maskpack")):
-            tensor.fill_(1)
-    assert_same(mp.decompress(packed), expected)
-
-
-def test_16_writing_to_a_nested_batch_does_not_reach_the_padded_one():
-    """What nesting gathers is new memory; what it leaves dense is the caller's tensor, as in any TensorDict."""
-    batch = rollout(objects=False)
-    before = freeze(batch)
-    for tensor in nest(batch).exclude("_maskpack").values():
-        if tensor.is_nested:
-            tensor.values().fill_(1)
-    assert freeze(batch) == before
-
-
 # -------------------------------------------------------------------- coverage
 
 
@@ -755,7 +603,7 @@ def test_17_strict_finds_tensors_wherever_they_hide():
 def test_17_one_entry_a_row_is_no_failure():
     batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
     assert_same(mp.unnest_batch_by_mask(nest(batch, strict_mask_nesting=True)), batch)
-    assert mp.dense_fields(batch, mp.RL_FIELDS) == ()
+    assert dense_fields(batch, mp.RL_FIELDS) == ()
 
 
 def test_18_restored_tokens_are_padded_with_the_pad_token():
@@ -775,13 +623,6 @@ def test_18_pad_0_is_a_pad_like_any_other():
         batch[name][batch[name] == PAD] = 0
     assert_exact(batch, pad_token_id=0)
     assert_kept(batch, "input_ids", pad_token_id=1)
-
-
-def test_18_numpy_objects_of_the_batch_are_untouched():
-    batch = rollout(objects=False)
-    arrays = [np.arange(b + 1) for b in range(B)]
-    batch.set("raw_prompt", per_row(arrays))
-    assert_exact(batch)
 
 
 # -------------------------------------------------------------------- torch's defaults
@@ -882,7 +723,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["plan, packed"] = mp.decompress(planned(packed))
         out["plan, view"] = planned(mp.views.BatchView.of(packed)).materialize()
         layout = mp.RowLayout.from_mask(batch["attention_mask"])
-        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.starts, layout.splits]
+        out["layout"] = [layout.to_mask(), layout.indices, layout.offsets, layout.cu_seqlens]
         out["layout"] += [mp.RowLayout.from_lengths(lengths).to_mask(), mp.RowLayout.from_lengths([2, 0, 3]).to_mask()]
         out["layout"] += [mp.RowLayout.from_cu_seqlens(layout.cu_seqlens).to_mask(), layout.narrow(2, 7).to_mask()]
         for dtype in DTYPES:
@@ -892,7 +733,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["inputs"] = mp.replay.PackedInputs.of(scored, multiple_of=16)
         out["inputs of packed"] = mp.replay.PackedInputs.of(compress(scored))
         out["report"] = mp.report(batch, packed)
-        out["fields"] = mp.dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
+        out["fields"] = dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
         return out
 
     with warnings.catch_warnings():

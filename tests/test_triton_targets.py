@@ -19,6 +19,9 @@ import pytest
 import torch
 
 import maskpack
+from maskpack.layout.row_layout import device_spans
+from maskpack.ops.log_probs import Slopes
+from maskpack.ops.logits import Curve
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
@@ -34,24 +37,25 @@ def log_probs() -> None:
     rows, columns = 3, 20_000
     logits, ids = torch.zeros(rows, columns), torch.zeros(rows, dtype=torch.int64)
     numbers = list(torch.zeros(5, rows))
+    plain, capped = Curve(1.0, None), Curve(1.0, 0.1)
     for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
         for entropy in (None, numbers[2]):
             for top in (None, numbers[4]):
-                kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, kept, top)
+                kernels.reduce_rows(logits, ids, plain, *numbers[:2], entropy, kept, top)
                 if kept is None:
-                    kernels.reduce_rows(logits, ids, 1.0, *numbers[:2], entropy, None, top, 0.1)
+                    kernels.reduce_rows(logits, ids, capped, *numbers[:2], entropy, None, top)
             all_slopes = [(numbers[3], None)]
             if entropy is not None:
                 all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
             for slopes in all_slopes:
-                given = (0, ids, numbers[0], numbers[1] if kept is None else None, entropy, *slopes, 1.0)
+                given = Slopes(ids, numbers[0], numbers[1] if kept is None else None, entropy, *slopes, plain)
                 if kept is None:
                     for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
-                        kernels.differentiate(logits, grad, *given)
-                        kernels.differentiate(logits, grad, *given, None, 0.1)
+                        kernels.differentiate(logits, grad, 0, given)
+                        kernels.differentiate(logits, grad, 0, given._replace(curve=capped))
                 else:
                     for shift in (None, numbers[1]):
-                        kernels.differentiate(kept, torch.zeros_like(kept), *given, shift)
+                        kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(shift=shift))
 
 
 def prefix_attention() -> None:
@@ -74,7 +78,7 @@ def pack_and_unpack() -> None:
             scans.list_spans(mask, scan, 5, 4)
     for lengths in ([[1, 1, 0, 0], [1, 1, 1, 0]], [[1, 0, 1, 0], [1, 1, 1, 0]]):
         layout = maskpack.RowLayout.from_mask(torch.tensor(lengths))
-        index, tokens = layout.index, layout.num_tokens
+        index, tokens = device_spans(layout), layout.num_tokens
         for size in ((), (3,), (1024,)):
             for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.uint8):
                 x = torch.zeros(2, 4, *size, dtype=dtype)

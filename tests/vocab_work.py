@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from samples import in_chunks
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -103,15 +104,16 @@ def errors(given: Case, seed: int = 0, *, alone: bool = False) -> dict[str, Any]
     hidden, weight, ids, factors = problem(given, seed)
     temperature, use = given.get("temperature", 1.0), given.get("use", "LE")
     outputs, gradients = exact(hidden, weight, ids, factors, temperature, use)
-    options = {name: given[name] for name in ("keep", "chunk", "backend") if name in given}
+    options = {name: given[name] for name in ("keep", "backend") if name in given}
     if "keeps" in given:
         options["keep"] = given["keeps"][dist.get_rank()]
     rank = dist.get_rank()
     begin, end = (0, *given["bounds"])[rank : rank + 2]
     call = factors, use
-    seen, parts = ours(
-        hidden, weight[begin:end], ids, *call, temperature=temperature, group=dist.group.WORLD, **options
-    )
+    with in_chunks(given.get("chunk")):
+        seen, parts = ours(
+            hidden, weight[begin:end], ids, *call, temperature=temperature, group=dist.group.WORLD, **options
+        )
     assert all(x.dtype == torch.promote_types(hidden.dtype, torch.float32) for x in seen)
     assert all(x.dtype == hidden.dtype for x in parts)
 

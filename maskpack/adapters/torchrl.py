@@ -3,8 +3,6 @@
     extend, add --compress--> segments of packed rows <--slot table-- samplers, writers     PackedStorage
     sample <--decompress-- the rows of the slots, at their padded widths, padded or nested
 
-    extend --inv--> one PackedBatch a row, in the list of any storage --forward--> sample   MaskNesting
-
 Samples are bit for bit those of a storage of padded tensors.
 """
 
@@ -17,24 +15,22 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.index import IntArray
-from maskpack.core.keys import need_keys, path_of, show
+from maskpack.core.keys import need_keys
 from maskpack.core.tensors import device_here, host_array
-from maskpack.core.tree import entry_at
-from maskpack.errors import FieldError, LayoutError
+from maskpack.errors import LayoutError
 from maskpack.fields.options import kept_verify
-from maskpack.packed.batch import PackedBatch, Target, compress, decompress
+from maskpack.packed.batch import PackedBatch, Target, compress
 from maskpack.packed.join import with_stacks
 from maskpack.views.view import BatchView
 
 _ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
 _Checkpointer: Any = import_module("torchrl.data.replay_buffers.checkpointers").StorageCheckpointerBase
-_Transform: Any = import_module("torchrl.envs.transforms").Transform
 
 _FEW = 64
 """Segments with fewer rows than this are joined once there are this many of them."""
@@ -100,7 +96,7 @@ class PackedStorage(_ListStorage):
         self._format: Target = format
         self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
         self._to = None if device is None else device_here(device, "PackedStorage")
-        self._options = _kept(options)
+        self._options: dict[str, Any] = {**options, "verify": kept_verify(options.get("verify", "always"))}
         self._rows: BatchView | None = None
 
     @property
@@ -254,10 +250,6 @@ class PackedStorage(_ListStorage):
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
 
 
-def _kept(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: kept_verify(value) if name == "verify" else value for name, value in options.items()}
-
-
 def _is_rows(data: Any) -> bool:
     return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
 
@@ -288,72 +280,6 @@ def _tidied(rows: BatchView) -> BatchView:
         return rows
     table = np.arange(len(rows))
     table[moved] = len(rows) + np.arange(moved.size)
-    return BatchView.cat([rows, BatchView.of(_copied(rows.take(moved).to_packed()))]).take(table)
-
-
-def _copied(packed: PackedBatch) -> PackedBatch:
-    """A copy with its own memory, so that the original can be freed."""
-    return packed.own()
-
-
-# -------------------------------------------------------------------- transform
-
-
-class MaskNesting(_Transform):
-    """A transform for TorchRL replay buffers with a list storage: packs rows when they are added, restores samples.
-
-    Args:
-        format: of samples, "padded" or "nested".
-        key: the entry of a stored row that holds its PackedBatch.
-        keep: entries that are stored beside it unchanged, such as priorities.
-        options: options of `compress`.
-    """
-
-    def __init__(
-        self, *, format: Target = "padded", key: str = "packed", keep: Sequence[str] = (), **options: Any
-    ) -> None:
-        super().__init__(in_keys=[key], out_keys=[])
-        compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first batch
-        if format not in ("padded", "nested"):
-            raise LayoutError(f'MaskNesting: format is {format!r}; expected "padded" or "nested". Choose one.')
-        self.format: Target = format
-        self.key, self.options = key, _kept(options)
-        self.keep = need_keys(keep, "keep", "MaskNesting", LayoutError)
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDict:
-        """Packs a batch [B] into B rows with a PackedBatch of one row each; a batch [] into one. Raises the errors of
-        `compress`. The batch is not changed."""
-        single = not tensordict.batch_dims
-        batch = tensordict.unsqueeze(0) if single else tensordict
-        if not batch.batch_size[0]:
-            raise LayoutError("MaskNesting: the batch has no rows; expected at least one. Do not store an empty batch.")
-        missing = [show(name) for name in self.keep if entry_at(batch, path_of(name)) is None]
-        if missing:
-            known = [*cast("Any", batch).keys()]
-            raise FieldError(f"MaskNesting: keep names {missing}; the batch has {known}. Name some of these.")
-        beside = batch.select(*self.keep)
-        packed = compress(batch.exclude(*self.keep), **self.options)
-        rows: list[Any] = [NonTensorData(_copied(packed[row : row + 1])) for row in range(len(packed))]
-        out = TensorDict({self.key: NonTensorStack(*rows)}, batch_size=[len(rows)])
-        out.update(beside)
-        return out[0] if single else out
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
-        """Restores rows [n] at their padded widths, with the kept entries at the end; one row from a batch [].
-
-        Raises LayoutError if the entry is missing, or rows do not match each other.
-        """
-        single = not tensordict.batch_dims
-        samples = tensordict.unsqueeze(0) if single else tensordict
-        entry = cast("Any", samples.get(self.key, None))
-        rows: list[Any] = entry.tolist() if isinstance(entry, NonTensorStack) else [entry] * len(samples)
-        if not rows or not all(isinstance(row, PackedBatch) for row in rows):
-            raise LayoutError(
-                f'MaskNesting: entry "{self.key}" holds {sorted({type(row).__name__ for row in rows})}; expected a '
-                "PackedBatch in each row. Extend the buffer through the transform, with a ListStorage."
-            )
-        out = decompress(PackedBatch.cat(rows), format=self.format)
-        for name, beside in samples.items():
-            if name != self.key:
-                out.set(name, beside)
-        return out[0] if single else out
+    packed = rows.take(moved).to_packed()
+    own = packed.own()  # so that the memory of the segments can be freed
+    return BatchView.cat([rows, BatchView.of(own)]).take(table)

@@ -32,8 +32,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from maskpack.adapters.transformers import gradients, passes
-from maskpack.adapters.transformers.model import TOLERANCE, Replayable, check_dropout, precision
+from maskpack.adapters.transformers.model import (
+    FIRST,
+    LATER,
+    SHARED,
+    TOLERANCE,
+    Replayable,
+    check_dropout,
+    most_of,
+    precision,
+)
 from maskpack.adapters.transformers.output import Layer
+from maskpack.adapters.transformers.refusals import PADDED, Refusal
 from maskpack.core.arguments import IntArray, flag, said, whole
 from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import MIN_SHARED
@@ -58,8 +68,6 @@ _LEFT = (
 """The parameters of TRL's method: those that packed rows have, and those of images and token types."""
 _RANKS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """The kinds of accelerate's processes that were tested."""
-_FIRST, _LATER, _SHARED = 1, 2, 3
-"""What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
 
 
 def packed(
@@ -100,7 +108,7 @@ def packed(
             f"{_CALL}: got {seen}; expected a class with the method {_METHOD}. Pass GRPOTrainer or RLOOTrainer of TRL "
             "1.16, and make the trainer of the class that packed returns; SFTTrainer takes a PackedCollator."
         )
-    if issubclass(trainer_class, _Packed):
+    if issubclass(trainer_class, _PackedTrainer):
         raise ReplayError(
             f"{_CALL}: {trainer_class.__name__} is packed already; expected a trainer of TRL. Call packed once."
         )
@@ -117,7 +125,7 @@ def packed(
             f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters than in TRL 1.16 ({differ}); "
             "expected the same. Use TRL 1.16, or a maskpack that knows this version."
         )
-    options = _Options(
+    options = _PackedOptions(
         flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
         whole(min_shared, "min_shared", 1, _CALL),
         None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
@@ -129,11 +137,13 @@ def packed(
         "__qualname__": f"{_CALL}({trainer_class.__name__})",
         "_options": options,
     }
-    return cast("Any", type)(trainer_class.__name__, (_Packed, trainer_class), body)  # the name is in TRL's metrics
+    return cast("Any", type)(
+        trainer_class.__name__, (_PackedTrainer, trainer_class), body
+    )  # the name is in TRL's metrics
 
 
 @dataclass(frozen=True)
-class _Options:
+class _PackedOptions:
     share_prefixes: bool
     min_shared: int
     self_check: bool | None
@@ -190,10 +200,7 @@ class _Inside(Replayable):
         """The forward of the output layer while it answers."""
         layer, device = Layer.of(self._output), rows.device.type
         if layer.is_sharded(weight=True):
-            raise ReplayError(
-                f"{_CALL}: the output layer of {type(self.model).__name__} is sharded within its own forward pass; "
-                "expected FSDP2, which gathers it. Shard with fully_shard, or train padded, MASKPACK_PACKED_REPLAY=0."
-            )
+            raise Refusal.SHARDED_HEAD(_CALL, model=type(self.model).__name__)
         if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # its product would cast both, too
             dtype = torch.get_autocast_dtype(device)
             rows, layer = rows.to(dtype), layer._replace(weight=layer.weight.to(dtype))
@@ -221,10 +228,10 @@ class _Inside(Replayable):
         model.forward = types.MethodType(cast("Any", forward), model)
 
 
-class _Packed:
+class _PackedTrainer:
     """What `packed` puts before a trainer of TRL."""
 
-    _options: ClassVar[_Options]
+    _options: ClassVar[_PackedOptions]
     accelerator: Any
     args: Any
     model: Any
@@ -413,7 +420,7 @@ class _Run:
         options, accelerator = self.trainer._options, self.trainer.accelerator
         path = id(self.replay), torch.is_grad_enabled()
         before = self.trainer._proved.get(path, 0)
-        most = _SHARED if options.share_prefixes else _LATER
+        most = SHARED if options.share_prefixes else LATER
         if options.self_check is False or (before == most and not options.self_check):
             return self._scores(inputs, part)
         row, proof = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
@@ -428,25 +435,19 @@ class _Run:
         self.replay.need_same_cap()
         pairs = zip(out, truth, strict=False)
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
-        worst = _most(accelerator, off)
         with accelerator.autocast():
             dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
-        allowed = TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
-        if not worst <= allowed:
-            raise ReplayError(
-                f"{_CALL}: log-probs or entropies of {type(self.replay.model).__name__} from packed rows are off by "
-                f"{worst:.3g} from TRL's own; expected at most {allowed:.3g} in {dtype}. Packed rows give wrong "
-                "results for this model: train it padded, MASKPACK_PACKED_REPLAY=0."
-            )
+        worst, most = _most(accelerator, off), TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
+        model = type(self.replay.model).__name__
+        if not worst <= most:
+            what = "log-probs or entropies from packed rows"
+            remedy = f"Train it {PADDED}"
+            raise Refusal.OFF(_CALL, what=what, model=model, off=f"{worst:.3g}", most=f"{most:.3g}", remedy=remedy)
         if out[0].requires_grad:
             off = gradients.error(calls.values(), inputs, _tokens_of(inputs, part["attention_mask"].ne(0).numpy(), row))
-            worst, allowed = _most(accelerator, off), gradients.TOLERANCE[dtype]
-            if not worst <= allowed:
-                raise ReplayError(
-                    f"{_CALL}: gradients of packed attention in {type(self.replay.model).__name__} are off by "
-                    f"{worst:.3g} of their norm from those of a row alone; expected at most {allowed} in {dtype}. Its "
-                    "attention kernel is incorrect for these tensors: train it padded, MASKPACK_PACKED_REPLAY=0."
-                )
+            worst, most = _most(accelerator, off), gradients.TOLERANCE[dtype]
+            if not worst <= most:
+                raise Refusal.GRADIENTS_OFF(_CALL, model=model, off=f"{worst:.3g}", most=most)
         self.trainer._proved[path] = max(before, proof)
         return out
 
@@ -464,22 +465,19 @@ def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, i
     """The row that proves the most and what it proves, by the mask [b, P + C]; (0, 0) without a scored token. Of
     several, one with pads before it, whose positions do not begin at 0, and of these the longest."""
     scored, lengths = mask[:, -width:].sum(1), mask.sum(1)
-    kinds = np.where(scored > 0, _LATER, 0)
+    kinds = np.where(scored > 0, LATER, 0)
     if inputs.tree is not None:
         sharing = inputs.tree.order[inputs.tree.shared > 0]
-        kinds[sharing] = np.where(scored[sharing] > 0, _SHARED, 0)
+        kinds[sharing] = np.where(scored[sharing] > 0, SHARED, 0)
     first = np.flatnonzero(lengths)[:1]
-    kinds[first] = np.minimum(kinds[first], _FIRST)
+    kinds[first] = np.minimum(kinds[first], FIRST)
     row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
     return row, int(kinds[row])
 
 
 def _most(accelerator: Any, number: float) -> float:
     """The largest number of all ranks."""
-    if accelerator.num_processes == 1:
-        return number
-    own = torch.tensor([number], dtype=torch.float32, device=accelerator.device)
-    return float(accelerator.gather(own).max())
+    return most_of((None,) if accelerator.num_processes > 1 else (), number, accelerator.device)
 
 
 def _check_padding(mask: Tensor, width: int) -> None:

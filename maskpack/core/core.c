@@ -2540,7 +2540,7 @@ static void decode_field(void *context, i64 at) {
    Tables of int64, one behind the other, that axes and sources name by their first number, -1 for none.
    (packed/cuda/job_table.py describes them; `Source` has the same numbers there) */
 
-enum { BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK }; /* FLAT, LINEAR, BITMAP, SPARSE and BLOCKS in job_table.py */
+enum { BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK }; /* job_table.py */
 
 typedef struct {
     i64 tokens, longest, bounds, splits, starts, ends;

@@ -313,7 +313,7 @@ def new_jobs(count: int) -> Structs:
     return jobs
 
 
-class Encoded(NamedTuple):
+class EncodedArrays(NamedTuple):
     """Encoded fields: ENTRY [m]; int64 [n], the entry of each field; and the body."""
 
     entries: Structs
@@ -321,7 +321,7 @@ class Encoded(NamedTuple):
     body: Words
 
 
-def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> Encoded | None:
+def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> EncodedArrays | None:
     """Encodes layouts and fields.
 
     Args:
@@ -336,7 +336,7 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> E
     return _encoded(lambda *places: _core.maskpack_encode(*source, *places, threads), jobs.size, slots_of(jobs), 0)
 
 
-class Source(NamedTuple):
+class BatchSource(NamedTuple):
     """What a batch is encoded from, in one array: each Mask and whether it must be uniform; each layout, as its mask,
     its first column or -1 for all, and its width; their STOREDs; the JOBs. `slots`: entries that these may take."""
 
@@ -354,7 +354,7 @@ class Source(NamedTuple):
         return cuts, stored, jobs, jobs + self.jobs * JOB_NUMBERS
 
 
-def compress(source: Source, given: IntArray, room: int, threads: int) -> tuple[Encoded | None, IntArray]:
+def compress(source: BatchSource, given: IntArray, room: int, threads: int) -> tuple[EncodedArrays | None, IntArray]:
     """Scans masks, and encodes the layouts and the fields of a batch; None if it does not fit. `room`: bytes of the
     body; with more it is tried again. Also returns what is given, changed as `encode` changes its jobs."""
     line: IntArray = np.array(given)
@@ -374,7 +374,7 @@ def slots_of(jobs: Structs) -> int:
     return int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1)) if jobs.size else 0
 
 
-def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> Encoded | None:
+def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> EncodedArrays | None:
     width = ENTRY.itemsize // 8
     line: Any = np.empty(2 * slots * width + count + 1, np.int64)
     first = address(line)
@@ -391,7 +391,7 @@ def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> Enc
     fields = line[2 * slots * width : -1].copy()
     entries: Any = line[slots * width : (slots + int(line[-1])) * width].copy()
     kept: Words = np.array(body[:used]) if room < _SMALL else body[:used]
-    return Encoded(structs(entries, ENTRY), fields, kept)
+    return EncodedArrays(structs(entries, ENTRY), fields, kept)
 
 
 class Placed(NamedTuple):

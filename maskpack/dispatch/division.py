@@ -36,14 +36,15 @@ def ranks_of(
             "each actor its data-parallel rank."
         )
     ranks = [[actor for actor in range(actors) if given[actor] == rank] for rank in range(max(given) + 1)]
-    collects = [own[0] == actor for actor in range(actors) for own in [ranks[given[actor]]]]
-    collects = collects if collect is None else [bool(value) for value in collect]
-    if len(collects) != actors or any(sum(collects[actor] for actor in own) != 1 for own in ranks):
+    if collect is None:
+        return ranks, [own[0] for own in ranks]
+    collectors = [[actor for actor in own if actor < len(collect) and collect[actor]] for own in ranks]
+    if len(collect) != actors or any(len(own) != 1 for own in collectors):
         raise MaskpackError(
-            f"WorkerGroup: collect is {collects} for ranks {given}; expected one for each actor, and exactly one true "
-            "in each rank. Mark the actor whose result counts."
+            f"WorkerGroup: collect is {list(collect)} for ranks {given}; expected one for each actor, and exactly one "
+            "true in each rank. Mark the actor whose result counts."
         )
-    return ranks, [next(actor for actor in own if collects[actor]) for own in ranks]
+    return ranks, [own[0] for own in collectors]
 
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
@@ -93,15 +93,11 @@ def endpoint(
         return functools.partial(endpoint, format=format, device=device, fields=fields, micro_batches=micro_batches)
     if not callable(method):
         raise MaskpackError(f"endpoint: got {said(method)}; expected a method. Write @endpoint above it.")
-    if inspect.iscoroutinefunction(method):
+    unplain = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(test(method) for test in unplain):
         raise MaskpackError(
-            f"endpoint: {method.__name__} is an async method; expected a plain one, whose result can be packed. Run "
-            "the coroutine inside a plain method."
-        )
-    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise MaskpackError(
-            f"endpoint: {method.__name__} is a generator; expected a plain method, whose result can be packed. Return "
-            "one result in the place of yield."
+            f"endpoint: {method.__name__} is an async method or a generator; expected a plain method, whose result can "
+            "be packed. Run the coroutine inside a plain method, and return one result in the place of yield."
         )
 
     takes_plan = any(
@@ -142,31 +138,36 @@ def _served(
     if micro_batches:
         packed, rest = _each(method, name, rank_call, given, timer)
     else:
-        args, kwargs = given.decoded(given.packed)
+        args, kwargs = given.decoded()
         if rank_call.plan is not None:
             kwargs["plan"] = rank_call.plan
-        like: Any = (
-            args[0].clone(recurse=False) if format == "nested" else given.rows
-        )  # the method may take entries out
+        like: Any = args[0].clone(recurse=False) if format == "nested" else given.rows()  # the method may remove fields
         timer.lap("decode")
         result = method(*args, **kwargs)
         timer.lap("run")
         packed, rest = None, None
         if rank_call.collects:
-            packed, rest = _packed(result, name, rank_call.packing, given.rows.num_rows, like)
+            packed, rest = _packed(result, name, rank_call.packing, given.rows().num_rows, like)
     meta = BatchMeta.of(packed) if rank_call.keep and packed is not None else None
     timer.lap("encode")
     nbytes = 0 if packed is None else packed.nbytes
     return RankReply(packed is not None, rest, meta, nbytes, timer.begun, timer.seconds, this_node()), packed
 
 
-class _Given:
-    """The arguments of a RankCall.
+@dataclass(frozen=True)
+class _Rows:
+    """A packed batch among the arguments; `whole` if every micro-batch gets all its rows."""
 
-    Attributes:
-        packed: the packed batches among the arguments, by the `id` of the batch in its place.
-        rows: the first of them, the batch of the call.
-    """
+    packed: PackedBatch
+    whole: bool
+
+    def of(self, part: Sequence[int] | None) -> PackedBatch:
+        return self.packed if part is None or self.whole else self.packed.take(part)
+
+
+class _Given:
+    """The arguments of a RankCall, of which the first is the batch of the call. A part is a list of rows, None for all
+    rows."""
 
     def __init__(
         self,
@@ -177,41 +178,27 @@ class _Given:
         format: Target,
         device: torch.device | str | None,
     ) -> None:
-        self.packed: dict[int, PackedBatch] = {}
-        self._whole: set[int] = set()
+        def taken(value: Any, fields: Sequence[Key] = ()) -> Any:
+            if isinstance(value, ObjectAt):
+                return objects[value.place]
+            return _Rows(value.packed(objects, fields, name), value.whole) if isinstance(value, RowsAt) else value
+
+        self._args = [taken(rank_call.args[0], fields), *map(taken, rank_call.args[1:])]
+        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
         self._format: Target = format
         self._device = device
 
-        def taken(value: Any) -> Any:
-            if isinstance(value, ObjectAt):
-                return objects[value.place]
-            if not isinstance(value, RowsAt):
-                return value
-            packed = value.packed(objects, () if self.packed else fields, name)
-            self.packed[id(packed)] = packed
-            if value.whole:
-                self._whole.add(id(packed))
-            return packed
+    def rows(self, part: Sequence[int] | None = None) -> PackedBatch:
+        return self._args[0].of(part)
 
-        self._args = [taken(value) for value in rank_call.args]
-        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
-        self.rows = self._args[0]
-
-    def part(self, rows: Sequence[int]) -> dict[int, PackedBatch]:
-        """The packed batches with some of the rows; those that every rank gets whole keep all."""
-        return {key: batch if key in self._whole else batch.take(rows) for key, batch in self.packed.items()}
-
-    def decoded(self, rows: dict[int, PackedBatch]) -> tuple[list[Any], dict[str, Any]]:
+    def decoded(self, part: Sequence[int] | None = None) -> tuple[list[Any], dict[str, Any]]:
         def one(value: Any) -> Any:
-            if id(value) not in rows:
+            if not isinstance(value, _Rows):
                 return value
             with _MEMORY.used():
-                return decompress(rows[id(value)], format=self._format, device=self._device, max_bytes=None)
+                return decompress(value.of(part), format=self._format, device=self._device, max_bytes=None)
 
         return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
-
-    def own(self, rows: dict[int, PackedBatch]) -> PackedBatch:
-        return rows[id(self.rows)]
 
 
 def _each(
@@ -220,22 +207,23 @@ def _each(
     """Calls the method for each micro-batch and joins the results. One micro-batch is decoded at a time, and its result
     is packed before the next."""
     plan = rank_call.plan
-    split = plan is not None and plan.num_rows > 0
-    parts = plan.micro_batches if plan is not None and split else [list(range(given.rows.num_rows))]
-    dummies = plan.is_dummy if plan is not None and split else [False]
+    parts: list[Any] = [None]
+    dummies: Sequence[bool] = [False]
+    if plan is not None and plan.num_rows:
+        parts, dummies = plan.micro_batches, plan.is_dummy
     kinds: set[str] = set()
     packed: list[PackedBatch] = []
     rests: list[Any] = []
     for part, dummy in zip(parts, dummies, strict=True):
-        rows = given.part(part) if split else given.packed
-        args, kwargs = given.decoded(rows)
+        args, kwargs = given.decoded(part)
         timer.lap("decode")
         result = method(*args, **kwargs)
         del args, kwargs
         timer.lap("run")
         if rank_call.collects and not dummy:
             kinds.add(_kind(result, name))
-            own, rest = _packed(result, name, rank_call.packing, len(part), given.own(rows))
+            rows = given.rows(part)
+            own, rest = _packed(result, name, rank_call.packing, rows.num_rows, rows)
             packed += [] if own is None else [own]
             rests.append(rest)
         del result
@@ -247,15 +235,14 @@ def _each(
         )
     if packed:
         real = [part for part, dummy in zip(parts, dummies, strict=True) if not dummy]
-        whole = join_rows(packed[0], packed, real, None) if split else packed[0]
+        whole = packed[0] if parts == [None] else join_rows(packed[0], packed, real, None)
         return whole, None if rests[0] is None else tuple(map(list, zip(*rests, strict=True)))
     return None, None if all(rest is None for rest in rests) else rests
 
 
 def _kind(result: Any, name: str) -> str:
-    items = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
-    first: Any = items[0] if items else cast("Any", result)
-    if isinstance(first, Tensor) and first.dim():
+    items: tuple[Any, ...] = cast("Any", result) if isinstance(result, tuple) else (result,)
+    if items and isinstance(items[0], Tensor) and items[0].dim():
         raise LayoutError(
             f"{name}: returned a tensor for its micro-batches; expected a TensorDict, whose rows can be put in order. "
             'Return TensorDict({"name": tensor}, batch_size=batch.batch_size).'

@@ -13,64 +13,41 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast, overload
 
 import numpy as np
 import ray
-import ray.actor
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
 from maskpack.core.arguments import flag, said, whole
-from maskpack.core.index import IntArray
-from maskpack.dispatch.call import Call, Failure, Part, Request, Results, answers, deadline, left, seconds, storing
-from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, ranks_of, shares
+from maskpack.dispatch.call import Call, answers, deadline, left, seconds
+from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, shares
 from maskpack.dispatch.endpoints import endpoint
-from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RowsAt
-from maskpack.dispatch.placement import Placement, Site
-from maskpack.dispatch.ray_metrics import count, publish
+from maskpack.dispatch.failures import storing
+from maskpack.dispatch.messages import Packing
+from maskpack.dispatch.ranks import Broadcast, Ranks, Request, Results
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
-from maskpack.errors import LayoutError, MaskpackError, MethodError, PlanError, RegistryError
+from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.survey import has_masks
 from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
 from maskpack.packed.file.codec import check_codec
-from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans, plan_ranks
 from maskpack.views.view import BatchView
 
 __all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
 
-
-@dataclass(frozen=True)
-class Broadcast:
-    """A batch that every rank gets whole instead of a part."""
-
-    value: Any
-
-
+Batch = TensorDictBase | PackedBatch | BatchView
 _SMALL = (bool, int, float, str, type(None), ray.ObjectRef, BatchView, Broadcast)
 """Types that are passed as they are; everything else is put into the object store once for all ranks."""
-_Handle: Any = ray.actor.ActorHandle
-_RESTARTING = 3
-"""The state in Ray of an actor that died and is being restarted."""
-_PATIENCE = 60.0
-"""Seconds that a call waits for actors that are being restarted."""
 
 _log = logging.getLogger(__name__)
-_ray: Any = ray
-
-
-def _node(actor: Any) -> str:
-    """Runs on an actor once it is constructed, and returns its node."""
-    return ray.get_runtime_context().get_node_id()
 
 
 class WorkerGroup:
@@ -91,9 +68,7 @@ class WorkerGroup:
     context manager that closes itself.
 
     Attributes:
-        actors: the handles, in the order given.
         metrics: a flat dict of the last `call` or `put` that returned.
-        timeline: the stages of the last calls, as a table.
     """
 
     def __init__(
@@ -119,12 +94,12 @@ class WorkerGroup:
                 "Pass one of these."
             )
         Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
-        self.actors: tuple[Any, ...] = tuple(actors)
+        packing = Packing(
+            None if registry is RL_FIELDS else registry, pad_token_id, strict_mask_nesting == "both", codec
+        )
+        ray_metrics = flag(ray_metrics, "ray_metrics", "WorkerGroup")
+        self._ranks = Ranks(list(actors), dp_ranks, collect, packing, ray_metrics)
         self._launched: tuple[Any, ...] = ()
-        self._nodes: dict[Any, str] = {}
-        self._ranks, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
-        back = strict_mask_nesting == "both"
-        self._packing = Packing(None if registry is RL_FIELDS else registry, pad_token_id, back, codec)
         self._options: dict[str, Any] = {
             "registry": registry,
             "pad_token_id": pad_token_id,
@@ -132,10 +107,7 @@ class WorkerGroup:
             "verify": kept_verify(verify),
             "codec": codec,
         }
-        self._store = Placement(len(self._ranks))
         self.metrics: dict[str, float] = {}
-        self.timeline = Timeline()
-        self._ray_metrics = flag(ray_metrics, "ray_metrics", "WorkerGroup")
 
     @classmethod
     def launch(
@@ -200,24 +172,25 @@ class WorkerGroup:
         return group
 
     @property
+    def actors(self) -> tuple[Any, ...]:
+        """The handles, in the order given."""
+        return self._ranks.actors
+
+    @property
     def num_ranks(self) -> int:
         """The number of DP ranks."""
         return len(self._ranks)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The stages of the last calls, as a table."""
+        return self._ranks.timeline
 
     # ---------------------------------------------------------------- start and end
 
     def __repr__(self) -> str:
         kinds = sorted({str(actor).removeprefix("Actor(").partition(",")[0] for actor in self.actors})
-        said = [f"{self.num_ranks} ranks", f"{len(self.actors)} actors of {', '.join(kinds)}"]
-        if all(actor in self._nodes for actor in self.actors):
-            said.append(f"nodes {[self._nodes[actor][:8] for actor in self.actors]}")
-        defaults = inspect.signature(WorkerGroup).parameters
-        said += [
-            f"{key}={value if isinstance(value, int | str) else type(value).__name__}"
-            for key, value in self._options.items()
-            if value is not defaults[key].default and value != defaults[key].default
-        ]
-        return f"WorkerGroup({', '.join(said)})"
+        return f"WorkerGroup({self.num_ranks} ranks, {len(self.actors)} actors of {', '.join(kinds)})"
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -226,13 +199,7 @@ class WorkerGroup:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_launched": (), "metrics": {}, "timeline": Timeline()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        if self._packing.registry is None:
-            self._options["registry"] = RL_FIELDS  # the object of this process
-        self._store = Placement(len(self._ranks))
+        return {**self.__dict__, "_launched": (), "metrics": {}}
 
     def close(self) -> None:
         """Kills the actors that `launch` started, and no others. Later calls fail."""
@@ -248,23 +215,20 @@ class WorkerGroup:
                 seconds.
         """
         until = deadline(timeout, "WorkerGroup.ready")
-        asked = {self.actors[actor].__ray_call__.remote(_node): (rank, actor) for rank, actor in self._places()}
+        asked = {self.actors[actor].__ray_ready__.remote(): (rank, actor) for rank, actor in self._ranks.places()}
         remedy = "Look at the constructor, or at the resources that the actors ask for and the cluster has: ray status."
-        nodes = answers(asked, "__init__", until, 60.0, remedy)
-        self._nodes = {self.actors[actor]: nodes[ref] for ref, (_, actor) in asked.items()}
+        answers(asked, "__init__", until, 60.0, remedy)
 
     def replace(self, rank: int, *actors: Any) -> None:
         """Replaces the actors of a rank by as many others. The next call puts all objects again."""
         whole(rank, "rank", 0, "WorkerGroup.replace", self.num_ranks - 1)
-        own = self._ranks[rank]
-        if len(actors) != len(own):
+        expected = len(self._ranks.members[rank])
+        if len(actors) != expected:
             raise MaskpackError(
-                f"WorkerGroup.replace: got {len(actors)} actors for rank {rank}; expected {len(own)}, as many as "
+                f"WorkerGroup.replace: got {len(actors)} actors for rank {rank}; expected {expected}, as many as "
                 "the rank has. Pass their handles."
             )
-        new = dict(zip(own, actors, strict=True))
-        self.actors = tuple(new.get(place, actor) for place, actor in enumerate(self.actors))
-        self._store = Placement(len(self._ranks))
+        self._ranks.replace(rank, actors)
 
     def run(
         self,
@@ -289,15 +253,14 @@ class WorkerGroup:
 
         Raises:
             WorkerError: actors failed, died or were late.
-            MethodError: an actor has no such method; then none is called.
+            LayoutError: an actor has no such method; then none is called.
         """
         until = deadline(timeout, "WorkerGroup.run")
         seconds(grace, "grace", "WorkerGroup.run")
         if rank is not None:
             whole(rank, "rank", 0, "WorkerGroup.run", self.num_ranks - 1)
-        places = [place for place in self._places() if rank is None or place[0] == rank]
-        self._need_method(method, [actor for _, actor in places], "a method of the actors.")
-        self._await_restarts([actor for _, actor in places], until)
+        places = self._ranks.places(rank)
+        self._ranks.prepare(method, [actor for _, actor in places], "a method of the actors.", until)
         asked: dict[Any, tuple[int, int]] = {}
         with storing():
             given = [_passed(value) for value in args]
@@ -306,93 +269,26 @@ class WorkerGroup:
                 try:
                     asked[getattr(self.actors[place[1]], method).remote(*given, **named)] = place
                 except TypeError as error:
-                    raise MethodError(
+                    raise LayoutError(
                         f'WorkerGroup.run: method "{method}" cannot be called so: {error}; expected arguments that it '
                         "takes. Give these after its name."
                     ) from error
         return list(answers(asked, method, until, grace, "Run it again if it may run twice.").values())
 
-    def _places(self) -> list[tuple[int, int]]:
-        """The rank and the number of each actor, in the order of `actors`."""
-        return sorted(
-            ((rank, actor) for rank, own in enumerate(self._ranks) for actor in own), key=lambda place: place[1]
-        )
-
-    def _need_method(self, method: Any, actors: Sequence[int], kind: str) -> None:
-        if not isinstance(method, str):
-            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
-        without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
-        if without:
-            who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
-            raise MethodError(
-                f'WorkerGroup: {who} no method "{method}"; expected one of theirs. Give the name of {kind}'
-            )
-
-    def _await_restarts(self, actors: Sequence[int], until: float) -> None:
-        """Waits for actors that Ray is restarting: they take no calls before they are constructed."""
-        until = min(until, time.monotonic() + _PATIENCE)
-        given: list[Any] = [self.actors[actor] for actor in actors]
-        handles = [handle for handle in given if isinstance(handle, _Handle)]
-        told = False
-        while any(handle._get_local_state() == _RESTARTING for handle in handles):
-            if not told:
-                _log.info("waits for actors that Ray restarts, up to %.0f s", until - time.monotonic())
-                told = True
-            if time.monotonic() > until:
-                return  # their calls will raise
-            time.sleep(0.05)
-
     # ---------------------------------------------------------------- calls
 
     @overload
     def call(
-        self,
-        method: str,
-        batch: TensorDictBase | PackedBatch | BatchView,
-        /,
-        *args: Any,
-        format: Target = "padded",
-        device: torch.device | str | None = None,
-        balance: Balance = "rows",
-        plan: RankPlans | None = None,
-        timeout: float | None = None,
-        grace: float = 60.0,
-        **kwargs: Any,
+        self, method: str, batch: Batch, /, *args: Any, format: Target = "padded", **options: Any
     ) -> TensorDict | Any: ...
     @overload
     def call(
-        self,
-        method: str,
-        batch: TensorDictBase | PackedBatch | BatchView,
-        /,
-        *args: Any,
-        format: Literal["view"],
-        device: torch.device | str | None = None,
-        balance: Balance = "rows",
-        plan: RankPlans | None = None,
-        timeout: float | None = None,
-        grace: float = 60.0,
-        **kwargs: Any,
+        self, method: str, batch: Batch, /, *args: Any, format: Literal["view"], **options: Any
     ) -> BatchView | Any: ...
-    @overload
     def call(
         self,
         method: str,
-        batch: TensorDictBase | PackedBatch | BatchView,
-        /,
-        *args: Any,
-        format: Results,
-        device: torch.device | str | None = None,
-        balance: Balance = "rows",
-        plan: RankPlans | None = None,
-        timeout: float | None = None,
-        grace: float = 60.0,
-        **kwargs: Any,
-    ) -> TensorDict | BatchView | Any: ...
-    def call(
-        self,
-        method: str,
-        batch: TensorDictBase | PackedBatch | BatchView,
+        batch: Batch,
         /,
         *args: Any,
         format: Results = "padded",
@@ -444,7 +340,7 @@ class WorkerGroup:
     def submit(
         self,
         method: str,
-        batch: TensorDictBase | PackedBatch | BatchView,
+        batch: Batch,
         /,
         *args: Any,
         format: Results = "padded",
@@ -459,8 +355,6 @@ class WorkerGroup:
         number of seconds that it may wait for actors that Ray restarts, at most a minute."""
         until = deadline(timeout, "WorkerGroup")
         self._need_batch(batch, "WorkerGroup")
-        if not isinstance(method, str):
-            raise MethodError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
         seconds(grace, "grace", "WorkerGroup")
         if format not in ("padded", "nested", "view"):
             raise LayoutError(
@@ -492,15 +386,15 @@ class WorkerGroup:
         ranks = self.num_ranks
         rows = divided(view, balance, ranks) if plan is None else of_plan(plan, view, balance, ranks)
         encoded = time.perf_counter()
-        parts, nbytes, put = self.send(request, dict(enumerate(rows)), until=until)
+        parts, nbytes, put = self._ranks.send(request, dict(enumerate(rows)), until=until)
         metrics = shares(view, rows) | ({} if plan is None else plan.metrics())
         metrics[f"{PREFIX}bytes_sent"] = float(nbytes)
         _log.debug('"%s": %d rows to %d ranks, %d bytes put', method, view.num_rows, ranks, nbytes)
-        return Call(self, request, parts, metrics, (Span(None, "prepare", begun, encoded - begun), put))
+        return Call(self._ranks, request, parts, metrics, (Span(None, "prepare", begun, encoded - begun), put))
 
     def put(
         self,
-        batch: TensorDictBase | PackedBatch | BatchView,
+        batch: Batch,
         *,
         onto: BatchView | None = None,
         balance: Balance = "rows",
@@ -524,9 +418,9 @@ class WorkerGroup:
         if onto is not None:
             onto.with_fields(view)  # raises before anything is put
         encoded = time.perf_counter()
-        sites = self._by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
+        sites = self._ranks.by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         with storing():
-            settled = [self._store.settled(view.take(index), site) for site, _, index in sites]
+            settled = [self._ranks.store.settled(view.take(index), site) for site, _, index in sites]
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
         there = BatchView.cat([part for part, _ in settled]).take(back)
         there = there.known_as((view if onto is None else onto).origins())
@@ -534,27 +428,12 @@ class WorkerGroup:
         metrics = {"bytes_sent": float(sum(nbytes for _, nbytes in settled)), "bytes_padded": float(view.padded_nbytes)}
         metrics |= {f"{stage}_seconds": took for stage, _, took in stages}
         self.metrics = {PREFIX + name: value for name, value in metrics.items()}
-        self.returned(CallTimes("put", tuple(Span(None, *stage) for stage in stages)), self.metrics)
+        self._ranks.record(CallTimes("put", tuple(Span(None, *stage) for stage in stages)), self.metrics)
         return there if onto is None else onto.with_fields(there)
-
-    def release(self, batch: PackedBatch | None = None) -> None:
-        """Forgets the objects that were put for a PackedBatch, or for all of them. The next call puts them again. Views
-        and running calls keep what they need.
-
-        A group remembers these objects as long as the batch is alive, so that a PackedBatch is put once for several
-        calls. They take at most a quarter of the object store on the node of the driver, or the size of the batch used
-        last; those used longest ago are forgotten first.
-        """
-        if not isinstance(batch, PackedBatch | None):
-            raise LayoutError(
-                f"WorkerGroup.release: got {said(batch)}; expected a PackedBatch that was dispatched, or nothing for "
-                "all. The rows of a view are released with the view."
-            )
-        self._store.release(batch)
 
     def plan(
         self,
-        batch: TensorDictBase | PackedBatch | BatchView,
+        batch: Batch,
         token_budget: float | None,
         *,
         lengths: Any = None,
@@ -598,117 +477,6 @@ class WorkerGroup:
         if beside is not None and batch.batch_size[:1] == (beside.num_rows,):
             like = None if has_masks(batch, self._options["registry"]) else beside.layouts_alone()
         return compress(batch, **self._options, like=like)
-
-    # ---------------------------------------------------------------- sending
-
-    def send(
-        self, request: Request, rows: Mapping[int, IntArray], *, again: bool = False, until: float = math.inf
-    ) -> tuple[list[Part], int, Span]:
-        """Sends a request to some ranks, each with its rows of the batches; `again` puts objects anew that may have
-        been lost. It waits until `until` for actors that Ray restarts. Returns their parts, the number of bytes that
-        were put, and the stage of putting them.
-
-        All objects are put before the first rank is called. If a later rank cannot be called, its part has the error.
-        """
-        begun = time.perf_counter()
-        actors = [actor for rank in rows for actor in self._ranks[rank]]
-        self._need_method(request.method, actors, "a method that is decorated with @endpoint.")
-        self._await_restarts(actors, until)
-        arguments = [*request.args, *request.kwargs.values()]
-        plans = {} if request.plan is None else request.plan.for_rows(rows)
-        nbytes = 0
-        settled: list[tuple[int, slice, dict[int, BatchView]]] = []
-        for site, ranks, index in self._by_site(rows):
-            placed: dict[int, BatchView] = {}
-            for value in arguments:
-                if isinstance(value, BatchView | Broadcast):
-                    view = value.value if isinstance(value, Broadcast) else value.take(index)
-                    with storing():
-                        placed[id(value)], sent = self._store.settled(view, site, again)
-                    nbytes += sent
-            end = 0
-            for rank in ranks:
-                begin, end = end, end + rows[rank].size
-                settled.append((rank, slice(begin, end), placed))
-        parts: dict[int, Part] = {}
-        for rank, own, placed in settled:
-            try:
-                with storing():
-                    parts[rank] = self._start(request, rank, rows[rank], placed, own, plans.get(rank))
-            except (MaskpackError, _ray.exceptions.RayError) as error:
-                if not parts:
-                    raise
-                parts[rank] = Part(rank, rows[rank], [], 0, None, error=error)
-        return [parts[rank] for rank in rows], nbytes, Span(None, "put", begun, time.perf_counter() - begun)
-
-    def _start(
-        self,
-        request: Request,
-        rank: int,
-        rows: IntArray,
-        placed: Mapping[int, BatchView],
-        own: slice,
-        plan: MicroBatchPlan | None,
-    ) -> Part:
-        """Calls the actors of one rank. `own` are its rows among those of its site."""
-        objects: list[Any] = []
-        places: dict[Any, int] = {}
-
-        def add(reference: Any) -> int:
-            if reference not in places:
-                places[reference] = len(objects)
-                objects.append(reference)
-            return places[reference]
-
-        def travelling(value: Any) -> Any:
-            if isinstance(value, Broadcast):
-                return RowsAt.of(placed[id(value)], add, whole=True)
-            if isinstance(value, BatchView):
-                return RowsAt.of(placed[id(value)].take(own), add)
-            return ObjectAt(add(value)) if isinstance(value, ray.ObjectRef) else value
-
-        args = tuple(map(travelling, request.args))
-        kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
-        replies: list[Any] = []
-        packed: Any = None
-        for actor in self._ranks[rank]:
-            collects = actor == self._collectors[rank]
-            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", plan)
-            reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
-            replies.append(reply)
-            packed = returned if collects else packed
-        return Part(rank, rows, replies, self._ranks[rank].index(self._collectors[rank]), packed)
-
-    def returned(self, call: CallTimes, metrics: Mapping[str, float]) -> None:
-        """Records a call that returned."""
-        self.timeline.add(call)
-        if self._ray_metrics:
-            publish(call, metrics)
-
-    def failed(self, method: str, failure: Failure, lost: bool) -> None:
-        """Records that a rank failed; `lost` if an actor of it died or cannot be reached."""
-        if self._ray_metrics:
-            count("lost_ranks" if lost else "errors", 1.0, method)
-
-    def ran_on(self, rank: int, nodes: Sequence[str]) -> None:
-        """Records the nodes of the actors of a rank."""
-        self._store.ran_on(rank, nodes)
-
-    def nodes_alive(self, died: Collection[int]) -> set[str]:
-        """The nodes that are alive, after actors of some ranks have died."""
-        return self._store.nodes_alive(died)
-
-    def ranks_off(self, nodes: Collection[str]) -> set[int]:
-        """The ranks that are on other nodes than these."""
-        return self._store.ranks_off(nodes)
-
-    def _by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
-        """Each site with its ranks, and the rows of these ranks."""
-        sites = self._store.sites()
-        ranks: dict[Site, list[int]] = {}
-        for rank in rows:
-            ranks.setdefault(sites[rank], []).append(rank)
-        return [(site, own, np.concatenate([rows[rank] for rank in own])) for site, own in ranks.items()]
 
     def _need_batch(self, batch: Any, call: str) -> None:
         if not isinstance(batch, TensorDictBase | PackedBatch | BatchView):
@@ -756,14 +524,3 @@ def _named(worker: type, rank: int) -> type:
 
 def _is_tensorclass(value: Any) -> bool:
     return is_tensorclass(value) and not is_non_tensor(value)
-
-
-def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls a method of an actor. Returns references to its reply and its rows."""
-    try:
-        return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise MaskpackError(
-            f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
-            "rows. Give its name, and decorate the method with @endpoint, without tensor_transport."
-        ) from error

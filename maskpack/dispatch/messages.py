@@ -23,6 +23,17 @@ from maskpack.views.column_group import BatchMeta, ColumnGroup, assembled, narro
 from maskpack.views.view import BatchView
 
 
+class Cancelled(MaskpackError):
+    """A call was cancelled before the rank answered: the reason of a rank in a WorkerError."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a worker as text; it is the cause of the error that the worker raised."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
 @dataclass(frozen=True)
 class ObjectAt:
     """Stands for one of the objects of a RankCall."""

@@ -127,13 +127,6 @@ class Placement:
         with self._lock:
             return {rank for rank, site in enumerate(self._sites) if site is not None and not site.issubset(nodes)}
 
-    def release(self, packed: PackedBatch | None = None) -> None:
-        """Forgets the objects of one batch, or of all."""
-        with self._lock:
-            known = [packed] if packed is not None else list(self._put)
-            dropped = [self._put.pop(batch, None) for batch in known]
-        del dropped  # Ray releases the objects here, outside the lock
-
     def settled(self, view: BatchView, site: Site, again: bool = False) -> tuple[BatchView, int]:
         """The same view over objects in the store that hold the rows of `site`, and the number of encoded bytes that
         were put or cut for it. `again` puts objects anew that may have been lost."""

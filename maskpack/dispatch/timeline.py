@@ -11,7 +11,7 @@ Times are those of the driver's clock. A rank tells when it began by its own; an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -133,21 +133,17 @@ class Timeline:
         return out
 
 
-def _lines(calls: Iterable[CallTimes]) -> dict[int | None, str]:
-    """The name of the line of the driver and of each rank."""
-    ranks = sorted({span.rank for call in calls for span in call.spans if span.rank is not None})
-    return {None: "driver", **{rank: f"rank {rank}" for rank in ranks}}
-
-
 def _table(method: str, calls: list[CallTimes]) -> Iterator[str]:
     total = sum(call.end - call.begin for call in calls)
     noun = "call" if len(calls) == 1 else "calls"
     yield f"{method}: {len(calls)} {noun}, {1e3 * total / len(calls):,.1f} ms each"
     yield " " * 10 + "".join(f"{stage:>9}" for stage in (*STAGES, "idle"))
-    for rank, name in _lines(calls).items():
+    ranks = sorted({span.rank for call in calls for span in call.spans if span.rank is not None})
+    for rank in (None, *ranks):
         sums: dict[str, float] = {}
         for span in (span for call in calls for span in call.spans if span.rank == rank):
             sums[span.stage] = sums.get(span.stage, 0.0) + span.seconds
         sums["idle"] = max(total - sum(sums.values()), 0.0)
         cells = [f"{1e3 * sums[stage] / len(calls):,.1f}" if stage in sums else "" for stage in (*STAGES, "idle")]
+        name = "driver" if rank is None else f"rank {rank}"
         yield f"{name:<10}{''.join(f'{cell:>9}' for cell in cells)}".rstrip()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
 
 from maskpack.core.arguments import flag, said
 from maskpack.core.keys import Key, Path, need_keys, path_of
+from maskpack.core.latest import Latest
 from maskpack.core.pads import PadValue
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
@@ -23,7 +22,6 @@ STRICT = "MASKPACK_STRICT"
 """The environment variable that puts the calls of a process into strict mode while it is "1". `pytest
 --maskpack-strict` sets it, so that processes that tests start are in strict mode, too."""
 _not_strict: ContextVar[bool] = ContextVar("not_strict", default=False)
-_MOST_FIELD_SETS = 256
 
 
 @contextmanager
@@ -40,29 +38,26 @@ def not_strict() -> Generator[None]:
 class VerifyFirst:
     """A value of `verify=` that checks the pads of the first batch with given fields, and trusts them in later batches.
 
-    Use one object for each producer of batches, because their pads may differ even if their fields are the same. A pad
-    is remembered only if no other pad of the registry also fits the batch and would give later batches other values;
-    but of zeros `SIGNED_ZERO` is remembered, so a row that mixes 0.0 and -0.0 later gets one sign. A pickled object
+    Use one object for each producer of batches, because their pads may differ even if their fields are the same. Fields
+    whose registry entry lists EDGE beside other pads are checked in every batch, because several may fit the first one.
+    Of zeros `SIGNED_ZERO` is remembered, so a row that mixes 0.0 and -0.0 later gets one sign. A pickled object
     remembers nothing.
     """
 
     def __init__(self) -> None:
-        self._pads: OrderedDict[Any, dict[Path, PadValue | None]] = OrderedDict()
-        self._lock = Lock()
+        self._pads: Latest[dict[Path, PadValue]] = Latest(256)
         self.times = 0
         """How often something was learnt."""
 
-    def known(self, fields: Any) -> Mapping[Path, PadValue | None]:
-        """The pad of each field in a set of fields; None for a field that had non-pad values under its mask."""
-        return self._pads.get(fields, {})
+    def known(self, fields: Any) -> Mapping[Path, PadValue]:
+        """The pads of fields in a set of fields."""
+        return self._pads.get(fields) or {}
 
-    def learn(self, fields: Any, pads: Mapping[Path, PadValue | None]) -> None:
-        """Remembers these pads, in addition to those of other fields in the set."""
-        with self._lock:
-            self._pads[fields] = {**self.known(fields), **pads}
-            self.times += 1
-            while len(self._pads) > _MOST_FIELD_SETS:
-                self._pads.popitem(last=False)
+    def learn(self, fields: Any, pads: Mapping[Path, PadValue]) -> None:
+        """Remembers these pads, in addition to those of other fields in the set. Threads that learn at once may have to
+        learn again."""
+        self._pads.keep(fields, {**self.known(fields), **pads})
+        self.times += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         return VerifyFirst, ()
@@ -71,7 +66,7 @@ class VerifyFirst:
 Verify = Literal["always", "first", "never"] | VerifyFirst
 """`first` makes a WorkerGroup or a storage keep a VerifyFirst. For a function it means `always`, as each call sees one
 batch."""
-OnLoss = Literal["keep", "error", "drop"]
+OnLoss = Literal["keep", "error"]
 Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
 """A registry, or a dict of specs, whose axes are the masks that the specs name. The keys are Keys; they are typed as
 Any because a dict with str keys is not a Mapping[Key, ...] to a type checker."""
@@ -112,7 +107,7 @@ class Options:
     ) -> Options:
         for name, value, allowed in (
             ("verify", verify, ("always", "first", "never", "a VerifyFirst")),
-            ("on_loss", on_loss, ("keep", "error", "drop")),
+            ("on_loss", on_loss, ("keep", "error")),
         ):
             if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
                 raise RegistryError(
@@ -133,8 +128,8 @@ class Options:
         return options.in_strict_mode() if strict else options
 
     def in_strict_mode(self) -> Options:
-        """These options in strict mode, in which a field with non-pad values is an error unless they are dropped."""
-        return replace(self, strict=True, on_loss="error" if self.on_loss == "keep" else self.on_loss)
+        """These options in strict mode, in which a field with non-pad values is an error."""
+        return replace(self, strict=True, on_loss="error")
 
     def of_this_process(self) -> Options:
         """These options, in strict mode if the variable STRICT says so. Raises RegistryError if its value is none of

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from maskpack.core.index import IntArray
 from maskpack.errors import LayoutError
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, min_length
 
 _Way = Callable[[Sequence[Tensor], Tensor, int, int], list[Tensor]]
 
 
 def jagged(values: Tensor, layout: RowLayout) -> Tensor:
     """Packed values [T, *F] as a jagged tensor on the shared offsets of `layout`, with min and max length set."""
-    return jagged_from(values, layout.offsets, layout.min_length, layout.max_length)
+    return jagged_from(values, layout.offsets, min_length(layout), layout.max_length)
 
 
 def jagged_from(values: Tensor, offsets: Tensor, min_length: int, max_length: int) -> Tensor:

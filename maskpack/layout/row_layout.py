@@ -9,6 +9,9 @@ The span table is computed on the device of the mask and copied to the host once
 Shape letters: B rows, N spans, T valid tokens in all, S the padded width.
 """
 
+# The functions at the end read what a layout remembers.
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -127,7 +130,7 @@ class RowLayout:
             )
         filled = host > 0
         splits = cumulated(filled.astype(np.int64))
-        return cls.from_table(width, SpanTable(np.zeros(int(splits[-1]), np.int64), host[filled], splits), device)
+        return layout_of_table(width, SpanTable(np.zeros(int(splits[-1]), np.int64), host[filled], splits), device)
 
     @classmethod
     def from_spans(
@@ -156,62 +159,31 @@ class RowLayout:
             raise LayoutError(
                 f"{call}: {problem}; expected maximal spans, in order, within the width {width}. Sort and join them."
             )
-        return cls.from_table(width, table, device_here(device, call), anchor)
-
-    @classmethod
-    def from_table(cls, width: int, table: SpanTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
-        """From a table that is not checked again. Raises LayoutError for more positions than int64 can count."""
-        rows = table.splits.size - 1
-        if rows * width > _MOST:
-            raise LayoutError(
-                f"RowLayout: {rows} rows of width {width}; expected at most {_MOST} positions. Give the true width."
-            )
-        layout = cls(rows, width, int(table.counts.sum()), numbered(device), anchor)
-        layout.__dict__["table"] = table
-        if layout.device.type != "cpu":
-            layout.__dict__["index"] = index_of(table, width, layout.device)
-        return layout
-
-    @classmethod
-    def of_host(cls, on_host: HostLayout, anchor: int = 0) -> RowLayout:
-        """From arrays of the compiled core, on the CPU."""
-        layout = cls(on_host.bounds.size - 1, on_host.width, int(on_host.bounds[-1]), _CPU, anchor)
-        layout.__dict__.update(table=on_host.table, row_offsets=on_host.bounds, on_host=on_host)
-        return layout
+        return layout_of_table(width, table, device_here(device, call), anchor)
 
     # ---------------------------------------------------------------- sizes, on the host
 
     @cached_property
-    def table(self) -> SpanTable:
-        """The span table on the host. One synchronisation at the first use of a layout scanned on CUDA.
-
-        Raises LayoutError if the `num_tokens` passed to `from_mask` was wrong.
-        """
+    def _table(self) -> SpanTable:
         if "_host_counts" in self.__dict__:
             return scan.table_of_rows(self.__dict__["_host_counts"])
         if "_device_counts" in self.__dict__:
             table = scan.table_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows))
             _check_num_tokens(table, self.num_tokens)
             return table
-        return table_of(self.index)
+        return table_of(self._index)
 
     @cached_property
-    def index(self) -> SpanIndex:
-        """The spans on the device, in the form that kernels read. Raises LayoutError for sizes beyond int32."""
-        return index_of(self.table, self.width, self.device)
-
-    @property
-    def num_spans(self) -> int:
-        """The number of spans in all rows, N."""
-        return self.table.starts.size
+    def _index(self) -> SpanIndex:
+        return index_of(self._table, self.width, self.device)
 
     @cached_property
     def lengths(self) -> IntArray:
         """int64 [B] on the host: the number of valid tokens in each row."""
         if "_host_counts" in self.__dict__:
             return self.__dict__["_host_counts"][0].astype(np.int64)
-        ends = cumulated(self.table.counts)
-        return ends[self.table.splits[1:]] - ends[self.table.splits[:-1]]
+        ends = cumulated(self._table.counts)
+        return ends[self._table.splits[1:]] - ends[self._table.splits[:-1]]
 
     @cached_property
     def row_offsets(self) -> IntArray:
@@ -219,65 +191,43 @@ class RowLayout:
         return cumulated(self.lengths)
 
     @cached_property
-    def min_length(self) -> int:
-        """Length of the shortest row; 0 if there are no rows."""
-        return int(self.lengths.min()) if self.num_rows else 0
-
-    @cached_property
     def max_length(self) -> int:
         """Length of the longest row; 0 if there are no rows."""
         return int(self.lengths.max(initial=0))
 
     @cached_property
-    def on_host(self) -> HostLayout:
-        """The layout as the compiled core reads it."""
-        return HostLayout(self.width, self.table, self.row_offsets)
+    def _min_length(self) -> int:
+        return int(self.lengths.min()) if self.num_rows else 0
+
+    @cached_property
+    def _core(self) -> HostLayout:
+        return HostLayout(self.width, self._table, self.row_offsets)
 
     # ---------------------------------------------------------------- derived tensors, on the device
 
     @cached_property
-    def starts(self) -> Tensor:
-        """int32 [N]: the first position of each span in its row. Raises LayoutError for rows too wide for int32."""
-        need_int32("RowLayout.starts", width=self.width)
-        return self._moved(self.table.starts.astype(np.int32))
-
-    @cached_property
-    def counts(self) -> Tensor:
-        """int32 [N]: the length of each span, at least 1. Raises LayoutError for rows too wide for int32."""
-        need_int32("RowLayout.counts", width=self.width)
-        return self._moved(self.table.counts.astype(np.int32))
-
-    @cached_property
-    def splits(self) -> Tensor:
-        """int64 [B + 1]; the spans of row b are `splits[b]` to `splits[b + 1] - 1`."""
-        return self._moved(np.array(self.table.splits))
-
-    @cached_property
     def offsets(self) -> Tensor:
         """int64 [B + 1]: the offsets tensor that all jagged fields of this layout share."""
-        if "index" in self.__dict__:
+        if "_index" in self.__dict__:
             return self.cu_seqlens.to(torch.int64)
-        return self._moved(np.array(self.row_offsets))
+        return torch.from_numpy(np.array(self.row_offsets)).to(self.device, non_blocking=True)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1]: cumulative row lengths for varlen attention. Never above T, so that kernels that read them
         stay in bounds. Raises LayoutError for more than 2^31 - 1 valid tokens."""
         need_int32("RowLayout.cu_seqlens", num_tokens=self.num_tokens)
-        if "index" in self.__dict__:
-            return self.index.begins if self.index.cu_seqlens is None else self.index.cu_seqlens
+        if "_index" in self.__dict__:
+            return self._index.begins if self._index.cu_seqlens is None else self._index.cu_seqlens
         return self.offsets.to(torch.int32)
-
-    def _moved(self, array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property
     def indices(self) -> Tensor:
         """int64 [T]: the position of each valid token in the flattened [B * S]. No synchronisation."""
         if self.device.type == "cpu":
-            rows = np.repeat(np.arange(self.num_rows), np.diff(self.table.splits))
-            return torch.from_numpy(ranges(rows * self.width + self.table.starts, self.table.counts))
-        return places_of(self.index, self.num_rows, self.width, self.num_tokens)
+            rows = np.repeat(np.arange(self.num_rows), np.diff(self._table.splits))
+            return torch.from_numpy(ranges(rows * self.width + self._table.starts, self._table.counts))
+        return places_of(self._index, self.num_rows, self.width, self.num_tokens)
 
     def to_mask(self, dtype: torch.dtype = torch.bool) -> Tensor:
         """Returns the mask [B, S]: 1 at valid tokens, 0 elsewhere."""
@@ -295,12 +245,12 @@ class RowLayout:
         device = numbered(device_here(device, "RowLayout.to"))
         if device == self.device:
             return self
-        return RowLayout.from_table(self.width, self.table, device, self.anchor)
+        return layout_of_table(self.width, self._table, device, self.anchor)
 
     def take(self, rows: Rows) -> RowLayout:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B]."""
         index = row_index(rows, self.num_rows, "RowLayout.take")
-        return RowLayout.from_table(self.width, table_rows(self.table, index), self.device, self.anchor)
+        return layout_of_table(self.width, table_rows(self._table, index), self.device, self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """Returns the layout of `mask[:, start:stop]`, computed from the spans."""
@@ -311,35 +261,13 @@ class RowLayout:
                 "columns within the width."
             )
         anchor = min(max(self.anchor - start, 0), stop - start)
-        own = native.cut(self.on_host, start, stop - start)
-        layout = RowLayout.of_host(own, anchor) if self.device.type == "cpu" else None
-        layout = layout or RowLayout.from_table(own.width, own.table, self.device, anchor)
+        own = native.cut(self._core, start, stop - start)
+        if self.device.type == "cpu":
+            layout = layout_of_core(own, anchor)
+        else:
+            layout = layout_of_table(own.width, own.table, self.device, anchor)
         layout.__dict__["part_of"] = self, start
         return layout
-
-    def anchored(self, anchor: int) -> RowLayout:
-        """Returns the same rows with another anchor, from 0 to the width."""
-        if whole(anchor, "anchor", 0, "RowLayout.anchored") > self.width:
-            raise LayoutError(f"RowLayout.anchored: anchor is {anchor}; expected 0 to {self.width}. Choose a column.")
-        layout = replace(self, anchor=anchor)
-        layout.__dict__.update(self.__dict__ | {"anchor": anchor})
-        return layout
-
-    def widened(self, left: int, right: int) -> RowLayout:
-        """Returns the same rows with `left` and `right` more columns of padding."""
-        table = self.table
-        left, right = (whole(columns, "columns", 0, "RowLayout.widened") for columns in (left, right))
-        table = SpanTable(table.starts + left, table.counts, table.splits)
-        return RowLayout.from_table(left + self.width + right, table, self.device, left + self.anchor)
-
-    def prefix(self) -> RowLayout:
-        """Returns a layout with one span in each row, from position 0 to the last valid token. Gaps become valid."""
-        table = self.table
-        lengths = np.zeros(self.num_rows, np.int64)
-        filled = np.diff(table.splits) > 0
-        last = table.splits[1:][filled] - 1
-        lengths[filled] = table.starts[last] + table.counts[last]
-        return RowLayout.from_lengths(lengths, self.width, device=self.device)
 
     @staticmethod
     def cat(layouts: Sequence[RowLayout]) -> RowLayout:
@@ -351,35 +279,35 @@ class RowLayout:
         layouts = [
             layout
             if (layout.anchor, layout.width) == (left, left + right)
-            else layout.widened(left - layout.anchor, right - (layout.width - layout.anchor))
+            else widened(layout, left - layout.anchor, right - (layout.width - layout.anchor))
             for layout in layouts
         ]
-        tables = [layout.table for layout in layouts]
+        tables = [layout._table for layout in layouts]
         spans_per_row = np.concatenate([np.diff(table.splits) for table in tables])
         table = SpanTable(
             np.concatenate([table.starts for table in tables]),
             np.concatenate([table.counts for table in tables]),
             cumulated(spans_per_row),
         )
-        return RowLayout.from_table(left + right, table, layouts[0].device, left)
+        return layout_of_table(left + right, table, layouts[0].device, left)
 
-    def compact(self) -> tuple[npt.NDArray[Any], ...]:
+    def _compact(self) -> tuple[npt.NDArray[Any], ...]:
         """The arrays of a pickle: starts, counts and spans per row as the narrowest unsigned integers; or the mask as
         bits (uint8 [B, ceil(width / 8)]), if that is clearly smaller."""
-        numbers = self.table.starts, self.table.counts, np.diff(self.table.splits)
+        numbers = self._table.starts, self._table.counts, np.diff(self._table.splits)
         parts = tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in numbers)
         if sum(part.nbytes for part in parts) <= self.num_rows * -(-self.width // 8) + _FEW_BYTES:
             return parts
-        return (bits_of(self.table, self.width),)
+        return (bits_of(self._table, self.width),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self.width, str(self.device), self.anchor, *self.compact())
+        return _restored, (self.width, str(self.device), self.anchor, *self._compact())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RowLayout):
             return NotImplemented
         return self.width == other.width and all(
-            np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True)
+            np.array_equal(a, b) for a, b in zip(self._table, other._table, strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -387,7 +315,7 @@ class RowLayout:
     def __repr__(self) -> str:
         return (
             f"RowLayout(rows={self.num_rows}, width={self.width}, tokens={self.num_tokens}, "
-            f"spans={self.num_spans}, device={str(self.device)!r})"
+            f"spans={self._table.starts.size}, device={str(self.device)!r})"
         )
 
 
@@ -398,7 +326,77 @@ def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) 
     else:
         starts, counts, spans_per_row = (part.astype(np.int64) for part in compact)
         table = SpanTable(starts, counts, cumulated(spans_per_row))
-    return RowLayout.from_table(width, table, device, anchor)
+    return layout_of_table(width, table, device, anchor)
+
+
+# -------------------------------------------------------------------- for the packages above
+
+
+def layout_of_table(width: int, table: SpanTable, device: torch.device | str, anchor: int = 0) -> RowLayout:
+    """From a table that is not checked again. Raises LayoutError for more positions than int64 can count."""
+    rows = table.splits.size - 1
+    if rows * width > _MOST:
+        raise LayoutError(
+            f"RowLayout: {rows} rows of width {width}; expected at most {_MOST} positions. Give the true width."
+        )
+    layout = RowLayout(rows, width, int(table.counts.sum()), numbered(device), anchor)
+    layout.__dict__["_table"] = table
+    if layout.device.type != "cpu":
+        layout.__dict__["_index"] = index_of(table, width, layout.device)
+    return layout
+
+
+def layout_of_core(own: HostLayout, anchor: int = 0) -> RowLayout:
+    """From arrays of the compiled core, on the CPU."""
+    layout = RowLayout(own.bounds.size - 1, own.width, int(own.bounds[-1]), _CPU, anchor)
+    layout.__dict__.update(_table=own.table, row_offsets=own.bounds, _core=own)
+    return layout
+
+
+def host_spans(layout: RowLayout) -> SpanTable:
+    """The span table on the host. One synchronisation at the first use of a layout scanned on CUDA.
+
+    Raises LayoutError if the `num_tokens` passed to `from_mask` was wrong.
+    """
+    return layout._table
+
+
+def device_spans(layout: RowLayout) -> SpanIndex:
+    """The spans on the device, in the form that kernels read. Raises LayoutError for sizes beyond int32."""
+    return layout._index
+
+
+def core_layout(layout: RowLayout) -> HostLayout:
+    """The layout as the compiled core reads it."""
+    return layout._core
+
+
+def min_length(layout: RowLayout) -> int:
+    """Length of the shortest row; 0 if there are no rows."""
+    return layout._min_length
+
+
+def anchored(layout: RowLayout, anchor: int) -> RowLayout:
+    """The same rows with another anchor, from 0 to the width."""
+    other = replace(layout, anchor=anchor)
+    other.__dict__.update(layout.__dict__ | {"anchor": anchor})
+    return other
+
+
+def widened(layout: RowLayout, left: int, right: int) -> RowLayout:
+    """The same rows with `left` and `right` more columns of padding."""
+    table = SpanTable(layout._table.starts + left, layout._table.counts, layout._table.splits)
+    return layout_of_table(left + layout.width + right, table, layout.device, left + layout.anchor)
+
+
+def prefix_of(layout: RowLayout) -> RowLayout:
+    """A layout with one span in each row, from position 0 to the last valid token. Gaps become valid."""
+    table = layout._table
+    lengths = np.zeros(layout.num_rows, np.int64)
+    filled = np.diff(table.splits) > 0
+    last = table.splits[1:][filled] - 1
+    lengths[filled] = table.starts[last] + table.counts[last]
+    return RowLayout.from_lengths(lengths, layout.width, device=layout.device)
 
 
 def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLayout, Tensor | None]:
@@ -416,10 +414,10 @@ def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLa
     if mask.device.type == "cpu":
         found, value = scan.on_host(mask.detach())
         _check_num_tokens(found.table, num_tokens)
-        return RowLayout.of_host(found), value
+        return layout_of_core(found), value
     total, cache = scan.on_device(mask.detach(), num_tokens)
-    if "table" in cache:
-        _check_num_tokens(cache["table"], num_tokens)
+    if "_table" in cache:
+        _check_num_tokens(cache["_table"], num_tokens)
     layout = RowLayout(rows, width, total, mask.device)
     layout.__dict__.update(cache)
     return layout, None

@@ -43,7 +43,7 @@ def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:
-    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `table`, `index`, `lengths`,
+    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `_table`, `_index`, `lengths`,
     `cu_seqlens`, or the counts of its rows as `_host_counts` or `_device_counts`.
 
     One synchronisation copies the counts of all rows to the host; if no row has two spans, they are the whole table.
@@ -52,7 +52,7 @@ def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]
     """
     rows, width = mask.shape
     if rows == 0 or width == 0:
-        return 0, {"table": SpanTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))}
+        return 0, {"_table": SpanTable(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))}
     need_int32("RowLayout.from_mask", num_tokens=num_tokens or 0, width=max(rows, width))
     if num_tokens is not None and not 0 <= num_tokens <= rows * width:
         raise LayoutError(
@@ -77,14 +77,14 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     scanned = scan_rows(valid, blocks_of(rows * width if hint is None else hint), hint)
     index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
     if hint is not None:
-        return hint, {"_device_counts": scanned.counts, "index": index, "cu_seqlens": scanned.bounded}
+        return hint, {"_device_counts": scanned.counts, "_index": index, "cu_seqlens": scanned.bounded}
     counts = host_counts(scanned.counts, rows)
     num_tokens, spans = (int(part.sum(dtype=np.int64)) for part in counts[:2])
     need_int32("RowLayout.from_mask", num_tokens=num_tokens)
     if int(counts[1].max()) <= 1:
-        return num_tokens, {"_host_counts": counts, "index": index}
+        return num_tokens, {"_host_counts": counts, "_index": index}
     index = list_spans(valid, scanned, num_tokens, spans)
-    return num_tokens, {"lengths": counts[0].astype(np.int64), "index": index}
+    return num_tokens, {"lengths": counts[0].astype(np.int64), "_index": index}
 
 
 def _on_host(counts: Tensor) -> npt.NDArray[np.int32]:

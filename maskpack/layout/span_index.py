@@ -96,7 +96,7 @@ def need_int32(call: str, *, num_tokens: int = 0, width: int = 0) -> None:
 def index_of(table: SpanTable, width: int, device: torch.device) -> SpanIndex:
     """The index of a span table, copied to the device without synchronisation. Raises LayoutError for sizes beyond
     int32."""
-    need_int32(f"RowLayout on {device}", num_tokens=int(table.counts.sum()), width=width)
+    need_int32(f"RowLayout.to({str(device)!r})", num_tokens=int(table.counts.sum()), width=width)
     spans = np.diff(table.splits)
     several = int(spans.max(initial=0)) > 1
     starts, counts = table.starts, table.counts

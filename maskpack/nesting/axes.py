@@ -17,7 +17,7 @@ from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import dense_at, number_at
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
-from maskpack.layout.row_layout import RowLayout, layout_and_value
+from maskpack.layout.row_layout import RowLayout, anchored, layout_and_value, prefix_of
 
 _T = TypeVar("_T")
 
@@ -119,7 +119,7 @@ class Axes:
             layout, value = self._read(source, layout_and_value, tensor)
             if value is not None:
                 self._values[source] = value
-            self._masks[source] = layout.anchored(self._anchor(source, layout.width))
+            self._masks[source] = anchored(layout, self._anchor(source, layout.width))
         return self._masks[source]
 
     def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
@@ -146,7 +146,7 @@ class Axes:
         if way.part == "all":
             return layout
         if way.part == "prefix":
-            return layout.prefix()
+            return prefix_of(layout)
         head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
         if head is not None and tail is not None and head + tail != layout.width and not self._from_number(scope, way):
             raise LayoutError(

@@ -21,11 +21,10 @@ from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor, pad_words
 from maskpack.errors import RegistryError
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, core_layout, host_spans
 from maskpack.nesting.schema import FieldForm, RowPads
 from maskpack.nesting.signs import with_signs
-from maskpack.ops import pack_torch as ops
-from maskpack.ops import unpack
+from maskpack.ops import pack_torch, unpack
 
 
 def held_pads(field: str, pads: Sequence[PadValue], dtype: torch.dtype, call: str) -> tuple[PadValue, ...]:
@@ -58,18 +57,18 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
     """Packed values [T, *F] in the padded form of their field; `row_pads` if its pad is PER_ROW or ANY_ZERO."""
     layout = layout.to(values.device)
     if row_pads is None:
-        return ops.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
-    out = ops.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
+        return pack_torch.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
+    out = pack_torch.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
     if row_pads.signs is not None:
         out = with_signs(out, row_pads.signs)
     if row_pads.edge is None:
         return out
-    edges = ops.unpack(values, layout, EDGE, form.ragged_dim)
+    edges = pack_torch.unpack(values, layout, EDGE, form.ragged_dim)
     by_edge = cast("list[bool]", row_pads.edge.tolist())
     return torch.cat([(edges if by_edge[row] else out)[row : row + 1] for row in range(layout.num_rows)])
 
 
-class Packed(NamedTuple):
+class PackedField(NamedTuple):
     """The arguments of `to_padded` for one field."""
 
     values: Tensor
@@ -78,7 +77,7 @@ class Packed(NamedTuple):
     row_pads: RowPads | None
 
 
-def all_to_padded(fields: Sequence[Packed]) -> list[Tensor]:
+def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
     """`to_padded` of several fields. Those on a GPU are written by one launch for each layout."""
     out: dict[int, Tensor] = {}
     together: dict[tuple[int, torch.device], list[int]] = {}
@@ -112,14 +111,14 @@ def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = No
     not complete if the result is False.
     """
     if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
-        return native.read(x, layout.on_host, ops.host_pads(pad, x.dtype), values), None
+        return native.read(x, core_layout(layout), pack_torch.host_pads(pad, x.dtype), values), None
     if pad is ANY_ZERO:
         signs = torch.zeros((layout.num_rows, -(-layout.width // 8)), dtype=torch.uint8, device="cpu")
-        return native.read(x, layout.on_host, native.Pads(native.BY_SIGNS, (0,), signs), values), signs
+        return native.read(x, core_layout(layout), native.Pads(native.BY_SIGNS, (0,), signs), values), signs
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
     signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
     mode = native.BY_ROW if pad is PER_ROW else native.BY_SIGN if signed else native.CONSTANT
-    return native.read(x, layout.on_host, native.Pads(mode, (0,), pads), values), pads
+    return native.read(x, core_layout(layout), native.Pads(mode, (0,), pads), values), pads
 
 
 def one_rule(
@@ -183,7 +182,7 @@ def _word(pad: PadValue, x: Tensor) -> Tensor | int:
 
 def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
     """The pad of each row, [B], if the row has one pad: its first element under the mask, or 0 for a full row."""
-    table, width = layout.table, layout.width
+    table, width = host_spans(layout), layout.width
     place = np.zeros(layout.num_rows, np.int64)
     real = np.flatnonzero(np.diff(table.splits) > 0)
     first = table.splits[real]
@@ -208,7 +207,7 @@ def edge_pads(values: Words, layout: RowLayout) -> tuple[Words, npt.NDArray[np.b
     Returns:
         The raw bits of the pad of each row, [B, k], and bool [B]: whether the row has only this pad.
     """
-    table = layout.table
+    table = host_spans(layout)
     begins = cumulated(table.counts)[:-1]
     row_of_span = np.repeat(np.arange(layout.num_rows), np.diff(table.splits))
     first = table.splits[:-1][np.diff(table.splits) > 0]
@@ -233,7 +232,7 @@ def zeros_of(pads: Tensor) -> Tensor:
 
 def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
-    expected = words(ops.unpack(ops.pack(x.detach(), layout), layout, pad))
+    expected = words(pack_torch.unpack(pack_torch.pack(x.detach(), layout), layout, pad))
     where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
 
@@ -258,7 +257,7 @@ def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
     steps = torch.ne(values[1:], values[:-1])
     steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
     count = torch.count_nonzero(steps)
-    table = layout.table
+    table = host_spans(layout)
     empty = _to(np.flatnonzero(np.diff(table.splits) == 0), x.device)
     count = count - torch.count_nonzero(x[empty])
     rows, before, last = (_to(index, x.device) for index in _gaps(layout))
@@ -267,8 +266,8 @@ def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
 
 def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
     """The gaps between two spans of a row: the row, the last position of the gap, and the last position before it."""
-    table = layout.table
-    first = np.zeros(layout.num_spans + 1, np.bool_)
+    table = host_spans(layout)
+    first = np.zeros(table.starts.size + 1, np.bool_)
     first[table.splits] = True
     later = np.flatnonzero(~first[:-1])
     rows = np.searchsorted(table.splits, later, side="right") - 1

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from maskpack.core.backends import uses_triton
 from maskpack.core.pads import EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, device_spans
 
 CONSTANT, EDGE_PAD, BY_ROW, BY_SIGN = range(4)
 CHUNK = 512
@@ -37,7 +37,7 @@ _MOST = (1 << 31) - SPAN
 _ALIGNED = 16
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """What the kernel is told of a field. Addresses are those of tensors on the device, strides are in words.
 
     Attributes:
@@ -80,7 +80,7 @@ class Job(NamedTuple):
     odd: int
 
 
-class Field(NamedTuple):
+class PaddedField(NamedTuple):
     """A padded field [B, S, *F] and its layout on one device; its candidate pads; and whether they, and the bytes of
     bools, are checked."""
 
@@ -117,14 +117,14 @@ def fits(x: Tensor, layout: RowLayout) -> bool:
     return not differentiable and words <= _MOST and programs < 1 << 26 and uses_triton(x.device, call="maskpack")
 
 
-def read(fields: Mapping[Any, Field], device: torch.device) -> Reads:
+def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
     """Reads fields of one device, with one copy to it and one launch."""
     values: dict[Any, Tensor] = {}
     places: dict[Any, slice] = {}
     jobs, firsts, pads = array("q"), array("q"), array("q")
-    pads_at = len(fields) * (1 + len(Job._fields))
+    pads_at = len(fields) * (1 + len(ReadJob._fields))
     flags_at = pads_at + PAD_NUMBERS * sum(len(field.pads) for field in fields.values())
-    row_pads = _RowPads(fields, device)
+    row_pads = _PadsOfRows(fields, device)
     addresses: dict[int, tuple[int, int, int, int, int, int]] = {}
     copies: list[Tensor] = []
     flags = flags_at
@@ -142,7 +142,7 @@ def read(fields: Mapping[Any, Field], device: torch.device) -> Reads:
         parts = -(-layout.width * items // SPAN)
         firsts.append(programs)
         programs += layout.num_rows * parts
-        job = Job(
+        job = ReadJob(
             parts, source.data_ptr(), out.data_ptr(), size, items, row, col, item, int(item > col),
             int(x.dtype.itemsize == 16), layout.width, *addresses[id(layout)], at, len(candidates), int(checked), flags,
             _repeated(0xFE, 1, size) if bools else 0,
@@ -165,10 +165,10 @@ def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-class _RowPads:
+class _PadsOfRows:
     """The pads [B] of fields with PER_ROW or SIGNED_ZERO among their pads, in one piece of memory."""
 
-    def __init__(self, fields: Mapping[Any, Field], device: torch.device) -> None:
+    def __init__(self, fields: Mapping[Any, PaddedField], device: torch.device) -> None:
         self._places: dict[tuple[Any, PadValue], tuple[int, int, torch.dtype]] = {}
         size = 0
         for key, (x, _, candidates, _) in fields.items():
@@ -219,8 +219,8 @@ def _repeated(word: int, size: int, wide: int) -> int:
 
 
 def _addresses(layout: RowLayout) -> tuple[int, int, int, int, int, int]:
-    """`starts` to `before` of a Job."""
-    index = layout.index
+    """`starts` to `before` of a ReadJob."""
+    index = device_spans(layout)
     bounds = index.begins if index.cu_seqlens is None else index.cu_seqlens
     splits, bits, before = (0 if part is None else part.data_ptr() for part in (index.splits, index.bits, index.before))
     return index.starts.data_ptr(), index.begins.data_ptr(), bounds.data_ptr(), splits, bits, before

@@ -17,7 +17,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import check_lengths, jagged_all, values_of
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.schema import (
     INTACT,
@@ -52,8 +52,8 @@ def nest_batch_by_mask(
         ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode. A batch may lack some.
         verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
             batch with these fields; or `never`.
-        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, raise an `error`
-            (implied by `strict_mask_nesting`), or `drop` these values.
+        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, or raise an `error`
+            (implied by `strict_mask_nesting`).
 
     Returns:
         A TensorDict with the same keys in the same order, followed by LAYOUTS. Jagged fields are [B, j, *F] with min
@@ -94,7 +94,7 @@ def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
     fields: dict[Path, Tensor] = {}
     for (name, device), values in groups.items():
         layout = plan.layouts[name].to(device)
-        made = jagged_all([*values.values()], layout.offsets, layout.min_length, layout.max_length)
+        made = jagged_all([*values.values()], layout.offsets, min_length(layout), layout.max_length)
         fields.update(zip(values, made, strict=True))
     return fields
 
@@ -123,7 +123,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
     packed = [
-        checks.Packed(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
+        checks.PackedField(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
         for path, (field, layout) in nested.items()
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))

@@ -23,7 +23,7 @@ from maskpack.ops.pack_triton import _ones
 (
     PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, TURN, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
     NUM_PADS, CHECKED, FLAGS, ODD, JOB,
-) = (tl.constexpr(place) for place in range(len(jobs.Job._fields) + 1))  # fmt: skip
+) = (tl.constexpr(place) for place in range(len(jobs.ReadJob._fields) + 1))  # fmt: skip
 KIND, WORD, ROW_PADS, PAD = (tl.constexpr(place) for place in (0, 1, 3, jobs.PAD_NUMBERS))
 EDGE, BY_ROW, BY_SIGN = tl.constexpr(jobs.EDGE_PAD), tl.constexpr(jobs.BY_ROW), tl.constexpr(jobs.BY_SIGN)
 _WARPS = 4

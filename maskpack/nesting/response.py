@@ -28,11 +28,11 @@ from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets, is_regular, jagged
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, read_pads
-from maskpack.ops import pack_torch as ops
+from maskpack.ops import pack_torch
 
 RESPONSE = "response"
 SEQUENCE = "sequence"
@@ -114,7 +114,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     need_gradients(packed, "values", call, nested=not padded)
     scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
-    return ops.unpack(scored, response, 0) if padded else jagged(scored, response)
+    return pack_torch.unpack(scored, response, 0) if padded else jagged(scored, response)
 
 
 def scoring(tokens: IntArray) -> IntArray:
@@ -131,8 +131,9 @@ def _no_axis(name: str, call: str) -> LayoutError:
 
 
 def _columns_of(layout: RowLayout, row: int) -> str:
-    spans = slice(*layout.table.splits[row : row + 2])
-    starts, counts = layout.table.starts[spans].tolist(), layout.table.counts[spans].tolist()
+    table = host_spans(layout)
+    spans = slice(*table.splits[row : row + 2])
+    starts, counts = table.starts[spans].tolist(), table.counts[spans].tolist()
     shown = [f"{start}:{start + count}" for start, count in zip(starts, counts, strict=True)]
     return " and ".join([*shown[:4], "more"] if len(shown) > 4 else shown) or "none"
 
@@ -148,7 +149,7 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
     elif values.is_nested:
         seen = "nested, but not jagged along dim 1 without gaps"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
-        return ops.pack(values, sequence.to(values.device)), True
+        return pack_torch.pack(values, sequence.to(values.device)), True
     elif values.dim() >= 1 and values.shape[0] == sequence.num_tokens:
         return values, False
     elif values.dim() >= 2 and values.shape[0] == 1 and values.shape[1] == sequence.num_tokens:
@@ -229,7 +230,7 @@ class ResponseAxis:
         shift = sequence.width - response.width
         if response.__dict__.get("part_of") == (sequence, shift):
             return None
-        own, spans = response.table, sequence.table
+        own, spans = host_spans(response), host_spans(sequence)
         rows = np.repeat(np.arange(response.num_rows), np.diff(own.splits))
         if not by_columns:
             odd = own.starts > 0
@@ -341,7 +342,7 @@ class ResponseAxis:
 
     def check_width(self, width: int, call: str) -> None:
         """Raises LayoutError for a width that the longest response does not fit into."""
-        table = self.response.table
+        table = host_spans(self.response)
         longest = int((table.starts + table.counts).max(initial=0))
         if width < longest:
             raise LayoutError(
@@ -355,7 +356,7 @@ class ResponseAxis:
             return columns
         if width <= columns.shape[dim]:
             return columns.narrow(dim, 0, width)
-        table, rows = self.response.table, np.arange(self.response.num_rows)
+        table, rows = host_spans(self.response), np.arange(self.response.num_rows)
         ends = table.starts + table.counts == self.response.width
         full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]

@@ -37,7 +37,7 @@ from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host, values_of
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.layout.span_table import lines_of, lines_with, lines_without, table_of_lines
 
 LAYOUTS = "_maskpack"
@@ -146,22 +146,10 @@ def _part_of(paths: tuple[Path, ...]) -> str:
 def layouts_entry(
     schema: Schema, layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor], rows: int
 ) -> TensorDict:
-    """The LAYOUTS entry of a batch. Span tables and pads of one device take one copy to it."""
-    lines = lines_of_layouts(schema.forms, layouts, row_pads)
-    arrays: dict[torch.device, dict[Any, Words]] = {}
-    for name, layout in layouts.items():
-        arrays.setdefault(layout.device, {}).update({(name, 0): lines[name][0], (name, 1): lines[name][1]})
-    home = next(iter(arrays), torch.device(schema.root.device or "cpu"))
-    arrays.setdefault(home, {})[""] = np.broadcast_to(_pad_line(schema.forms), (rows, len(_pad_line(schema.forms))))
-    sent: dict[Any, Tensor] = {}
-    for device, some in arrays.items():
-        sent.update(zip(some, copies_of([*some.values()], device), strict=True))
-    tables = {
-        name: jagged_from(sent[name, 0].view(torch.uint8), sent[name, 1], 0, most_lines(lines[name][1]))
-        for name in layouts
-    }
-    pads = _with_row_pads(sent[""], schema.forms, row_pads)
-    return write_layouts(schema, tables, pads, rows, schema.root.device)
+    """The LAYOUTS entry of a batch, from its layouts and pads."""
+    home = next((layout.device for layout in layouts.values()), torch.device(schema.root.device or "cpu"))
+    pads = pad_table(schema.forms, row_pads, rows, home)
+    return write_layouts(schema, span_tables(schema.forms, layouts, row_pads), pads, rows, schema.root.device)
 
 
 def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
@@ -186,7 +174,7 @@ def lines_of_layouts(
     forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
 ) -> dict[str, tuple[npt.NDArray[np.int32], IntArray]]:
     """The lines of each layout, and the first line of each row."""
-    lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts.items()}
+    lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts.items()}
     for name, (own, splits) in lines.items():
         signs = [row_pads[form.path].numpy() for form in _signed(forms, name)]
         lines[name] = lines_with(own, splits, layouts[name].width, signs) if signs else (own, splits)
@@ -205,17 +193,6 @@ def pad_table(
     the signs of ANY_ZERO fields."""
     line = _pad_line(forms := tuple(forms))
     table = copies_of([np.broadcast_to(line, (rows, line.size))], torch.device(device))[0]
-    return _with_row_pads(table, forms, row_pads)
-
-
-@lru_cache(256)
-def _pad_line(forms: tuple[FieldForm, ...]) -> Words:
-    """A row of the pad table."""
-    padded = [form for form in forms if form.kind == "padded" and form.dtype is not None]
-    return np.frombuffer(b"".join([_pad_bytes(form.pads[0], form.dtype) for form in padded]), np.uint8)
-
-
-def _with_row_pads(table: Tensor, forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor]) -> Tensor:
     places = _pad_places(forms) if row_pads else {}
     for path in row_pads.keys() & places.keys():
         begin, end = places[path].start + 1, places[path].stop
@@ -223,8 +200,15 @@ def _with_row_pads(table: Tensor, forms: Iterable[FieldForm], row_pads: Mapping[
             table[:, begin - 1] = _SIGNS * row_pads[path].any(1).to(table.device)
             continue
         bits = words(row_pads[path]).to(table.device).clone(memory_format=torch.contiguous_format)
-        table[:, begin:end] = bits.view(torch.uint8).view(table.shape[0], end - begin)
+        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
     return table
+
+
+@lru_cache(256)
+def _pad_line(forms: tuple[FieldForm, ...]) -> Words:
+    """A row of the pad table."""
+    padded = [form for form in forms if form.kind == "padded" and form.dtype is not None]
+    return np.frombuffer(b"".join([_pad_bytes(form.pads[0], form.dtype) for form in padded]), np.uint8)
 
 
 def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
@@ -249,14 +233,13 @@ def span_tables(
     forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
 ) -> dict[str, Tensor]:
     """The span table of each layout, on its device."""
+    lines = lines_of_layouts(forms, layouts, row_pads)
     tables: dict[str, Tensor] = {}
-    for name, (lines, splits) in lines_of_layouts(forms, layouts, row_pads).items():
-        layout = layouts[name]
-        values = torch.from_numpy(lines).clone(
-            memory_format=torch.contiguous_format
-        )  # an empty array may have any strides
-        values, offsets = (part.to(layout.device, non_blocking=True) for part in (values, torch.from_numpy(splits)))
-        tables[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(splits))
+    for device in {layout.device for layout in layouts.values()}:
+        names = [name for name, layout in layouts.items() if layout.device == device]
+        sent = copies_of([array for name in names for array in lines[name]], device)
+        for name, values, offsets in zip(names, sent[::2], sent[1::2], strict=True):
+            tables[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(lines[name][1]))
     return tables
 
 
@@ -283,7 +266,7 @@ def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path
                 signs.append(torch.from_numpy(own[path]))
     column = columns[0]
     if not all(torch.equal(one[0], other) for one in (columns, signs) for other in one[1:]):
-        raise _several_pads(path, form, form, call)
+        raise _several_pads(form, form, call)
     pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
     return RowPads(pads, column[:, 0] == 1 if EDGE in form.pads else None, signs[0] if signs else None)
 
@@ -324,7 +307,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", "_maskpack").'
         )
     parts = _parts(batch, call)
-    schema = _merged(batch, list(parts.values()), call)
+    schema = _merged(list(parts.values()), call)
     tables: dict[tuple[str, str], Tensor] = {}
     for part, name in [(part, name) for part, stored in parts.items() for name, _, _ in stored.axes]:
         table = entry_at(batch, (LAYOUTS, part, "spans", name))
@@ -377,39 +360,30 @@ def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
     return parts
 
 
-def _merged(batch: TensorDictBase, schemas: Sequence[Schema], call: str) -> Schema:
-    """One schema of all fields, with the root and sub-batches of the first, which is the batch that was updated."""
-    if len(schemas) == 1:
-        return schemas[0]
-    forms: dict[Path, list[FieldForm]] = {}
+def _merged(schemas: Sequence[Schema], call: str) -> Schema:
+    """One schema of all fields, with the root and sub-batches of the first, which is the batch that was updated. A
+    nested field that is in several parts has one form in all of them, because the last update is not known."""
+    forms: dict[Path, FieldForm] = {}
     axes: dict[str, tuple[str, int, int]] = {}
     for schema in schemas:
         for form in schema.forms:
-            forms.setdefault(form.path, []).append(form)
+            known = forms.setdefault(form.path, form)
+            if (known.layout or form.layout) and _restored_by(known) != _restored_by(form):
+                raise _several_pads(known, form, call)
         for axis in schema.axes:
             axes.setdefault(axis[0], axis)
-    whole = tuple(_one_form(entry_at(batch, path), of_path, call) for path, of_path in forms.items())
-    return Schema(schemas[0].root, whole, tuple(axes.values()))
+    return Schema(schemas[0].root, tuple(forms.values()), tuple(axes.values()))
 
 
-def _one_form(value: Any, forms: Sequence[FieldForm], call: str) -> FieldForm:
-    """The form of a field that is in several parts. They must agree, because the last update is not known."""
-    nested = isinstance(value, Tensor) and value.is_nested
-    fitting = [form for form in forms if (form.kind in ("padded", "jagged", "flat")) == nested] or forms
-    first = fitting[0]
-    for form in fitting[1:]:
-        cast = form.dtype != first.dtype and form.pads_by_bits not in ("()", "(0,)", "(EDGE,)")
-        places = [(one.kind, one.layout, one.ragged_dim, one.pads_by_bits) for one in (first, form)]
-        if nested and (cast or places[0] != places[1]):
-            raise _several_pads(first.path, first, form, call)
-    return next((form for form in fitting if nested and form.dtype == value.dtype), first)
+def _restored_by(form: FieldForm) -> tuple[Any, ...]:
+    return form.kind, form.layout, form.ragged_dim, form.dtype, form.pads_by_bits
 
 
-def _several_pads(path: Path, one: FieldForm, other: FieldForm, call: str) -> LayoutError:
-    ways = [f'{form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
+def _several_pads(one: FieldForm, other: FieldForm, call: str) -> LayoutError:
+    ways = [f'{form.dtype} with the pads {form.pads_by_bits} under "{form.layout}"' for form in (one, other)]
     return LayoutError(
-        f'{call}: field "{show(path)}" was nested twice, with the pads {" and ".join(ways)}, and update() replaced one '
-        f"by the other; expected the same pads. {_RESTORE_FIRST}"
+        f'{call}: field "{show(one.path)}" was nested twice, as {" and as ".join(ways)}, and update() replaced one by '
+        f"the other; expected one form. {_RESTORE_FIRST}"
     )
 
 

@@ -35,7 +35,7 @@ from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
 from maskpack.nesting.signs import signs_of_rows
 from maskpack.nesting.verify import Verifier
-from maskpack.ops import pack_torch as ops
+from maskpack.ops import pack_torch
 
 _log = logging.getLogger(__name__)
 _logged: Latest[bool] = Latest(1024)
@@ -296,7 +296,7 @@ class _Planner:
         layout = self.layouts[form.layout]
         if value.device != layout.device:
             layout = layout.to(value.device)
-        return ops.pack(value.movedim(form.ragged_dim, 1), layout)
+        return pack_torch.pack(value.movedim(form.ragged_dim, 1), layout)
 
     # ---------------------------------------------------------------- tensors
 

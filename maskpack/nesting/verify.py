@@ -69,7 +69,6 @@ class Verifier:
         self._options = options
         self._known = known
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
-        self._ambiguous: set[Path] = set()
         self._odd: list[Path] = []  # bools with bytes other than 0 and 1
         self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
         self._moved: dict[tuple[str, torch.device], RowLayout] = {}
@@ -80,10 +79,10 @@ class Verifier:
         unseen. `forms` get the pads to try."""
         unsure = self._unsure(forms)
         key = _key(unsure)
-        sure: Mapping[Path, PadValue | None] = self._known
+        sure = self._known
         if isinstance(self._options.verify, VerifyFirst):
             sure = {**self._options.verify.known(key), **self._known}
-            if any(sure.get(path) is None for path in unsure):
+            if any(path not in sure and self._may_learn(form) for path, form in unsure.items()):
                 return {}
         found: dict[Path, bool] = {}
         for place, form in enumerate(forms):
@@ -153,25 +152,26 @@ class Verifier:
             first = {path: form.pads[0] for path, form in unsure.items()}
             return {**first, **self._read(gathered, {}, first)}
         key = _key(unsure)
-        trusted = (
-            options.verify.known(key) if isinstance(options.verify, VerifyFirst) else dict[Path, PadValue | None]()
-        )
-        sure = {path: pad for path, pad in {**trusted, **self._known}.items() if pad is not None}
-        doubtful = {path: form for path, form in unsure.items() if path not in sure}  # lossy before, or new
-        found = {**sure, **self._read(gathered, doubtful, sure)}
-        if isinstance(options.verify, VerifyFirst):
-            sure_of = {path: form for path, form in unsure.items() if self._has_padding(form)} if doubtful else {}
-            learnt = {path: found[path] for path in sure_of if path not in self._ambiguous}
-            signed = [path for path, pad in learnt.items() if pad == 0 and SIGNED_ZERO in unsure[path].pads]
-            options.verify.learn(key, learnt | dict.fromkeys(signed, SIGNED_ZERO))
-        if options.on_loss == "drop":
-            return {path: unsure[path].pads[0] if pad is None else pad for path, pad in found.items()}
-        return found
+        first = options.verify if isinstance(options.verify, VerifyFirst) else None
+        sure = {**({} if first is None else first.known(key)), **self._known}
+        doubtful = {path: form for path, form in unsure.items() if path not in sure}
+        read = self._read(gathered, doubtful, sure)
+        if first is not None:
+            learnt = {
+                path: SIGNED_ZERO if pad == 0 and SIGNED_ZERO in unsure[path].pads else pad
+                for path, pad in read.items()
+                if pad is not None and self._may_learn(unsure[path])
+            }
+            if learnt:
+                first.learn(key, learnt)
+        return {**sure, **read}
 
-    def _has_padding(self, form: FieldForm) -> bool:
-        """Whether a field has padding; if not, its pad is unknown."""
+    def _may_learn(self, form: FieldForm) -> bool:
+        """Whether the pad that fits a batch is the one of its producer: it is not if the field has no padding, and
+        EDGE and a constant may fit one batch, but not the next."""
         layout = self._layouts[form.layout or ""]
-        return layout.num_tokens < layout.num_rows * layout.width
+        has_padding = layout.num_tokens < layout.num_rows * layout.width
+        return has_padding and (EDGE not in form.pads or len(form.pads) == 1)
 
     def _read(
         self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm], sure: Mapping[Path, PadValue]
@@ -201,7 +201,7 @@ class Verifier:
     ) -> device_read.Reads:
         """Gathers all fields of a device. A kernel tries the pads of the padded ones, but for those that it cannot
         read."""
-        fields: dict[Path, device_read.Field] = {}
+        fields: dict[Path, device_read.PaddedField] = {}
         for form in forms:
             if form.kind == "padded" and not self._entries[form.path].is_nested:
                 x, layout = self._padded(form)
@@ -209,7 +209,7 @@ class Verifier:
                     pad = sure.get(form.path)
                     pads = _of_kernel(form.pads if form.path in doubtful or pad is None else (pad,))
                     checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
-                    fields[form.path] = device_read.Field(x, layout, pads, checked)
+                    fields[form.path] = device_read.PaddedField(x, layout, pads, checked)
                     continue
             self.values[form.path] = self._gather(form)
         if not fields:
@@ -234,8 +234,6 @@ class Verifier:
             if row_pads is not None:
                 self._row_pads[form.path, pad] = row_pads
             if exact:
-                if any(checks.read(x, layout, other)[0] for other in self._rivals(form, pad)):
-                    self._ambiguous.add(form.path)
                 return pad
         self.values[form.path] = self._gather(form)
         return None
@@ -272,11 +270,6 @@ class Verifier:
             for (form, pad), (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
                 found[form.path] = None if count else pad
             flags, counts = [], []
-        rivals = [(form.path, other) for form in rest for other in self._rivals(form, found[form.path])]
-        counts = [self._count_non_pads(unsure[path], other) for path, other in rivals]
-        for (path, _), (count,) in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
-            if not count:
-                self._ambiguous.add(path)
         return found
 
     def _take(
@@ -291,19 +284,11 @@ class Verifier:
             form = unsure.get(path)
             differs = flags[place].tolist()
             if form is not None:
-                fitting = [pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ]
-                found[path] = fitting[0] if fitting else None
-                if any(other is pad for pad in fitting for other in self._rivals(form, found[path])):
-                    self._ambiguous.add(path)
+                found[path] = next(
+                    (pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ), None
+                )
             if path in self._bools and differs and differs[-1]:
                 self._odd.append(path)
-
-    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
-        """Other pads that could also fit, and would give later batches other values: EDGE next to constants. Needed
-        only if the pad is remembered."""
-        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
-            return []
-        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)

@@ -21,7 +21,7 @@ from maskpack.core.pads import EDGE, Pad, pad_words
 from maskpack.core.tensors import need_gradients
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout.row_layout import RowLayout
-from maskpack.ops import pack_torch as _torch
+from maskpack.ops import pack_torch
 from maskpack.ops.log_probs import packed_log_probs
 from maskpack.ops.logits import Logits
 
@@ -60,13 +60,13 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
                 f"on {layout.device}. Use the layout of x's own mask, on x's device."
             )
     if uses_triton(layout.device, backend, "pack"):
-        from maskpack.ops import pack_autograd as _autograd
+        from maskpack.ops import pack_autograd  # Triton is imported on first use
 
-        outs = _autograd.pack(fields, layout)
+        outs = pack_autograd.pack(fields, layout)
     else:
         for field in fields:
             need_gradients(field, "x", "pack")
-        outs = [_torch.pack(field, layout) for field in fields]
+        outs = [pack_torch.pack(field, layout) for field in fields]
     return outs[0] if isinstance(x, Tensor) else outs
 
 
@@ -113,13 +113,13 @@ def unpack(
         pads = [pad.item() if isinstance(pad, np.generic) else pad for pad in pads]
         words = [_words(pad, dtype, layout) for pad, dtype in zip(pads, dtypes, strict=True)]
     if uses_triton(layout.device, backend, "unpack"):
-        from maskpack.ops import pack_autograd as _autograd
+        from maskpack.ops import pack_autograd  # Triton is imported on first use
 
-        outs = _autograd.unpack(fields, layout, pads, words)
+        outs = pack_autograd.unpack(fields, layout, pads, words)
     else:
         for field in fields:
             need_gradients(field, "values", "unpack")
-        outs = [_torch.unpack(field, layout, pad) for field, pad in zip(fields, pads, strict=True)]
+        outs = [pack_torch.unpack(field, layout, pad) for field, pad in zip(fields, pads, strict=True)]
     return outs[0] if isinstance(values, Tensor) else outs
 
 

@@ -21,7 +21,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
-from maskpack.ops import prefix_attention as prefixes
+from maskpack.ops import prefix_attention
 from maskpack.ops.context_parallel import to_heads, to_tokens
 from maskpack.ops.prefix_attention import Bounds
 
@@ -111,32 +111,31 @@ def packed_attention(
         _check_tree(tree, cu_seqlens, query)
     chosen = backend_for(query, softcap) if backend == "auto" else backend
     bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out = _attend(chosen, query, key, value, bounds, scale, window, softcap, tree)
+    out = _attend(chosen, query, key, value, bounds, _Scores(scale, window, softcap, tree))
     return out if group is None else to_tokens(out, group)
 
 
-def _attend(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Bounds,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    tree: PrefixTree | None,
-) -> Tensor:
+class _Scores(NamedTuple):
+    """How tokens attend, as in `packed_attention`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    tree: PrefixTree | None
+
+
+def _attend(backend: str, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
     if not query.shape[0]:  # kernels do not accept zero tokens
         return query.clone()
-    run = _RUN[backend]
+    run, (scale, window, softcap, tree) = _RUN[backend], scores
     if tree is None or backend == "flex":
-        return run(query, key, value, bounds, scale, window, softcap, tree)
+        return run(query, key, value, bounds, scores)
     kernel = None if window is not None or softcap is not None else _merging_kernel(query, backend, tree)
     if kernel is not None:
-        return prefixes.merged_attention(query, key, value, bounds, tree, scale, kernel)
-    index, bounds = prefixes.key_rows(tree, query.shape[0], window, query.device)
-    keys, values = (prefixes.gather_rows(x, index) for x in (key, value))
-    return run(query, keys, values, bounds, scale, window, softcap, None)
+        return prefix_attention.merged_attention(query, key, value, bounds, tree, scale, kernel)
+    index, bounds = prefix_attention.key_rows(tree, query.shape[0], window, query.device)
+    keys, values = (prefix_attention.gather_rows(x, index) for x in (key, value))
+    return run(query, keys, values, bounds, scores._replace(tree=None))
 
 
 def _need_group(group: Any) -> ProcessGroup:
@@ -219,14 +218,14 @@ def _for_flash_4(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
 
 
-def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefixes.Kernel | None:
+def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefix_attention.Kernel | None:
     """The kernel that attention over a tree is merged with; None where keys are gathered."""
-    if backend not in ("flash", "varlen") or tree.num_levels > prefixes.MOST_LEVELS:
+    if backend not in ("flash", "varlen") or tree.num_levels > prefix_attention.MOST_LEVELS:
         return None
     if backend == "flash" and _flash_package(query, None) == _FLASH_4:
-        return prefixes.Flash4()
+        return prefix_attention.Flash4()
     fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return prefixes.TorchFlash() if fits and torch.version.hip is None else None
+    return prefix_attention.TorchFlash() if fits and torch.version.hip is None else None
 
 
 @functools.cache
@@ -252,34 +251,31 @@ def _varlen_func(package: str) -> Callable[..., Any] | None:
 # -------------------------------------------------------------------- backends
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
-) -> Tensor:
-    package = _flash_package(query, softcap)
+def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
+    package = _flash_package(query, scores.softcap)
     attend: Any = None if package is None else _varlen_func(package)
     kernel = "flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision"
     _need(attend is not None, "flash", query, kernel)
     rows: dict[str, Any] = {
         "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
-        "max_seqlen_k": bounds.longest_keys, "softmax_scale": scale, "causal": True,
+        "max_seqlen_k": bounds.longest_keys, "softmax_scale": scores.scale, "causal": True,
     }  # fmt: skip
     unbounded = None if package == _FLASH_4 else -1
-    sides = (unbounded, unbounded) if window is None else (window - 1, 0)
-    capped = {} if package == _FLASH_4 else {"softcap": softcap or 0.0}
+    sides = (unbounded, unbounded) if scores.window is None else (scores.window - 1, 0)
+    capped = {} if package == _FLASH_4 else {"softcap": scores.softcap or 0.0}
     with torch.cuda.device_of(query):  # kernels launch on the current device
         out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides, **capped)
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
-) -> Tensor:
-    _need(query.is_cuda and query.dtype in _HALF and softcap is None, "varlen", query, "half precision, no softcap")
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
+    fits = query.is_cuda and query.dtype in _HALF and scores.softcap is None
+    _need(fits, "varlen", query, "half precision, no softcap")
     attend: Any = _varlen_attn()
     _need(attend is not None, "varlen", query, "torch 2.11 or later")
-    left = -1 if window is None else window - 1
+    left = -1 if scores.window is None else scores.window - 1
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] and _asks_for_groups(attend) else {}
-    return attend(query, key, value, *bounds, scale=scale, window_size=(left, 0), **grouped)
+    return attend(query, key, value, *bounds, scale=scores.scale, window_size=(left, 0), **grouped)
 
 
 @functools.cache
@@ -298,13 +294,13 @@ def _asks_for_groups(attend: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(attend).parameters
 
 
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
-) -> Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
+    scale, window, softcap, tree = scores
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     attend = _compiled_flex(softcap is None) if query.is_cuda else flex.flex_attention
 
     def capped(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+        assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
     size = query.shape[-1]
@@ -359,7 +355,7 @@ def _new_block_mask(bounds: Tensor, tokens: int, window: int | None, tree: Prefi
         place = torch.arange(tokens, device=bounds.device, dtype=torch.int32)
         last, depth = bounds[torch.bucketize(place, bounds, right=True)], place
     else:
-        last, depth = prefixes.visibility(tree, tokens, bounds.device)
+        last, depth = prefix_attention.visibility(tree, tokens, bounds.device)
 
     def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < last[j])
@@ -369,16 +365,14 @@ def _new_block_mask(bounds: Tensor, tokens: int, window: int | None, tree: Prefi
     return create(visible, None, None, tokens, tokens, device=bounds.device)
 
 
-def _rows(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, window: Any, softcap: Any, tree: Any
-) -> Tensor:
+def _rows(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
     of_queries, of_keys = (cast("list[int]", ends.diff().tolist()) for ends in (bounds.queries, bounds.keys))
     sizes = of_queries, of_keys, of_keys
     split = [
         cast("tuple[Tensor, ...]", x.transpose(0, 1).split(own, 1))
         for x, own in zip((query, key, value), sizes, strict=True)
     ]
-    rows = [_row(q, k, v, scale, window, softcap) for q, k, v in zip(*split, strict=True)]
+    rows = [_row(q, k, v, *scores[:3]) for q, k, v in zip(*split, strict=True)]
     return torch.cat(rows, 1).transpose(0, 1)
 
 

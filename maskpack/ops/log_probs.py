@@ -17,8 +17,8 @@ it. A bias and LoRA are one more product, of two thin float32 matrices (`_Thin`)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, overload
 
 import numpy as np
 import torch
@@ -45,47 +45,35 @@ _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALF, torch.float32, torch.float64)
 
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class _Options(TypedDict, total=False):
+        """The options of `packed_log_probs` beside `entropy`."""
+
+        temperature: float
+        keep: int | None
+        backend: Backend
+        group: ProcessGroup | None
+        logits: Logits | None
+
+
 @overload
 def packed_log_probs(
     hidden: Tensor,
     lm_head_weight: Tensor,
     token_ids: Tensor,
     *,
-    temperature: float = ...,
-    chunk: int | None = ...,
-    keep: int | None = ...,
-    entropy: Literal[False] = ...,
-    backend: Backend = ...,
-    group: ProcessGroup | None = ...,
-    logits: Logits | None = ...,
+    entropy: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Tensor: ...
 @overload
 def packed_log_probs(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    token_ids: Tensor,
-    *,
-    temperature: float = ...,
-    chunk: int | None = ...,
-    keep: int | None = ...,
-    entropy: Literal[True],
-    backend: Backend = ...,
-    group: ProcessGroup | None = ...,
-    logits: Logits | None = ...,
+    hidden: Tensor, lm_head_weight: Tensor, token_ids: Tensor, *, entropy: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def packed_log_probs(
-    hidden: Tensor,
-    lm_head_weight: Tensor,
-    token_ids: Tensor,
-    *,
-    temperature: float = ...,
-    chunk: int | None = ...,
-    keep: int | None = ...,
-    entropy: bool,
-    backend: Backend = ...,
-    group: ProcessGroup | None = ...,
-    logits: Logits | None = ...,
+    hidden: Tensor, lm_head_weight: Tensor, token_ids: Tensor, *, entropy: bool, **options: Unpack[_Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable
 def packed_log_probs(
@@ -94,13 +82,12 @@ def packed_log_probs(
     token_ids: Tensor,
     *,
     temperature: float = 1.0,
-    chunk: int | None = None,
     keep: int | None = None,
     entropy: bool = False,
     backend: Backend = "auto",
     group: ProcessGroup | None = None,
     logits: Logits | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Computes the log-prob of one token for each hidden state, and optionally the entropy, without storing all logits.
 
         log_p = (hidden.float() @ lm_head_weight.float().T / temperature).log_softmax(-1)        # [T, V], not stored
@@ -132,8 +119,6 @@ def packed_log_probs(
         token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model it is the
             next token; this function does not shift.
         temperature: the logits are divided by it; above 0.
-        chunk: number of rows whose logits are stored at once in the forward pass; by default as many as fit into
-            0.375 GiB.
         keep: bytes that the forward pass may keep for the backward pass, in which the distributions [K, V] of the first
             K tokens are stored in the dtype of `hidden`. By default as many as the weight has, so that up to H tokens
             are all kept; 0 keeps nothing. Nothing is kept without gradients, nor in float32 and float64, whose
@@ -152,82 +137,86 @@ def packed_log_probs(
 
     Raises:
         LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
-            temperature, chunk, keep, backend, group or logits; a DTensor without `group`. With `group`, on all ranks if
+            temperature, keep, backend, group or logits; a DTensor without `group`. With `group`, on all ranks if
             it is raised on one, or if ranks differ in what must be the same. Ranks are numbered as in the default
             group.
         MaskpackError: in the backward pass with create_graph=True.
     """
-    options = temperature, chunk, keep, entropy, backend
+    options = temperature, keep, entropy, backend
     if group is None:
         weight, split = split_head.whole_head(lm_head_weight), None
-        kernels = _check(hidden, weight, token_ids, *options)
-        layer = check_logits(logits, weight)
-        curve = Curve.of(layer, float(temperature))
-        vocabulary = weight.shape[0]
+        layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options)
     else:
         split_head.need_group(group)
         try:
             weight = split_head.slice_of_head(lm_head_weight, group)
-            kernels = _check(hidden, weight, token_ids, *options, split=True)
-            layer = check_logits(logits, weight)
-            curve = Curve.of(layer, float(temperature))
+            layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options, split=True)
             split_head.need_backend(hidden.device, group)
             message = split_head.message_of(hidden, weight, token_ids, temperature, entropy, layer)
         except Exception:
             split_head.tell_failure(group)
             raise
         split = split_head.agree(message, group)
-        vocabulary = split.vocabulary
+    vocabulary = weight.shape[0] if split is None else split.vocabulary
     _check_ids(token_ids, vocabulary)
     ids = token_ids.long().contiguous()
-    if split is not None:
-        ids = ids - split.first
-        chunk = _chunk_rows(hidden, vocabulary) if chunk is None else chunk
+    ids = ids if split is None else ids - split.first
     factors = hidden, weight, *layer.tensors
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
     kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
-    how = _How(curve, float(layer.lora_scale), chunk, kept, bool(entropy), kernels, split)
+    how = _How(curve, float(layer.lora_scale), _chunk_rows(hidden, vocabulary), kept, bool(entropy), kernels, split)
     apply = cast(Callable[..., Any], _LogProbs.apply)
     return apply(*factors, ids, how)
 
 
 class _How(NamedTuple):
-    """What `_LogProbs` is told beside tensors."""
+    """The arguments of `_LogProbs` beside tensors."""
 
     curve: Curve
     lora_scale: float
-    chunk: int | None
+    chunk: int
     kept_tokens: int
     entropy: bool
     kernels: bool
     split: Split | None
 
 
-def _check(
+class _Layer(NamedTuple):
+    """The tensors that logits are made of."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+
+
+def _checked(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
+    logits: Any,
     temperature: float,
-    chunk: int | None,
     keep: int | None,
     entropy: bool,
     backend: Backend,
     *,
     split: bool = False,
-) -> bool:
-    """Whether kernels are used. Checks everything but the bounds of the ids, which are those of all slices."""
+) -> tuple[Logits, Curve, bool]:
+    """The logits, their curve, and whether kernels are used. Checks everything but the bounds of the ids, which are
+    those of all slices."""
     _check_tensors(hidden, weight, ids, split)
-    _check_options(temperature, chunk, keep)
+    _check_options(temperature, keep)
     flag(entropy, "entropy", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
-    if hidden.dtype != torch.float64:
-        return kernels
-    if backend == "triton":
+    is_double = hidden.dtype == torch.float64
+    if is_double and backend == "triton":
         raise LayoutError(
             'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
             'Use backend="auto".'
         )
-    return False
+    layer = check_logits(logits, weight)
+    return layer, Curve.of(layer, float(temperature)), kernels and not is_double
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor, split: bool) -> None:
@@ -266,20 +255,19 @@ def _check_ids(ids: Tensor, vocabulary: int) -> None:
             )
 
 
-def _check_options(temperature: float, chunk: int | None, keep: int | None) -> None:
+def _check_options(temperature: float, keep: int | None) -> None:
     is_number = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
     if not is_number or not _COLDEST < float(temperature) < math.inf:
         raise LayoutError(
             f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
             "For a temperature of 0, take the argmax."
         )
-    for name, number, least, of in (("chunk", chunk, 1, "rows"), ("keep", keep, 0, "bytes")):
-        whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if number is not None and not (whole and number >= least):
-            raise LayoutError(
-                f"packed_log_probs: {name} is {said(number)}; expected a number of {of}, at least {least}. "
-                "Leave it out for the default."
-            )
+    whole = isinstance(keep, int | np.integer) and not isinstance(keep, bool)
+    if keep is not None and not (whole and keep >= 0):
+        raise LayoutError(
+            f"packed_log_probs: keep is {said(keep)}; expected a number of bytes, at least 0. Leave it out for the "
+            "default."
+        )
 
 
 def _form(x: Tensor) -> str:
@@ -292,32 +280,24 @@ def _form(x: Tensor) -> str:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        ids: Tensor,
-        how: _How,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        kept = _buffer(how.kept_tokens, weight.shape[0], hidden.dtype, hidden.device) if how.kept_tokens else None
-        thin = _Thin.of(hidden, bias, lora_a, lora_b, how.lora_scale)
-        given = hidden, weight, thin, ids, how.curve, how.chunk, kept, how.entropy, _program(how.kernels)
+    def forward(ctx: Any, *given: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Takes the tensors of a _Layer, ids and a _How."""
+        layer, ids, how = _Layer(*given[:5]), cast(Tensor, given[5]), cast(_How, given[6])
+        hidden, rows = layer.hidden, layer.weight.shape[0]
+        kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device) if how.kept_tokens else None
+        thin = _Thin.of(layer, how.lora_scale)
         if how.split is None:
-            (log_probs, lse, entropy), shift = _forward(*given), None
+            (log_probs, lse, entropy), shift = _forward(layer, thin, ids, how, kept), None
         else:
             wide = _wide(hidden.dtype)
             top = torch.full(ids.shape, torch.finfo(wide).min, dtype=wide, device=ids.device)
-            token, total, weighted = _forward(*given, top)
-            results = split_head.combined(top, token, total, weighted, ids, weight.shape[0], how.split)
-            log_probs, lse, entropy, shift = results
+            token, total, weighted = _forward(layer, thin, ids, how, kept, top)
+            log_probs, lse, entropy, shift = split_head.combined(top, token, total, weighted, ids, rows, how.split)
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad) else None
         left, right = (None, None) if thin is None else thin
-        layer = hidden, weight, bias, lora_a, lora_b, left, right
-        ctx.save_for_backward(*layer, ids, others, lse, entropy, shift if kept is not None else None, kept)
+        shift = shift if kept is not None else None
+        ctx.save_for_backward(*layer, left, right, ids, others, lse, entropy, shift, kept)
         ctx.how = how
         return log_probs if entropy is None else (log_probs, entropy)
 
@@ -329,26 +309,14 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
                 "derivatives, use the plain program in its docstring."
             )
-        hidden, weight, bias, lora_a, lora_b, left, right, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
-        grad_log_probs, grad_entropy = (*grads, None)[:2]
-        if grad_log_probs is None and grad_entropy is None:
+        *layer, left, right, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
+        first, second = (None if grad is None else grad.contiguous() for grad in (*grads, None)[:2])
+        if first is None and second is None:
             return (None,) * 7
         how: _How = ctx.how
-        slopes = _Slopes(
-            ids,
-            others,
-            lse,
-            entropy,
-            None if grad_log_probs is None else grad_log_probs.contiguous(),
-            None if grad_entropy is None else grad_entropy.contiguous(),
-            how.curve.scale,
-            shift,
-            how.curve.inner,
-        )
         thin = None if left is None else _Thin(left, right)
-        needed, program = ctx.needs_input_grad[:5], _program(how.kernels)
-        of_layer = (hidden, weight, bias, lora_a, lora_b)
-        return *_backward(of_layer, thin, how.lora_scale, slopes, kept, needed, program, how.split), None, None
+        of_logits = Slopes(ids, others, lse, entropy, first, second, how.curve, shift)
+        return *_backward(_Layer(*layer), thin, of_logits, kept, ctx.needs_input_grad[:5], how), None, None
 
 
 class _Thin(NamedTuple):
@@ -358,9 +326,8 @@ class _Thin(NamedTuple):
     right: Tensor
 
     @staticmethod
-    def of(
-        hidden: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None, lora_scale: float
-    ) -> _Thin | None:
+    def of(layer: _Layer, lora_scale: float) -> _Thin | None:
+        hidden, _, bias, lora_a, lora_b = layer
         wide, columns = _wide(hidden.dtype), [] if lora_b is None else [lora_b]
         columns += [] if bias is None else [bias.unsqueeze(1)]
         if not columns:
@@ -368,17 +335,17 @@ class _Thin(NamedTuple):
         right = torch.cat([column.to(wide) for column in columns], 1)
         left = torch.ones((hidden.shape[0], right.shape[1]), dtype=wide, device=hidden.device)
         if lora_a is not None:
-            given = lora_a.to(wide).t()
+            rank, given = lora_a.shape[0], lora_a.to(wide).t()
             for rows in _pieces(hidden.shape[0]):
-                _product(hidden[rows].to(wide), given, left[rows, : lora_a.shape[0]])
-            left[:, : lora_a.shape[0]] *= lora_scale
+                _product(hidden[rows].to(wide), given, left[rows, :rank])
+            left[:, :rank] *= lora_scale
         return _Thin(left, right)
 
     def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
         _product(self.left[rows], self.right[columns].t(), logits, add=True)
 
 
-class _Slopes(NamedTuple):
+class Slopes(NamedTuple):
     """The inputs of the gradient of the logits: tensors [T], and the curve. `others` is 1 - p, the probability of all
     tokens except the given one, computed without the cancellation of that difference. Without `lse`, stored
     probabilities are given in place of logits; `shift` is the log of the probability of all that are stored, or None
@@ -390,14 +357,12 @@ class _Slopes(NamedTuple):
     entropy: Tensor | None
     grad_log_probs: Tensor | None
     grad_entropy: Tensor | None
-    scale: float
+    curve: Curve
     shift: Tensor | None = None
-    inner: float | None = None
 
-    def of(self, begin: int, end: int, *, kept: bool = False) -> _Slopes:
-        parts: list[Any] = [x[begin:end] if isinstance(x, Tensor) else x for x in self]
-        rows = _Slopes(*parts)
-        return rows._replace(lse=None) if kept else rows
+    def of(self, rows: slice, *, kept: bool = False) -> Slopes:
+        parts: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in self]
+        return Slopes(*parts)._replace(**{"lse": None} if kept else {})
 
 
 class _Program(NamedTuple):
@@ -410,120 +375,140 @@ class _Program(NamedTuple):
 def _program(kernels: bool) -> _Program:
     if not kernels:
         return _Program(reduce_rows, differentiate)
-    from maskpack.ops import log_probs_triton as _log_prob_kernels  # Triton is imported on first use
+    from maskpack.ops import log_probs_triton  # Triton is imported on first use
 
-    return _Program(_log_prob_kernels.reduce_rows, _log_prob_kernels.differentiate)
+    return _Program(log_probs_triton.reduce_rows, log_probs_triton.differentiate)
 
 
 def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    thin: _Thin | None,
-    ids: Tensor,
-    curve: Curve,
-    chunk: int | None,
-    kept: Tensor | None,
-    with_entropy: bool,
-    program: _Program,
-    top: Tensor | None = None,
+    layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor | None, top: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """log_probs, log-sum-exp and entropy, [T] each. Stores the probabilities of the first tokens in `kept` [K, V].
     With `top` [T], what `reduce_rows` writes instead; zeros without a row of the weight, and `top` as it was."""
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    hidden, weight = _matrix(hidden), _matrix(weight)
-    wide = _wide(hidden.dtype)
-    log_probs, lse = (torch.empty(tokens, dtype=wide, device=hidden.device) for _ in range(2))
-    entropy = torch.empty_like(lse) if with_entropy else None
-    if vocabulary == 0:
-        return log_probs.zero_(), lse.zero_(), None if entropy is None else entropy.zero_()
-    if chunk is None:
-        chunk = _chunk_rows(hidden, vocabulary)
-    buffer = _buffer(min(chunk, tokens), vocabulary, wide, hidden.device)
+    hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
+    tokens, vocabulary, wide = hidden.shape[0], weight.shape[0], _wide(hidden.dtype)
+    fresh = torch.empty if vocabulary else torch.zeros
+    log_probs, lse = (fresh(tokens, dtype=wide, device=hidden.device) for _ in range(2))
+    entropy = fresh(tokens, dtype=wide, device=hidden.device) if how.entropy else None
+    buffer = _buffer(min(how.chunk, tokens), vocabulary, wide, hidden.device)
     columns = _cast_columns(weight)
-    for begin in range(0, tokens, chunk):
-        rows = slice(begin, min(begin + chunk, tokens))
+    for begin in range(0, tokens if vocabulary else 0, how.chunk):
+        rows = slice(begin, min(begin + how.chunk, tokens))
         logits = buffer[: rows.stop - begin]
         for first in range(0, vocabulary, columns):
             part = slice(first, first + columns)
             _product(hidden[rows], weight[part].t(), logits[:, part])
         if thin is not None:
             thin.add(rows, slice(None), logits)
-        rows_entropy = None if entropy is None else entropy[rows]
-        rows_kept = None if kept is None or begin >= kept.shape[0] else kept[rows]
-        rows_top = None if top is None else top[rows]
-        outs = log_probs[rows], lse[rows], rows_entropy, rows_kept, rows_top
-        program.reduce_rows(logits, ids[rows], curve.scale, *outs, curve.inner)
+        some_kept = kept if kept is not None and begin < kept.shape[0] else None
+        parts = [None if x is None else x[rows] for x in (log_probs, lse, entropy, some_kept, top)]
+        _program(how.kernels).reduce_rows(logits, ids[rows], how.curve, *parts)
     return log_probs, lse, entropy
 
 
 def _backward(
-    layer: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    thin: _Thin | None,
-    lora_scale: float,
-    slopes: _Slopes,
-    kept: Tensor | None,
-    needed: tuple[bool, ...],
-    program: _Program,
-    split: Split | None = None,
+    layer: _Layer, thin: _Thin | None, slopes: Slopes, kept: Tensor | None, needed: Sequence[bool], how: _How
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden, weight, bias, lora_a and lora_b, or None where not needed; those of hidden and lora_a of
-    all slices."""
-    hidden, weight, bias, lora_a, lora_b = layer
-    (tokens, width), vocabulary = hidden.shape, weight.shape[0]
-    hidden, weight = _matrix(hidden), _matrix(weight)
-    wide, num_kept = _wide(hidden.dtype), 0 if kept is None else kept.shape[0]
-    rounded = _has_wide_products(hidden) and hidden.dtype != wide
-    dtypes = [wide, hidden.dtype] if rounded else [wide]  # logits, and their gradient if its dtype differs
-    if rounded and num_kept == tokens:
-        del dtypes[0]
-    most = _BLOCK_TOKENS if needed[1] else _BLOCK_TOKENS // 4  # sums of the weight's gradient want large blocks
-    block = max(tokens if tokens <= 2 * most else _piece(tokens, most, _TILE), 1)
-    summed = needed[1] and block < tokens and weight.dtype != wide
-    size = block * sum(dtype.itemsize for dtype in dtypes) + width * wide.itemsize * summed
-    columns = _slice_columns(vocabulary, _SLICE_BYTES // size, block, width)
-    buffers = [_buffer(block, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
-    sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
-    grad_hidden = torch.empty(hidden.shape, dtype=wide, device=hidden.device) if needed[0] else None
-    if grad_hidden is not None and vocabulary == 0:
-        grad_hidden.zero_()
+    """The gradients of the tensors of the layer, or None where not needed; those of hidden and lora_a of all slices."""
+    hidden, weight = layer.hidden, layer.weight
+    fresh = torch.empty if weight.shape[0] else torch.zeros
+    grad_hidden = fresh(hidden.shape, dtype=_wide(hidden.dtype), device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
-    thin_grads = _ThinGrads.of(thin, lora_a, needed)
-    for first in range(0, vocabulary, columns):
-        part = weight[first : first + columns]
-        last = first + part.shape[0]
-        for begin in range(0, max(tokens, 1), block):
-            end = min(begin + block, tokens)
-            logits, grad = (buffer[: end - begin, : part.shape[0]] for buffer in (buffers[0], buffers[-1]))
-            middle = min(max(begin, num_kept), end)
-            if kept is not None and begin < middle:
-                of_kept = slopes.of(begin, middle, kept=True)
-                program.differentiate(kept[begin:middle, first:last], grad[: middle - begin], first, *of_kept)
-            if middle < end:
-                _product(hidden[middle:end], part.t(), logits[middle - begin :])
-                if thin is not None:
-                    thin.add(slice(middle, end), slice(first, last), logits[middle - begin :])
-                of_others = slopes.of(middle, end)
-                program.differentiate(logits[middle - begin :], grad[middle - begin :], first, *of_others)
-            if grad_weight is not None:
-                total = grad_weight[first:last] if sums is None else sums[: part.shape[0]]
-                _product(grad.t(), hidden[begin:end], total, add=begin > 0)
-                del total
-            if grad_hidden is not None:
-                _product(grad, part, grad_hidden[begin:end], add=first > 0)
-            if thin is not None:
-                thin_grads.add(thin, grad, slice(begin, end), slice(first, last))
-            del logits, grad
-        if grad_weight is not None and sums is not None:
-            grad_weight[first:last] = sums[: part.shape[0]]
-    del buffers, sums  # before the rounded gradient is allocated
-    grad_a = thin_grads.through(hidden, lora_a, lora_scale, grad_hidden, needed[3])
+    thin_grads = _ThinGrads.of(thin, layer, needed)
+    blocks = _Blocks.of(hidden, weight, needed[1], all_kept=kept is not None and len(kept) == len(hidden))
+    _add_blocks(layer, thin, slopes, kept, blocks, how, (grad_hidden, grad_weight, thin_grads))
+    del blocks  # before the rounded gradient is allocated
+    grad_a = thin_grads.through(layer, how.lora_scale, grad_hidden, needed[3])
     for whole in (grad_hidden, grad_a):
-        if whole is not None and split is not None:
-            split_head.add_up(whole, split)
-    of_bias, of_b = thin_grads.right_parts(bias, lora_b, needed)
-    if grad_a is not None and lora_a is not None:
-        grad_a = grad_a.to(lora_a.dtype)
-    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, of_bias, grad_a, of_b
+        if whole is not None and how.split is not None:
+            split_head.add_up(whole, how.split)
+    of_bias, of_b = thin_grads.right_parts(layer, needed)
+    wanted = (grad_hidden, grad_weight, of_bias, grad_a, of_b)
+    return tuple(None if x is None or of is None else x.to(of.dtype) for x, of in zip(wanted, layer, strict=True))
+
+
+def _add_blocks(
+    layer: _Layer,
+    thin: _Thin | None,
+    slopes: Slopes,
+    kept: Tensor | None,
+    blocks: _Blocks,
+    how: _How,
+    grads: tuple[Tensor | None, Tensor | None, _ThinGrads],
+) -> None:
+    """Computes the gradient of the logits, slice by slice and block by block, and adds both products of each."""
+    hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
+    grad_hidden, grad_weight, thin_grads = grads
+    for first in range(0, weight.shape[0], blocks.columns):
+        columns = slice(first, min(first + blocks.columns, weight.shape[0]))
+        part, sums = weight[columns], None
+        if grad_weight is not None:
+            sums = grad_weight[columns] if blocks.sums is None else blocks.sums[: len(part)]
+        for begin in range(0, max(len(hidden), 1), blocks.rows):
+            rows = slice(begin, min(begin + blocks.rows, len(hidden)))
+            grad = _grad_of_block(hidden, part, thin, slopes, kept, blocks, rows, columns, _program(how.kernels))
+            if sums is not None:
+                _product(grad.t(), hidden[rows], sums, add=begin > 0)
+            if grad_hidden is not None:
+                _product(grad, part, grad_hidden[rows], add=first > 0)
+            if thin is not None:
+                thin_grads.add(thin, grad, rows, columns)
+        if grad_weight is not None and blocks.sums is not None and sums is not None:
+            grad_weight[columns] = sums
+
+
+def _grad_of_block(
+    hidden: Tensor,
+    part: Tensor,
+    thin: _Thin | None,
+    slopes: Slopes,
+    kept: Tensor | None,
+    blocks: _Blocks,
+    rows: slice,
+    columns: slice,
+    program: _Program,
+) -> Tensor:
+    """The gradient of the logits of some tokens and columns: from what was kept, or from logits computed again."""
+    logits, grad = (buffer[: rows.stop - rows.start, : len(part)] for buffer in (blocks.logits, blocks.grad))
+    middle = min(max(rows.start, 0 if kept is None else len(kept)), rows.stop)
+    count = middle - rows.start
+    if kept is not None and count:
+        some = slice(rows.start, middle)
+        program.differentiate(kept[some, columns], grad[:count], columns.start, slopes.of(some, kept=True))
+    if middle < rows.stop:
+        some = slice(middle, rows.stop)
+        _product(hidden[some], part.t(), logits[count:])
+        if thin is not None:
+            thin.add(some, columns, logits[count:])
+        program.differentiate(logits[count:], grad[count:], columns.start, slopes.of(some))
+    return grad
+
+
+class _Blocks(NamedTuple):
+    """How the backward pass divides the logits, and its buffers: of logits, of their gradient, which may be the same
+    memory, and of the sums of the weight's gradient, if these are rounded afterwards."""
+
+    rows: int
+    columns: int
+    logits: Tensor
+    grad: Tensor
+    sums: Tensor | None
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, of_weight: bool, *, all_kept: bool) -> _Blocks:
+        (tokens, width), vocabulary, wide = hidden.shape, weight.shape[0], _wide(hidden.dtype)
+        rounded = _has_wide_products(hidden) and hidden.dtype != wide
+        dtypes = [wide, hidden.dtype] if rounded else [wide]
+        if rounded and all_kept:
+            del dtypes[0]
+        most = _BLOCK_TOKENS if of_weight else _BLOCK_TOKENS // 4  # sums of the weight's gradient want large blocks
+        rows = max(tokens if tokens <= 2 * most else _piece(tokens, most, _TILE), 1)
+        summed = of_weight and rows < tokens and weight.dtype != wide
+        size = rows * sum(dtype.itemsize for dtype in dtypes) + width * wide.itemsize * summed
+        columns = _slice_columns(vocabulary, _SLICE_BYTES // size, rows, width)
+        buffers = [_buffer(rows, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
+        sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
+        return _Blocks(rows, columns, buffers[0], buffers[-1], sums)
 
 
 class _ThinGrads(NamedTuple):
@@ -533,10 +518,10 @@ class _ThinGrads(NamedTuple):
     right: Tensor | None
 
     @staticmethod
-    def of(thin: _Thin | None, lora_a: Tensor | None, needed: tuple[bool, ...]) -> _ThinGrads:
+    def of(thin: _Thin | None, layer: _Layer, needed: Sequence[bool]) -> _ThinGrads:
         if thin is None:
             return _ThinGrads(None, None)
-        through = lora_a is not None and (needed[0] or needed[3])
+        through = layer.lora_a is not None and (needed[0] or needed[3])
         left = torch.zeros_like(thin.left) if through else None
         return _ThinGrads(left, torch.zeros_like(thin.right) if needed[2] or needed[4] else None)
 
@@ -547,31 +532,27 @@ class _ThinGrads(NamedTuple):
         if self.right is not None:
             _product(grad.t(), thin.left[rows].to(grad.dtype), self.right[columns], add=True)
 
-    def through(
-        self, hidden: Tensor, lora_a: Tensor | None, lora_scale: float, grad_hidden: Tensor | None, needs_a: bool
-    ) -> Tensor | None:
+    def through(self, layer: _Layer, lora_scale: float, grad_hidden: Tensor | None, needs_a: bool) -> Tensor | None:
         """The gradient of lora_a in float32 (float64), or None. Adds that of hidden by way of lora_a."""
-        if self.left is None or lora_a is None:
+        if self.left is None or layer.lora_a is None:
             return None
         wide = self.left.dtype
-        given = lora_a.to(wide)
+        given = layer.lora_a.to(wide)
         grad_a = torch.zeros_like(given) if needs_a else None
-        for rows in _pieces(hidden.shape[0]):
+        for rows in _pieces(len(layer.hidden)):
             slope = self.left[rows, : given.shape[0]] * lora_scale
             if grad_hidden is not None:
                 _product(slope, given, grad_hidden[rows], add=True)
             if grad_a is not None:
-                _product(slope.t(), hidden[rows].to(wide), grad_a, add=True)
+                _product(slope.t(), layer.hidden[rows].to(wide), grad_a, add=True)
         return grad_a
 
-    def right_parts(
-        self, bias: Tensor | None, lora_b: Tensor | None, needed: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of bias and lora_b."""
+    def right_parts(self, layer: _Layer, needed: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of bias and lora_b in float32 (float64)."""
         if self.right is None:
             return None, None
-        of_bias = self.right[:, -1].to(bias.dtype) if bias is not None and needed[2] else None
-        of_b = self.right[:, : lora_b.shape[1]].to(lora_b.dtype) if lora_b is not None and needed[4] else None
+        of_bias = self.right[:, -1] if layer.bias is not None and needed[2] else None
+        of_b = self.right[:, : layer.lora_b.shape[1]] if layer.lora_b is not None and needed[4] else None
         return of_bias, of_b
 
 
@@ -671,17 +652,16 @@ def _piece(length: int, most: int, multiple: int) -> int:
 def reduce_rows(
     logits: Tensor,
     ids: Tensor,
-    scale: float,
+    curve: Curve,
     log_probs: Tensor,
     lse: Tensor,
     entropy: Tensor | None,
     kept: Tensor | None,
     top: Tensor | None = None,
-    inner: float | None = None,
 ) -> None:
     """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale), and the `stored` probabilities of
     the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN. With
-    `inner`, a soft cap: tanh(logits * inner) in place of the logits.
+    a soft cap, tanh(logits * inner) is in place of the logits.
 
     With `top` [N], writes what ranks make these of, who have a slice of the vocabulary each:
 
@@ -691,9 +671,9 @@ def reduce_rows(
         entropy    sum of exp(logit * scale - top) * (logit * scale - top)
     """
     known = (ids >= 0) & (ids < logits.shape[1])
-    if inner is not None:
-        logits.mul_(inner).tanh_()
-    logits.mul_(scale)
+    if curve.inner is not None:
+        logits.mul_(curve.inner).tanh_()
+    logits.mul_(curve.scale)
     highest = logits.amax(1, keepdim=True)
     place = ids.where(known, 0).unsqueeze(1)
     if top is not None:
@@ -729,29 +709,17 @@ def _restored(x: Tensor) -> tuple[Tensor, Tensor]:
     return p, x.where(x < 0, p.where(p > 0, 1).log())
 
 
-def differentiate(
-    logits: Tensor,
-    grad: Tensor,
-    first: int,
-    ids: Tensor,
-    others: Tensor,
-    lse: Tensor | None,
-    entropy: Tensor | None,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    scale: float,
-    shift: Tensor | None = None,
-    inner: float | None = None,
-) -> None:
+def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> None:
     """Writes the gradient of the logits [T, N] of vocabulary entries `first` to `first + N - 1` to `grad`, of any
     dtype, which may share the memory of the logits:
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
     where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision,
-    and log p is theirs, plus `shift` [T] if it is given. With `inner`, a soft cap, which is not stored: x =
+    and log p is theirs, plus `shift` [T] if it is given. With a soft cap, which is not stored, x =
     tanh(logits * inner) is in place of the logits, and the gradient is that of the logits: times inner * (1 - x^2).
     """
+    ids, others, lse, entropy, grad_log_probs, grad_entropy, (scale, inner), shift = slopes
     bend = None
     if lse is None:
         p, log_p = _restored(logits)

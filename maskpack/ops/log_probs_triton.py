@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.ops.log_probs import LIKELY, SURE, UNIT
+from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Slopes
+from maskpack.ops.logits import Curve
 
 _BLOCK, _WARPS = 4096, 8
 _ROW_BLOCK, _ROW_WARPS = 8192, 16
@@ -178,13 +179,12 @@ def _differentiate_block(
 def reduce_rows(
     logits: Tensor,
     ids: Tensor,
-    scale: float,
+    curve: Curve,
     log_probs: Tensor,
     lse: Tensor,
     entropy: Tensor | None,
     kept: Tensor | None,
     top: Tensor | None = None,
-    inner: float | None = None,
 ) -> None:
     rows, vocabulary = logits.shape
     block = _block(vocabulary, _ROW_BLOCK)
@@ -201,32 +201,18 @@ def reduce_rows(
             vocabulary,
             logits.stride(0),
             0 if kept is None else kept.stride(0),
-            scale,
-            inner,
+            *curve,
             ENTROPY=entropy is not None,
             KEEP=kept is not None,
             PARTS=top is not None,
-            CAPPED=inner is not None,
+            CAPPED=curve.inner is not None,
             BLOCK=block,
             BLOCKS=triton.cdiv(vocabulary, block),
             num_warps=_ROW_WARPS,
         )
 
 
-def differentiate(
-    logits: Tensor,
-    grad: Tensor,
-    first: int,
-    ids: Tensor,
-    others: Tensor,
-    lse: Tensor | None,
-    entropy: Tensor | None,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    scale: float,
-    shift: Tensor | None = None,
-    inner: float | None = None,
-) -> None:
+def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> None:
     rows, columns = logits.shape
     if rows == 0:
         return
@@ -236,24 +222,18 @@ def differentiate(
         _differentiate_block[(rows, triton.cdiv(columns, block))](
             logits,
             grad,
-            ids,
-            others,
-            lse,
-            entropy,
-            grad_log_probs,
-            grad_entropy,
-            shift,
+            *slopes[:6],
+            slopes.shift,
             first,
             columns,
             logits.stride(0),
             grad.stride(0),
-            scale,
-            inner,
-            LOG_PROBS=grad_log_probs is not None,
-            ENTROPY=grad_entropy is not None,
-            KEPT=lse is None,
-            SHIFTED=lse is None and shift is not None,
-            CAPPED=inner is not None,
+            *slopes.curve,
+            LOG_PROBS=slopes.grad_log_probs is not None,
+            ENTROPY=slopes.grad_entropy is not None,
+            KEPT=slopes.lse is None,
+            SHIFTED=slopes.lse is None and slopes.shift is not None,
+            CAPPED=slopes.curve.inner is not None,
             BLOCK=block,
             num_warps=_WARPS,
         )

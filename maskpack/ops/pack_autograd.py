@@ -16,10 +16,9 @@ from torch import Tensor
 
 from maskpack.core.bits import words
 from maskpack.core.pads import EDGE
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, device_spans
 from maskpack.layout.span_index import SpanIndex
-from maskpack.ops import pack_torch as _torch
-from maskpack.ops import pack_triton as _triton
+from maskpack.ops import pack_torch, pack_triton
 
 _Job = tuple[int, Tensor | None, int]
 """The raw bits of a constant pad, the pads [B] and the mode of a field."""
@@ -28,11 +27,11 @@ _Job = tuple[int, Tensor | None, int]
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     """`fields` [B, S, *F] -> [T, *F]."""
     if torch.compiler.is_compiling():
-        more = layout.index.tensors(), layout.num_rows, layout.width, layout.num_tokens
+        more = device_spans(layout).tensors(), layout.num_rows, layout.width, layout.num_tokens
         return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
     if _differentiable(fields):
-        return list(_apply_pack(layout.index, (layout.num_rows, layout.width), layout.num_tokens, *fields))
-    return _triton.pack(fields, layout.index, layout.num_tokens)
+        return list(_apply_pack(device_spans(layout), (layout.num_rows, layout.width), layout.num_tokens, *fields))
+    return pack_triton.pack(fields, device_spans(layout), layout.num_tokens)
 
 
 def unpack(
@@ -43,13 +42,13 @@ def unpack(
     differentiable = compiling or _differentiable(values)
     if not differentiable and all(len(word) == 1 for word in bits):
         words = [word for (word,) in bits]
-        return _triton.unpack(
-            values, layout.index, layout.num_rows, layout.width, words, [_triton.CONSTANT] * len(words)
+        return pack_triton.unpack(
+            values, device_spans(layout), layout.num_rows, layout.width, words, [pack_triton.CONSTANT] * len(words)
         )
     jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
     if not compiling and None not in jobs:
         return _unpacked(values, layout, cast("list[_Job]", jobs), differentiable)
-    index = layout.index.tensors()
+    index = device_spans(layout).tensors()
 
     def by_kernel(places: Sequence[int]) -> list[Tensor]:
         kernel = [place for place in places if jobs[place] is not None]
@@ -63,7 +62,8 @@ def unpack(
         else:
             outs = iter(_unpacked(fields, layout, kernel_jobs, differentiable))
         return [
-            _torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(outs) for place in places
+            pack_torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(outs)
+            for place in places
         ]
 
     return _apart(values, by_kernel)
@@ -75,8 +75,8 @@ def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job],
     both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
     shape = layout.num_rows, layout.width
     if differentiable:
-        return list(_apply_unpack(layout.index, shape, both, modes, *values))
-    return _triton.unpack(values, layout.index, *shape, both, modes)
+        return list(_apply_unpack(device_spans(layout), shape, both, modes, *values))
+    return pack_triton.unpack(values, device_spans(layout), *shape, both, modes)
 
 
 def _differentiable(fields: Sequence[Tensor]) -> bool:
@@ -90,7 +90,7 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: SpanIndex, shape: tuple[int, int], num_tokens: int, *fields: Tensor) -> Any:
         ctx.index, ctx.shape = index, shape
-        outs = _triton.pack(fields, index, num_tokens)
+        outs = pack_triton.pack(fields, index, num_tokens)
         return _noted(ctx, 3, outs)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _Pack(torch.autograd.Function):
             back = _apply_unpack(ctx.index, ctx.shape, zeros, zeros, *some)
         else:
             rows, width = ctx.shape
-            back = _triton.unpack(some, ctx.index, rows, width, zeros, zeros)
+            back = pack_triton.unpack(some, ctx.index, rows, width, zeros, zeros)
         return (None, None, None, *_filled(grads, back))
 
 
@@ -119,7 +119,7 @@ class _Unpack(torch.autograd.Function):
         *values: Tensor,
     ) -> Any:
         ctx.index, ctx.shape, ctx.num_tokens = index, shape, values[0].shape[0]
-        outs = _triton.unpack(values, index, *shape, pads, modes)
+        outs = pack_triton.unpack(values, index, *shape, pads, modes)
         return _noted(ctx, 4, outs)
 
     @staticmethod
@@ -128,7 +128,7 @@ class _Unpack(torch.autograd.Function):
         if _differentiable(some):
             back = _apply_pack(ctx.index, ctx.shape, ctx.num_tokens, *some)
         else:
-            back = _triton.pack(some, ctx.index, ctx.num_tokens)
+            back = pack_triton.pack(some, ctx.index, ctx.num_tokens)
         return (None, None, None, None, *_filled(grads, back))
 
 
@@ -159,13 +159,13 @@ def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) 
 def _job(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) -> _Job | None:
     """The arguments of the kernel; None if it does not support the pad."""
     if len(bits) == 1:
-        return bits[0], None, _triton.CONSTANT
+        return bits[0], None, pack_triton.CONSTANT
     if pad is EDGE:
-        return None if differentiable and values.requires_grad else (0, None, _triton.EDGE)
+        return None if differentiable and values.requires_grad else (0, None, pack_triton.EDGE)
     if bits:
         return None
     pads = words(pad.to(values.dtype)).contiguous()
-    return None if pads.dim() > 1 else (0, pads, _triton.PER_ROW)
+    return None if pads.dim() > 1 else (0, pads, pack_triton.PER_ROW)
 
 
 def _pack_kernel(
@@ -175,7 +175,7 @@ def _pack_kernel(
     width: int,
     num_tokens: int,
 ) -> list[Tensor]:
-    return _triton.pack(fields, SpanIndex(*index), num_tokens)
+    return pack_triton.pack(fields, SpanIndex(*index), num_tokens)
 
 
 def _unpack_kernel(
@@ -188,7 +188,7 @@ def _unpack_kernel(
     modes: Sequence[int],
 ) -> list[Tensor]:
     both = [pad if of_rows is None else of_rows for pad, of_rows in zip(pads, row_pads, strict=True)]
-    return _triton.unpack(values, SpanIndex(*index), num_rows, width, both, modes)
+    return pack_triton.unpack(values, SpanIndex(*index), num_rows, width, both, modes)
 
 
 _INDEX = "Tensor[] index, SymInt num_rows, SymInt width"

@@ -14,7 +14,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.bits import empty, empty_of, words
 from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, core_layout
 
 
 def pack(x: Tensor, layout: RowLayout) -> Tensor:
@@ -22,7 +22,7 @@ def pack(x: Tensor, layout: RowLayout) -> Tensor:
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if x.device.type == "cpu":
-        native.read(x, layout.on_host, native.Pads(native.NO_PAD), out)
+        native.read(x, core_layout(layout), native.Pads(native.NO_PAD), out)
         return out
     source, target = words(x), words(out)
     if source.is_contiguous():
@@ -58,7 +58,9 @@ def _unpack_on_host(values: Tensor, layout: RowLayout, pad_value: Any, ragged_di
     rest = [*values.shape[1:]]
     shape = (layout.num_rows, *rest[: ragged_dim - 1], layout.width, *rest[ragged_dim - 1 :])
     out = empty_of(shape, values.dtype)
-    native.write(values.contiguous(), layout.on_host, host_pads(pad_value, values.dtype), out.movedim(ragged_dim, 1))
+    native.write(
+        values.contiguous(), core_layout(layout), host_pads(pad_value, values.dtype), out.movedim(ragged_dim, 1)
+    )
     return out
 
 

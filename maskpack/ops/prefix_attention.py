@@ -219,9 +219,9 @@ def merge(out: Tensor, lse: Tensor, index: Tensor, other: Tensor, other_lse: Ten
         lse = log(exp(lse) + exp(other_lse));  out = exp(lse before - lse) * out + exp(other_lse - lse) * other
     """
     if uses_triton(out.device):
-        from maskpack.ops import prefix_attention_triton as _triton
+        from maskpack.ops import prefix_attention_triton
 
-        _triton.merge(out, lse, index, other, other_lse)
+        prefix_attention_triton.merge(out, lse, index, other, other_lse)
         return
     before = lse.index_select(1, index)
     after = torch.logaddexp(before, other_lse)
@@ -234,9 +234,9 @@ def merge(out: Tensor, lse: Tensor, index: Tensor, other: Tensor, other_lse: Ten
 def add_rows(sums: Tensor, index: Tensor, rows: Tensor) -> None:
     """Adds rows [n, H, D] to rows `index` [n] of `sums` [T, H, D], in place. No index is there twice."""
     if uses_triton(sums.device):
-        from maskpack.ops import prefix_attention_triton as _triton
+        from maskpack.ops import prefix_attention_triton
 
-        _triton.add_rows(sums, index, rows)
+        prefix_attention_triton.add_rows(sums, index, rows)
         return
     sums.index_copy_(0, index, (sums.index_select(0, index) + rows).to(sums.dtype))
 

@@ -33,7 +33,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
@@ -43,14 +43,14 @@ from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
 from maskpack.packed.cuda.encode import OnDevice, encode_on_device, learn_forms
-from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, on, shape_in, trimmed
+from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, shape_in, trimmed
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Encoded, Job, Table, encode, merge, plans, wholes_first
+from maskpack.packed.table import EncodedTable, Job, Table, encode, merge, plans, wholes_first
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -105,7 +105,7 @@ class PackedBatch:
         """The table of layouts, for the core."""
         if isinstance(self.rows, Table):
             return self.rows.layout_rows
-        return native.layout_rows([layout.on_host for layout in self.layouts.values()])
+        return native.layout_rows([core_layout(layout) for layout in self.layouts.values()])
 
     @property
     def nbytes(self) -> int:
@@ -147,9 +147,7 @@ class PackedBatch:
         `own` cuts them loose. Their bytes are made when they are pickled or saved.
         """
         self._need_rows("take")
-        index = row_index(rows, self.num_rows, "PackedBatch.take")
-        objects = {path: entry.take(index.tolist()) for path, entry in self.objects.items()}
-        return replace(self, num_rows=index.size, rows=self.picked.take(index), objects=objects)
+        return self._rows_at(row_index(rows, self.num_rows, "PackedBatch.take"))
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
@@ -161,7 +159,7 @@ class PackedBatch:
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(self._slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+        return tuple(self._rows_at(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are
@@ -174,17 +172,17 @@ class PackedBatch:
 
         Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
         padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
-        No value is copied: the result has the rows of all of them by number. Raises LayoutError if fields, dtypes or the shapes
-        of their elements differ, or the widths of a field that stays padded.
+        No value is copied: the result has the rows of all of them by number. Raises LayoutError if fields, dtypes or
+        the shapes of their elements differ, or the widths of a field that stays padded.
         """
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
-    def _slice(self, begin: int, end: int) -> PackedBatch:
-        objects = {path: entry.take(range(begin, end)) for path, entry in self.objects.items()}
-        return replace(self, num_rows=end - begin, rows=self.picked.slice(begin, end), objects=objects)
+    def _rows_at(self, index: IntArray) -> PackedBatch:
+        objects = {path: entry.take(index.tolist()) for path, entry in self.objects.items()}
+        return replace(self, num_rows=index.size, rows=self.picked.take(index), objects=objects)
 
     def own(self) -> PackedBatch:
         """Returns the rows with bytes of their own, which keep no memory of other rows alive."""
@@ -267,9 +265,9 @@ class PackedBatch:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """The schema, the table and its body, which protocol 5 sends out of band, and the Python objects."""
-        schema, kinds, table, records, body = to_parts(self)
+        schema, table, records, body = to_parts(self)
         held: Any = pickle.PickleBuffer(body.data) if protocol >= 5 else body.tobytes()
-        return _unpickled, (schema, kinds, table, records, held, self.objects, self.codec)
+        return _unpickled, (schema, table, records, held, self.objects, self.codec)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
         """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
@@ -342,8 +340,7 @@ def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -
     width = form.ragged_dim if form.kind == "padded" else 1 if form.kind == "jagged" else None
     dims = rows + len(form.shape) + (width is not None)
     places = [place for place in range(rows, dims) if place != width]
-    node = packed.schema.root if len(form.path) == 1 else packed.forms[form.path[:-1]].node
-    shared = len((node and node.more_dims) or ())
+    shared = max(len(dims_above(packed, form.path)) - 1, 0)
     free = [place for place in places if place > shared or not rows]
     if dim is None and form.axis is not None:
         raise LayoutError(
@@ -455,13 +452,13 @@ def decompress(
             copy on the host). Otherwise the fields are decoded on the host.
         widths: `padded`, the padded widths of the batch that was packed; or `trim`, the columns of each axis from
             the first to the last with a valid token in any of these rows, for padded micro-batches. Fields that stay
-            padded keep their widths. Batch dims behind the rows follow the fields.
+            padded keep their widths.
         max_bytes: the most bytes that these fields may take decoded; None for no limit. Nothing is decoded if they take
             more.
 
     Raises:
         LayoutError: a field that is not in the batch, an unknown format, a device that this process does not have,
-            widths="trim" of fields that share a batch dim and would differ in it, more than `max_bytes`, or the capture
+            widths="trim" of a batch with batch dims behind its rows, more than `max_bytes`, or the capture
             of a CUDA graph.
         WireFormatError: a mapped file was written to since it was loaded (found on CUDA only).
     """
@@ -577,7 +574,7 @@ def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
         whole, low = layout.__dict__.get("part_of", (None, 0))
         again = layout.device.type != "cpu" and id(whole) in moved
         own = moved[id(whole)].narrow(low, low + layout.width) if again else layout.to("cpu")
-        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else own.anchored(layout.anchor)
+        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else anchored(own, layout.anchor)
     return out
 
 
@@ -594,7 +591,7 @@ def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict
 
 
 def _together(
-    away: OnDevice | None, encoded: Encoded | None, rest: Sequence[int], count: int
+    away: OnDevice | None, encoded: EncodedTable | None, rest: Sequence[int], count: int
 ) -> tuple[Table, list[int]]:
     """The table of all tensors, of which a device encoded some and the host the `rest`; and the number of the pad of
     each of them."""

@@ -80,7 +80,7 @@ class BatchPlan:
     schema: Schema
     deferred: Collection[Path]
     names: tuple[str, ...]
-    source: native.Source
+    source: native.BatchSource
     line: IntArray
     inputs: Sequence[int]
     targets: IntArray
@@ -111,7 +111,7 @@ class BatchPlan:
             (*scan.described(entries[at].dtype, entries[at]), uniform)
             for at, (_, uniform) in zip(masks, scanned.values(), strict=True)
         ]
-        source = native.Source(len(masks), len(cuts), len(inputs), native.slots_of(table.jobs))
+        source = native.BatchSource(len(masks), len(cuts), len(inputs), native.slots_of(table.jobs))
         parts: list[Any] = [lines, cuts, stored_before(wholes_first(found.layouts)), table.jobs]
         line = np.concatenate([np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts])
         first, each = source.places[2], np.arange(len(inputs))
@@ -149,11 +149,12 @@ class BatchPlan:
         done = done[self.order]
         row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), native.PLACE)
         own = native.structs(np.array(line[stored:jobs]), native.STORED)
-        table = Table(rows, rows, self.names, own, found.entries, found.fields[self.order], row_pads, found.body)
+        parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
+        table = Table(rows, rows, *parts, is_compact=True)
         key = tuple(done[:, _PAD].tolist())
         with_row_pads = done[:, _ROW_PADS + 2].any()
         if key in self.schemas and not with_row_pads:
-            return table.as_compact(), self.schemas[key]
+            return table, self.schemas[key]
         table, schema = with_pads(table, key, self.schema, self.deferred)
         if not with_row_pads:
             self.schemas[key] = schema

@@ -18,7 +18,7 @@ import numpy as np
 from maskpack.core.bits import Words
 from maskpack.core.index import IntArray, SpanTable
 from maskpack.fields.registry import Path
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, layout_of_table
 from maskpack.packed.segments import Segments
 from maskpack.packed.table import Table
 
@@ -61,10 +61,6 @@ class Columns:
     def take(self, index: IntArray) -> Columns:
         """Some rows, in the order given."""
         return replace(self, rows=self.rows.take(index)).trimmed()
-
-    def slice(self, begin: int, end: int) -> Columns:
-        """The rows from `begin` to `end`."""
-        return replace(self, rows=self.rows.slice(begin, end)).trimmed()
 
     def trimmed(self) -> Columns:
         """The same rows without the parts that give none."""
@@ -162,11 +158,6 @@ class Picked:
         pads = {path: words[index] for path, words in self.row_pads.items()}
         return replace(self, columns=tuple(own.take(index) for own in self.columns), row_pads=pads)
 
-    def slice(self, begin: int, end: int) -> Picked:
-        """The rows from `begin` to `end`."""
-        pads = {path: words[begin:end] for path, words in self.row_pads.items()}
-        return replace(self, columns=tuple(own.slice(begin, end) for own in self.columns), row_pads=pads)
-
     def only(self, paths: Collection[Path], layouts: Collection[str]) -> Picked:
         """Some fields and layouts."""
         columns = [replace(own, paths=tuple(path for path in own.paths if path in paths)) for own in self.columns]
@@ -211,7 +202,7 @@ class Picked:
 def empty_layout(width: int, anchor: int) -> RowLayout:
     """A layout without rows."""
     nothing = np.zeros(0, np.int64)
-    return RowLayout.from_table(width, SpanTable(nothing, nothing, np.zeros(1, np.int64)), "cpu", anchor)
+    return layout_of_table(width, SpanTable(nothing, nothing, np.zeros(1, np.int64)), "cpu", anchor)
 
 
 def _rows_of(layout: RowLayout, rows: IntArray) -> RowLayout:

@@ -22,7 +22,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
@@ -110,11 +110,7 @@ def _targets(
         tokens = layout if not padded else None
         shapes.append((tokens, shape, by_rows, form.dtype))
         bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
-    with_pads = [
-        at
-        for at, path in enumerate(paths)
-        if lines["padded"][at] and (forms[path].pads == (PER_ROW,) or forms[path].pads == (ANY_ZERO,))
-    ]
+    with_pads = [at for at, path in enumerate(paths) if lines["padded"][at] and has_row_pads(forms[path])]
     dense = np.array([forms[path].layout is None for path in paths], np.bool_)
     first = np.arange(len(paths)) * _NUMBERS + np.where(lines["padded"] != 0, _PADDED, _PACKED)
     return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, with_pads, shapes, bytes_of)
@@ -144,7 +140,9 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
-        total += sum(12 * layout.num_spans + 16 * (layout.num_rows + 1) for layout in packed.layouts.values())
+        total += sum(
+            12 * host_spans(layout).starts.size + 16 * (layout.num_rows + 1) for layout in packed.layouts.values()
+        )
     return total
 
 
@@ -168,15 +166,20 @@ def all_row_pads(packed: PackedBatch, forms: Iterable[FieldForm]) -> dict[Path, 
     return {form.path: pads for form in tensors if (pads := row_pads_of(packed, form)) is not None}
 
 
+def has_row_pads(form: FieldForm) -> bool:
+    """Whether each row of a field has a pad, or signs, of its own."""
+    return form.pads in ((PER_ROW,), (ANY_ZERO,))
+
+
 def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
     """The pads [B] of a field whose pad is PER_ROW, the signs of one whose pad is ANY_ZERO; None for other fields."""
-    if form.pads not in ((PER_ROW,), (ANY_ZERO,)):
+    if not has_row_pads(form):
         return None
     assert form.dtype is not None
-    return from_words(pad_words_of(packed, form), torch.uint8 if form.pads == (ANY_ZERO,) else form.dtype)
+    return from_words(row_pad_words(packed, form), torch.uint8 if form.pads == (ANY_ZERO,) else form.dtype)
 
 
-def pad_words_of(packed: PackedBatch, form: FieldForm) -> Words:
+def row_pad_words(packed: PackedBatch, form: FieldForm) -> Words:
     """The words [B] or [B, 2] of the pads of a field whose pad is PER_ROW, the signs [B, n] of one whose pad is
     ANY_ZERO, in memory of their own."""
     picked = packed.picked
@@ -184,64 +187,53 @@ def pad_words_of(packed: PackedBatch, form: FieldForm) -> Words:
         return np.array(picked.row_pads[form.path], order="C")
     own = next(columns for columns in picked.columns if form.path in columns.paths)
     shares, order = own.rows.shares()
+    signs = form.pads == (ANY_ZERO,)
     parts: list[Words] = []
     for share in shares:
         body = own.parts[share.source]
-        number = body.numbers[form.path]
-        if form.pads == (ANY_ZERO,):
-            parts.append(body.table.signs(number)[share.rows])
-        else:
-            pads = body.table.pads_of_rows(number)
-            assert pads is not None
-            parts.append(pads[share.rows])
-    if not parts:
-        width = packed.frames[form.layout or ""][0]
-        return empty_pads(form, width)
-    words = np.concatenate(parts)
-    return words if order is None else words[order]
-
-
-def empty_pads(form: FieldForm, width: int) -> Words:
-    """`pad_words_of` no rows."""
+        table, number = body.table, body.numbers[form.path]
+        held = table.signs(number) if signs else table.pads_of_rows(number)
+        assert held is not None
+        parts.append(held[share.rows])
+    if parts:
+        held = np.concatenate(parts)
+        return held if order is None else held[order]
     assert form.dtype is not None
-    if form.pads == (ANY_ZERO,):
-        return np.zeros((0, -(-width // 8)), np.uint8)
-    more = (2,) if form.dtype.itemsize == 16 else ()
-    return np.zeros((0, *more), word_dtype(min(form.dtype.itemsize, 8)))
+    if signs:
+        return np.zeros((0, -(-packed.frames[form.layout or ""][0] // 8)), np.uint8)
+    size = form.dtype.itemsize
+    return np.zeros((0, 2) if size == 16 else 0, word_dtype(min(size, 8)))
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
-    """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]."""
+    """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]. Each row is read
+    where it lies."""
     targets = _targets_of(packed, forms, nested)
     tensors = [empty_of(shape, dtype) for shape, dtype in shapes_of(packed, forms, nested)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
-    held: list[Any] = [pad_words_of(packed, forms[at]) for at in targets.row_pads]
+    held: list[Any] = [row_pad_words(packed, forms[at]) for at in targets.row_pads]
     lines[targets.row_pads, _ROW_PADS] = [address(pads) for pads in held]
     numbers = {form.path: at for at, form in enumerate(forms)}
     blocks: list[IntArray] = []
-    parts: list[tuple[int, ...]] = []
-    for own in packed.picked.columns:
-        chosen = [path for path in own.paths if path in numbers]
-        if not chosen:
-            continue
+    given: list[tuple[int, ...]] = []
+    for columns in packed.picked.columns:
+        chosen = [path for path in columns.paths if path in numbers]
         places = [numbers[path] for path in chosen]
-        for body, taken, to in own.taken():
-            table = body.table
-            block = lines[places]
+        for body, taken, to in columns.taken() if chosen else ():
+            table, block = body.table, lines[places]
             block[:, _ENTRY] = table.fields[[body.numbers[path] for path in chosen]]
-            block[:, _PART] = len(parts)
-            count = table.rows if taken is None else taken.size
-            parts.append(table.given(count, taken, to))
+            block[:, _PART] = len(given)
+            given.append(table.given(table.rows if taken is None else taken.size, taken, to))
             if table.dense_rows != table.rows:  # the rows are no batch dim
                 block[targets.dense[places], _PART] += 1
-                parts.append(table.given(table.dense_rows))
+                given.append(table.given(table.dense_rows))
             held += [taken, to]
             blocks.append(block)
     if blocks:
-        given = native.structs(np.array(parts, np.int64).reshape(-1), native.GIVEN)
-        line = native.structs(np.concatenate(blocks).reshape(-1), native.TARGET)
-        native.decode(line, given, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
+        parts = native.structs(np.array(given, np.int64).reshape(-1), native.GIVEN)
+        all_targets = native.structs(np.concatenate(blocks).reshape(-1), native.TARGET)
+        native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
 
 
@@ -294,7 +286,7 @@ class Decoder:
         if form.node is not None:
             return on(rows_only(form.node) if self.nested else form.node, self._device)
         if form.kind == "object":
-            return self._packed.objects[form.path].entry(self._node_above(form.path).batch_size(self._packed.num_rows))
+            return self._packed.objects[form.path].entry(dims_above(self._packed, form.path))
         if form.path not in self._tensors:
             self.decode([form])
         tensor = self._tensors[form.path]
@@ -310,10 +302,10 @@ class Decoder:
 
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""
-        layout = self._packed.layouts[form.layout or ""].widened(left, right)
+        layout = widened(self._packed.layouts[form.layout or ""], left, right)
         pads, signs = row_pads_of(self._packed, form), None
         if form.pads == (ANY_ZERO,):
-            own = pad_words_of(self._packed, form)
+            own = row_pad_words(self._packed, form)
             signs = torch.from_numpy(moved_signs(own, layout.width - left - right, left, layout.width))
             pads = torch.zeros(layout.num_rows, dtype=form.dtype, device="cpu")
         values = decoded(self._packed, [form], True)[form.path]
@@ -334,27 +326,23 @@ class Decoder:
             forms, layouts, all_row_pads(self._packed, [form for form in forms if ANY_ZERO in form.pads])
         )
 
-    def words(self, path: Path) -> Words:
-        """The packed words of a field, flat."""
-        return field_words(self._packed, self._packed.forms[path])
-
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)
         if place not in self._moved:
             layout = self._packed.layouts[name]
-            moved = self._moved[place] = RowLayout.from_table(layout.width, layout.table, device, layout.anchor)
+            moved = self._moved[place] = layout_of_table(layout.width, host_spans(layout), device, layout.anchor)
             if device.type == "cpu":
                 moved.__dict__["row_offsets"] = layout.row_offsets
             if place in self._ready.offsets:
                 moved.__dict__["offsets"] = self._ready.offsets[place]
         return self._moved[place]
 
-    def _node_above(self, path: Path) -> Node:
-        if len(path) == 1:
-            return self._packed.schema.root
-        node = self._packed.forms[path[:-1]].node
-        assert node is not None
-        return node
+
+def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:
+    """The batch dims of the batch or sub-batch that an entry lies in."""
+    node = packed.schema.root if len(path) == 1 else packed.forms[path[:-1]].node
+    assert node is not None
+    return node.batch_size(packed.num_rows)
 
 
 def on(node: Node, device: torch.device | str | None) -> Node:
@@ -367,11 +355,19 @@ def on(node: Node, device: torch.device | str | None) -> Node:
 
 def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> PackedBatch:
     """The same rows in layouts without the outer columns that have no valid token in any row. Values lie row by row, so
-    none of them moves. Batch dims behind the rows follow the fields of `forms`."""
+    none of them moves. Raises LayoutError for `forms` in a batch with batch dims behind its rows."""
+    nodes = {(): packed.schema.root} | {form.path: form.node for form in forms if form.node is not None}
+    for path, node in nodes.items():
+        if node.more_dims:
+            where = f'sub-batch "{show(path)}"' if path else "batch"
+            raise LayoutError(
+                f'{call}: widths="trim" in a {where} with batch dims {node.more_dims} behind its rows; expected none, '
+                "since widths change. Leave the widths padded, or give the TensorDict batch_size=[rows] before packing."
+            )
     layouts: dict[str, RowLayout] = {}
     begins: dict[str, int] = {}
     for name, layout in packed.layouts.items():
-        table = layout.table
+        table = host_spans(layout)
         end = int((table.starts + table.counts).max(initial=0))
         begins[name] = int(table.starts.min(initial=end))
         layouts[name] = layout.narrow(begins[name], end)
@@ -380,42 +376,7 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
         if form.pads == (ANY_ZERO,):
             name = form.layout or ""
             place = packed.layouts[name].width, -begins[name], layouts[name].width
-            signs[form.path] = moved_signs(pad_words_of(packed, form), *place)
+            signs[form.path] = moved_signs(row_pad_words(packed, form), *place)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
     rows = packed.picked.shown_as(Shown(layouts, signs, packed))
-    narrow = replace(packed, rows=rows, schema=replace(packed.schema, axes=axes))
-    nodes = _fitted(narrow, forms, call)
-    all_forms = [
-        replace(form, node=nodes.get(form.path)) if form.path in nodes else form for form in packed.schema.forms
-    ]
-    return replace(narrow, schema=replace(narrow.schema, root=nodes[()], forms=tuple(all_forms)))
-
-
-def _fitted(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> dict[Path, Node]:
-    """The nodes of the batch and its sub-batches, with the batch dims of the trimmed tensors in them."""
-    nodes: dict[Path, Node] = {(): packed.schema.root}
-    nodes |= {
-        form.path: form.node for form in forms if form.node is not None
-    }  # a node comes after the node that it is in
-    for path, node in nodes.items():
-        if not node.more_dims:
-            continue
-        dims = node.more_dims
-        within = [form for form in forms if form.path[: len(path)] == path]
-        seen = {
-            form.path: shape_in(packed, form)[1 : 1 + len(dims)] for form in within if form.kind in ("padded", "dense")
-        }
-        above = nodes[path[:-1]].more_dims or () if path else ()
-        fits = next(iter(seen.values()), (*above, *dims[len(above) :]))
-        lists = [form for form in within if form.kind == "object" and packed.objects[form.path].depth > 1]
-        if any(own != fits for own in seen.values()) or (lists and fits != dims):
-            where = f'sub-batch "{show(path)}"' if path else "batch"
-            cut = ", ".join(f'"{show(name)}" {own}' for name, own in seen.items())
-            cut += "".join(f', the items of "{show(form.path)}" {dims}' for form in lists)
-            raise LayoutError(
-                f'{call}: widths="trim" in a {where} with batch dims {dims} behind its rows, of which its fields would '
-                f"keep {cut}; expected the same of each. Name fields of one axis, leave the widths padded, or give "
-                "the TensorDict batch_size=[rows] before packing."
-            )
-        nodes[path] = node if fits == dims else replace(node, more_dims=fits)
-    return nodes
+    return replace(packed, rows=rows, schema=replace(packed.schema, axes=axes))

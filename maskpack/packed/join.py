@@ -3,9 +3,11 @@ part of one (`narrowed`)."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.bits import Words, from_words, words
-from maskpack.core.objects import Objects, Stowed
+from maskpack.core.objects import NotInJson, Objects, to_json
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
@@ -24,7 +26,7 @@ from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.signs import moved_signs, signs_of_rows
 from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns
-from maskpack.packed.decode import Decoder, decoded, field_words, pad_words_of, shape_in
+from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, has_row_pads, row_pad_words, shape_in
 from maskpack.packed.table import Job, Table, encode, merge, words_of_one
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     objects = {
         form.path: _objects(
             [batch.objects[form.path] for batch in batches],
-            [_dims(batch, form.path) for batch in batches],
+            [dims_above(batch, form.path) for batch in batches],
             f'{call}: field "{show(form.path)}"',
         )
         for form in batches[0].schema.forms
@@ -74,7 +76,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     for column in columns:
         form = _form(column, call)
         if form.kind == "padded":
-            pads = _pads(column, batches, decoders, layouts)
+            pads = _pads(column, batches, layouts)
             form = _apart(column) if pads is None else replace(form, pads=pads[0])
             row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
         if form.kind == "dense":
@@ -107,7 +109,7 @@ def _picked_together(
 def _row_pads_together(batches: Sequence[PackedBatch]) -> dict[Path, Words]:
     """The pads of rows of the fields that one of some batches of equal forms has apart from its bodies."""
     apart = {path for batch in batches for path in batch.picked.row_pads}
-    return {path: np.concatenate([pad_words_of(batch, batch.forms[path]) for batch in batches]) for path in apart}
+    return {path: np.concatenate([row_pad_words(batch, batch.forms[path]) for batch in batches]) for path in apart}
 
 
 def _alone(
@@ -124,7 +126,7 @@ def table_of_rows(packed: PackedBatch) -> Table:
     """The table of rows that lie in other tables. Consecutive rows of one table are cut from it; others are encoded."""
     picked = packed.picked
     if picked.shown is not None:
-        table = picked.shown.batch.table.shown_as(picked.shown.layouts)
+        table = picked.shown.batch.table.like(known=dict(picked.shown.layouts))
         pads = {packed.numbers[path]: held for path, held in picked.shown.row_pads.items()}
         return table.with_row_pads(pads) if pads else table
     tables: list[Table] = []
@@ -147,7 +149,7 @@ def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
     if any(table.frames.get(name, frame) != frame for name, frame in picked.frames.items()):
         return None
     start, count = int(columns.rows.start[0]), int(columns.rows.count[0])
-    table = table if count == table.rows else table.cut(start, start + count)
+    table = table if count == table.rows else table.between(start, start + count)
     chosen = [numbers[path] for path in columns.paths]
     table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
     return table.with_layouts((table.frames.keys() & picked.frames.keys()) | table.layouts_in_use())
@@ -159,7 +161,7 @@ def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
         Job(
             form,
             words=words(tensors[form.path]).numpy().reshape(-1),
-            row_pads=pad_words_of(packed, form) if form.pads in ((PER_ROW,), (ANY_ZERO,)) else None,
+            row_pads=row_pad_words(packed, form) if has_row_pads(form) else None,
         )
         for form in forms
     ]
@@ -208,7 +210,6 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
 def _pads(
     column: Sequence[FieldForm],
     batches: Sequence[PackedBatch],
-    decoders: Sequence[Decoder],
     joined_layouts: Mapping[str, RowLayout],
 ) -> tuple[tuple[PadValue, ...], Words | None] | None:
     """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows, or
@@ -232,9 +233,9 @@ def _pads(
     if alike or all(form.pads != (EDGE,) for form in seen):
         return (PER_ROW,), own
     rows = [layout.num_rows for layout in layouts]
-    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    edges, single = map(np.concatenate, zip(*map(_edges, column, decoders, layouts), strict=True))
+    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
+    edges, single = map(np.concatenate, zip(*map(_edges, column, batches, layouts), strict=True))
     pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
@@ -249,7 +250,7 @@ def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | Non
     """The signs of a field whose pads are zeros, as wide as in the result; None if they are not."""
     layout = batch.layouts[form.layout or ""]
     if form.pads == (ANY_ZERO,):
-        signs = pad_words_of(batch, form)
+        signs = row_pad_words(batch, form)
     else:
         pads = signs_of_rows(from_words(_row_pads(batch, form.path), form.dtype or torch.float32), layout)
         if pads is None:
@@ -258,9 +259,10 @@ def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | Non
     return moved_signs(signs, layout.width, whole.anchor - layout.anchor, whole.width)
 
 
-def _edges(form: FieldForm, decoder: Decoder, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
+def _edges(form: FieldForm, batch: PackedBatch, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
     parts = 2 if form.dtype == torch.complex128 else 1
-    return edge_pads(decoder.words(form.path).reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
+    words = field_words(batch, form)
+    return edge_pads(words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
 
 
 def _check_axis(
@@ -331,7 +333,7 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
         sizes = elements, before, form.shape[dim], inner  # one of them may be 0
         held: Words = np.ascontiguousarray(field_words(batch, form).reshape(sizes)[:, :, start : start + length])
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
-        pads = pad_words_of(batch, form) if form.pads in ((PER_ROW,), (ANY_ZERO,)) else None
+        pads = row_pad_words(batch, form) if has_row_pads(form) else None
         mine = _alone(own, held, layouts, batch.num_rows, pads)
     columns = (*(columns.without({form.path}) for columns in picked.columns), mine)
     kept = tuple(columns for columns in columns if columns.paths)
@@ -388,7 +390,7 @@ def _padded(
 
 def _row_pads(batch: PackedBatch, path: Path) -> Words:
     form = batch.forms[path]
-    return pad_words_of(batch, form) if form.pads == (PER_ROW,) else _pad_words(form, batch.num_rows)
+    return row_pad_words(batch, form) if form.pads == (PER_ROW,) else _pad_words(form, batch.num_rows)
 
 
 def _pad_words(form: FieldForm, rows: int) -> Words:
@@ -400,13 +402,6 @@ def _pad_words(form: FieldForm, rows: int) -> Words:
 
 
 # -------------------------------------------------------------------- objects
-
-
-def _dims(batch: PackedBatch, path: Path) -> tuple[int, ...]:
-    """The batch dims of the node that an object lies in."""
-    node = batch.schema.root if len(path) == 1 else batch.forms[path[:-1]].node
-    assert node is not None
-    return node.batch_size(batch.num_rows)
 
 
 def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -456,24 +451,17 @@ def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two objects of whole batches are equal bit by bit. Objects that cannot be compared count as different."""
+    """Whether two objects of whole batches are one, or plain data that is equal bit by bit."""
     if a is b:
         return True
-    if type(a) is not type(b):
+    arrays: tuple[list[Words], list[Words]] = [], []
+
+    def kept(held: list[Words], words: Words) -> int:
+        held.append(words)
+        return len(held)
+
+    try:
+        one, other = (json.dumps(to_json(x, partial(kept, own))) for x, own in zip((a, b), arrays, strict=True))
+    except NotInJson:
         return False
-    x, y = a, b
-    if isinstance(a, Stowed):
-        alike: bool = (x.dtype, x.shape, x.tensor) == (y.dtype, y.shape, y.tensor)
-        return alike and np.array_equal(x.words, y.words)
-    if isinstance(a, Tensor):
-        return x.dtype == y.dtype and x.shape == y.shape and not x.is_nested and torch.equal(words(x), words(y))
-    if isinstance(a, np.ndarray):
-        alike = x.dtype == y.dtype and x.shape == y.shape
-        return alike and (_equal(x.tolist(), y.tolist()) if x.dtype == object else x.tobytes() == y.tobytes())
-    if isinstance(a, dict):
-        return list(x) == list(y) and all(_equal(x[key], y[key]) for key in x)
-    if isinstance(a, list | tuple):
-        return len(x) == len(y) and all(map(_equal, x, y))
-    if isinstance(a, float | complex):
-        return repr(a) == repr(b)
-    return isinstance(a, int | str | bytes) and a == b
+    return one == other and all(map(np.array_equal, *arrays))

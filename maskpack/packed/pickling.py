@@ -6,14 +6,12 @@ all others.
 
 from __future__ import annotations
 
-import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tensordict import is_tensorclass
 
 from maskpack.core import native
 from maskpack.core.bits import Words, address
@@ -30,72 +28,35 @@ _NAMES = 256
 """Schemas that are remembered."""
 
 
-class _SchemaPickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, 5)
-        self.kinds: list[type[Any]] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type) and is_tensorclass(obj):
-            self.kinds.append(obj)
-            return _kind, (len(self.kinds) - 1,)
-        return NotImplemented
-
-
-class _SchemaUnpickler(pickle.Unpickler):
-    def __init__(self, stream: bytes, kinds: Sequence[type[Any]]) -> None:
-        super().__init__(io.BytesIO(stream))
-        self._kinds = kinds
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name == __name__ and global_name == _kind.__name__:
-            return self._kinds.__getitem__
-        return super().find_class(module_name, global_name)
-
-
-def _kind(number: int) -> type[Any]:
-    """Stands for a tensorclass in a stream. The caller pickles the class, by value if necessary."""
-    raise pickle.UnpicklingError(f"tensorclass {number} is not in the stream")
-
-
 @lru_cache(_NAMES)
-def _token(schema: Schema) -> tuple[bytes, tuple[type[Any], ...]]:
-    """The bytes of a schema, and the tensorclasses that it names."""
-    stream = io.BytesIO()
-    writer = _SchemaPickler(stream)
-    writer.dump(schema)
-    return stream.getvalue(), tuple(writer.kinds)
+def _token(schema: Schema) -> bytes | Schema:
+    """The bytes of a schema, made once; itself if it names tensorclasses, which the pickler around it takes, by value
+    if necessary."""
+    nodes = [schema.root, *(form.node for form in schema.forms)]
+    return schema if any(node is not None and node.kind for node in nodes) else pickle.dumps(schema, 5)
 
 
 @lru_cache(_NAMES)
 def _schema(token: bytes) -> Schema:
-    return _SchemaUnpickler(token, ()).load()
+    return pickle.loads(token)
 
 
-def to_parts(packed: PackedBatch) -> tuple[bytes, tuple[type[Any], ...], tuple[Any, ...], Any, Words]:
-    """The token of the schema, its tensorclasses, the table without its body, the records of the codec, the body."""
-    table = packed.table.own(SLACK)
-    token, kinds = _token(packed.schema)
-    parts = table.stored, table.entries, table.fields, table.row_pads
-    line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
-    body, records = table.body, None
+def to_parts(packed: PackedBatch) -> tuple[bytes | Schema, tuple[Any, ...], Any, Words]:
+    """The schema or its token, the table without its body, the records of the codec, the body."""
+    table, records = packed.table.own(SLACK), None
+    body = table.body
     if packed.codec is not None:
         table = as_sent(table, packed.codec)
         arrays, squeezed = compressed_arrays(table.arrays())
         records = squeezed, [array.nbytes for array in arrays]
         body = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])
-        line = (
-            table.rows,
-            table.dense_rows,
-            table.names,
-            *(part.tobytes() for part in (table.stored, table.entries, table.fields, table.row_pads)),
-        )
-    return token, kinds, line, records, body
+    parts = table.stored, table.entries, table.fields, table.row_pads
+    line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
+    return _token(packed.schema), line, records, body
 
 
 def from_parts(
-    token: bytes,
-    kinds: Sequence[type[Any]],
+    schema: bytes | Schema,
     line: tuple[Any, ...],
     records: Any,
     buffer: Any,
@@ -115,5 +76,4 @@ def from_parts(
         squeezed, sizes = records
         arrays = np.split(body, np.cumsum(sizes)[:-1]) if sizes else []
         table = table.with_arrays(restored_arrays(arrays, squeezed, "PackedBatch"))
-    schema = _SchemaUnpickler(token, kinds).load() if kinds else _schema(token)
-    return rows, schema, table, objects, codec
+    return rows, _schema(schema) if isinstance(schema, bytes) else schema, table, objects, codec

@@ -75,24 +75,9 @@ class Segments:
         return np.repeat(self.source, self.count), ranges(self.start, self.count)
 
     def take(self, index: IntArray) -> Segments:
-        """Some rows, in the order given. The time depends on these rows only, if they are few."""
-        if (
-            index.size > self.num_rows // 8
-        ):  # then a search for the segment of each row costs more than a list of all rows
-            source, row = self.by_row()
-            return Segments.of_rows(source[index], row[index])
+        """Some rows, in the order given. The time depends on these rows only."""
         place = np.searchsorted(self.bounds, index, side="right") - 1
         return Segments.of_rows(self.source[place], self.start[place] + index - self.bounds[place])
-
-    def slice(self, begin: int, end: int) -> Segments:
-        """The rows `begin` to `end`. The time depends on the segments that they are in only."""
-        first = int(np.searchsorted(self.bounds, begin, side="right")) - 1
-        last = int(np.searchsorted(self.bounds, end, side="left"))
-        if begin == end:
-            first = last
-        before = self.bounds[first:last]
-        low, high = np.maximum(before, begin), np.minimum(self.bounds[first + 1 : last + 1], end)
-        return Segments(np.array(self.source[first:last]), self.start[first:last] + low - before, high - low)
 
     def renumbered(self, numbers: IntArray) -> Segments:
         """The segments with `numbers[s]` in the place of source `s`."""

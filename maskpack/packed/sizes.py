@@ -125,6 +125,12 @@ class Figures:
         padded = sum(field.padded_bytes for field in masked)
         return sum(field.real_bytes for field in masked) / padded if padded else 1.0
 
+    def totals(self) -> dict[str, float | int]:
+        """The figures of the whole batch but `left`, by their names in reports."""
+        plain = ("rows", "padded_bytes", "real_bytes", "wire_bytes", "ratio", "fill")
+        parts = ("layouts", "objects", "header")
+        return {name: getattr(self, name) for name in plain} | {f"{name}_bytes": getattr(self, name) for name in parts}
+
 
 # -------------------------------------------------------------------- figures
 
@@ -148,19 +154,9 @@ def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float
     Raises:
         LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
     """
-    totals = figures(packed, batch, left=False)
-    out: dict[str, float | int] = {
-        "maskpack/rows": totals.rows,
-        "maskpack/padded_bytes": totals.padded_bytes,
-        "maskpack/real_bytes": totals.real_bytes,
-        "maskpack/wire_bytes": totals.wire_bytes,
-        "maskpack/ratio": totals.ratio,
-        "maskpack/fill": totals.fill,
-        "maskpack/layouts_bytes": totals.layouts,
-        "maskpack/objects_bytes": totals.objects,
-        "maskpack/header_bytes": totals.header,
-    }
-    for field in totals.fields:
+    whole = figures(packed, batch, left=False)
+    out = {f"maskpack/{name}": value for name, value in whole.totals().items()}
+    for field in whole.fields:
         for name in ("padded_bytes", "real_bytes", "wire_bytes"):
             key = f"maskpack/field/{show(field.path)}/{name}"
             out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
@@ -174,7 +170,7 @@ def fields(packed: PackedBatch) -> list[FieldReport]:
 
 
 def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: bool = True) -> Figures:
-    """The figures that `report` and `fields` give. Without `left`, nothing is compressed to find `left`."""
+    """The bytes of a packed batch and of each of its tensors. `left`: compress it once to see what is left."""
     if not isinstance(packed, PackedBatch):
         raise LayoutError(
             f"report: packed is {said(packed)}; expected a PackedBatch. Call report(batch, packed) with "
@@ -310,10 +306,9 @@ def _check(batch: Any, packed: PackedBatch) -> None:
 
 def to_json(found: Figures) -> dict[str, Any]:
     """The figures as a dict for JSON."""
-    totals = ("padded_bytes", "real_bytes", "wire_bytes", "left", "ratio", "fill")
-    return {
-        "rows": found.rows,
+    return found.totals() | {
         "codec": found.codec,
+        "left": found.left,
         "fields": [
             {
                 **{part.name: getattr(field, part.name) for part in fields_of(field)},
@@ -323,10 +318,6 @@ def to_json(found: Figures) -> dict[str, Any]:
             }
             for field in found.fields
         ],
-        "layouts_bytes": found.layouts,
-        "objects_bytes": found.objects,
-        "header_bytes": found.header,
-        **{name: getattr(found, name) for name in totals},
     }
 
 

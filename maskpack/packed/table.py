@@ -25,7 +25,7 @@ from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.schema import FieldForm
 
 SLACK = 1.1
@@ -64,6 +64,8 @@ class Table:
         row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW or
             ANY_ZERO; `size` is the bytes of a row.
         body: uint8, the arrays.
+        known: the layouts by name, which may be wider or narrower than those in the body; None to read those.
+        is_compact: whether the body is known to hold the arrays and nothing else.
     """
 
     rows: int
@@ -74,21 +76,23 @@ class Table:
     fields: IntArray
     row_pads: Structs
     body: Words
+    known: dict[str, RowLayout] | None = None
+    is_compact: bool = False
 
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The layouts by name, on the host."""
+        if self.known is not None:
+            return self.known
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
-        return {
-            name: RowLayout.of_host(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)
-        }
+        return {name: layout_of_core(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)}
 
     @property
     def frames(self) -> dict[str, tuple[int, int]]:
-        """The width and the anchor of each layout, which may be shown wider or narrower than in the body."""
-        if "layouts" in self.__dict__:
-            return {name: (layout.width, layout.anchor) for name, layout in self.layouts.items()}
+        """The width and the anchor of each layout."""
+        if self.known is not None:
+            return {name: (layout.width, layout.anchor) for name, layout in self.known.items()}
         return dict(zip(self.names, map(tuple, self.stored[["width", "anchor"]].tolist()), strict=True))
 
     @property
@@ -103,7 +107,7 @@ class Table:
 
     @cached_property
     def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
-        on_host = [layout.on_host for layout in self.layouts.values()]
+        on_host = [core_layout(layout) for layout in self.layouts.values()]
         return native.layout_rows(on_host), on_host
 
     @property
@@ -111,55 +115,50 @@ class Table:
         """The table of layouts, for the core."""
         return self._layout_rows[0]
 
+    @cached_property
+    def references(self) -> list[list[int]]:
+        """The entries that each entry refers to: the stored rows of a dictionary, columns, the head and tail of a
+        concat, the field that blocks are near to."""
+        out: list[list[int]] = []
+        numbers = (self.entries[name].tolist() for name in ("kind", "first", "second"))
+        for kind, first, second in zip(*numbers, strict=True):
+            if kind == native.COLUMNS:
+                out.append([*range(first, first + second)])
+            elif kind in (native.DICTIONARY, native.CONCAT):
+                out.append([first, second] if kind == native.CONCAT else [first])
+            else:
+                out.append([second] if kind == native.BLOCKS and second >= 0 else [])
+        return out
+
     def kind(self, field: int) -> str:
         """The name of the encoding of a field, with those inside it: `dictionary blocks`."""
         return self._kind(int(self.fields[field]))
 
     def _kind(self, at: int) -> str:
-        entry = self.entries[at]
-        name, first = native.KINDS[int(entry["kind"])], int(entry["first"])
-        if entry["kind"] == native.DICTIONARY:
-            return f"{name} {self._kind(first)}"
-        if entry["kind"] == native.COLUMNS:
-            parts = dict.fromkeys(self._kind(first + column) for column in range(int(entry["second"])))
-            return " ".join([name, *parts])
-        return name
+        inner = [self._kind(part) for part in self.parts(at) if part != at]
+        return " ".join([native.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
 
     def own_entries(self, field: int) -> list[int]:
         """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
         return self._own_entries(int(self.fields[field]))
 
     def _own_entries(self, at: int) -> list[int]:
-        inner = self.parts(at)
-        return [at] if inner == [at] else [*(part for one in inner for part in self._own_entries(one)), at]
+        return [*(own for part in self.parts(at) if part != at for own in self._own_entries(part)), at]
 
     def parts(self, at: int) -> list[int]:
         """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
-        entry = self.entries[at]
-        kind, first = int(entry["kind"]), int(entry["first"])
-        count = 1 if kind == native.DICTIONARY else int(entry["second"]) if kind == native.COLUMNS else 0
-        return [*range(first, first + count)] if count else [at]
+        return self.references[at] if self.entries["kind"][at] in (native.DICTIONARY, native.COLUMNS) else [at]
 
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
-        kinds, firsts, seconds = (self.entries[name].tolist() for name in ("kind", "first", "second"))
-        seen: set[int] = set()
-        left = self.fields.tolist()
+        reached: set[int] = set()
+        left: list[int] = self.fields.tolist()
         while left:
             at = left.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            kind, first, second = kinds[at], firsts[at], seconds[at]
-            if kind == native.DICTIONARY:
-                left.append(first)
-            elif kind == native.COLUMNS:
-                left += range(first, first + second)
-            elif kind == native.CONCAT:
-                left += [first, second]
-            elif kind == native.BLOCKS and second >= 0:
-                left.append(second)
-        return sorted(seen)
+            if at not in reached:
+                reached.add(at)
+                left += self.references[at]
+        return sorted(reached)
 
     def entry_places(self, at: int) -> list[Any]:
         """The PLACEs of an entry that hold numbers."""
@@ -194,12 +193,6 @@ class Table:
             return np.zeros((self.rows, -(-self.widths[layout] // 8)), np.uint8)
         return np.ascontiguousarray(pads).view(np.uint8).reshape(self.rows, int(self.row_pads["size"][field]))
 
-    def shown_as(self, layouts: Mapping[str, RowLayout]) -> Table:
-        """The same values in narrower or wider layouts with the same row lengths."""
-        out = replace(self)
-        out.__dict__["layouts"] = dict(layouts)
-        return out
-
     # ---------------------------------------------------------------- decoding
 
     def given(self, count: int, taken: IntArray | None = None, places: IntArray | None = None) -> tuple[int, ...]:
@@ -212,43 +205,38 @@ class Table:
     def words_of(self, at: int) -> Words:
         """The packed words of an entry, flat."""
         entry = self.entries[at]
-        out = np.empty(self._count(at), word_dtype(int(entry["size"])))
+        out = np.empty(self.count_words(at), word_dtype(int(entry["size"])))
         target = np.zeros(1, native.TARGET)
         target["field"]["packed"], target["entry"] = address(out), at
-        target["field"]["items"], target["field"]["size"], target["field"]["layout"] = (
-            entry["items"], entry["size"], entry["layout"],
-        )  # fmt: skip
+        for name in ("items", "size", "layout"):
+            target["field"][name] = entry[name]
         rows = self.dense_rows if entry["layout"] < 0 else self.rows
-        parts = np.array([self.given(rows)], np.int64)
-        native.decode(target, native.structs(parts.reshape(-1), native.GIVEN), self.layout_rows, rows, out.nbytes)
+        given = native.structs(np.array(self.given(rows), np.int64), native.GIVEN)
+        native.decode(target, given, self.layout_rows, rows, out.nbytes)
         return out
 
-    def count_words(self, field: int) -> int:
-        """The number of words of a field."""
-        return self._count(int(self.fields[field]))
-
-    def _count(self, at: int) -> int:
+    def count_words(self, at: int) -> int:
+        """The number of words of an entry."""
         layout = int(self.entries["layout"][at])
         elements = self.dense_rows if layout < 0 else self.layouts[self.names[layout]].num_tokens
         return elements * int(self.entries["items"][at])
 
     # ---------------------------------------------------------------- rows and fields
 
-    def cut(self, begin: int, end: int) -> Table:
+    def between(self, begin: int, end: int) -> Table:
         """The rows from `begin` to `end`, in the same body."""
         cuts = np.array([begin, end])
         line = self.entries, self.stored, self.layout_rows, self.body, self.rows, self.marks, cuts
         entries, stored = native.split(*line)
-        pads = self.row_pads.copy()
+        pads, rows = self.row_pads.copy(), end - begin
         several = pads["count"] > 1
         pads["at"][several] += begin * pads["size"][several]
-        pads["count"][several] = end - begin
-        if begin == end:
+        pads["count"][several] = rows
+        if not rows:
             pads["count"] = 0
-        rows = end - begin
-        out = replace(self, rows=rows, dense_rows=rows, stored=stored[0], entries=entries[0], row_pads=pads)
-        out.__dict__["layouts"] = {name: layout.take(slice(begin, end)) for name, layout in self.layouts.items()}
-        return out
+        layouts = {name: layout.take(slice(begin, end)) for name, layout in self.layouts.items()}
+        own = {"stored": stored[0], "entries": entries[0], "row_pads": pads}
+        return self.like(rows=rows, dense_rows=rows, known=layouts, **own)
 
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
@@ -274,11 +262,8 @@ class Table:
         return self.like(body=body)
 
     def like(self, **changes: Any) -> Table:
-        """The same layouts with something else changed."""
-        out = replace(self, **changes)
-        if "layouts" in self.__dict__:
-            out.__dict__["layouts"] = self.layouts
-        return out
+        """The table with something changed, which may not be compact."""
+        return replace(self, is_compact=False, **changes)
 
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
@@ -304,14 +289,9 @@ class Table:
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
         """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
         `slack` bytes for each byte of its arrays, and `free` more."""
-        if slack and ("_compact" in self.__dict__ or self.body.nbytes <= slack * self.nbytes + free):
+        if slack and (self.is_compact or self.body.nbytes <= slack * self.nbytes + free):
             return self
         return self.compacted()
-
-    def as_compact(self) -> Table:
-        """The table, whose body is known to hold its arrays and nothing else."""
-        self.__dict__["_compact"] = True
-        return self
 
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
@@ -358,12 +338,8 @@ class Table:
         numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
         under = entries["layout"] >= 0
         entries["layout"][under] = numbers[entries["layout"][under]]
-        out = replace(
-            self, names=tuple(layouts), stored=stored, entries=entries, fields=fields, row_pads=pads,
-            body=np.concatenate([head, body]),
-        )  # fmt: skip
-        out.__dict__["layouts"] = layouts
-        return out
+        own = {"stored": stored, "entries": entries, "row_pads": pads, "body": np.concatenate([head, body])}
+        return self.like(names=tuple(layouts), fields=fields, known=layouts, **own)
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
@@ -460,7 +436,7 @@ class JobTable(NamedTuple):
     names: tuple[str, ...]
 
 
-class Encoded(NamedTuple):
+class EncodedTable(NamedTuple):
     """A table; the number of the pad of each padded tensor among those of its job; and the jobs, as they were done."""
 
     table: Table
@@ -468,7 +444,7 @@ class Encoded(NamedTuple):
     jobs: JobTable
 
 
-def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> Encoded | None:
+def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> EncodedTable | None:
     """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1."""
     held: list[Any] = []
     layouts = wholes_first(layouts)
@@ -511,20 +487,18 @@ def job_table(
 
 def encode_table(
     table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
-) -> Encoded | None:
+) -> EncodedTable | None:
     """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
-    hosts = [layout.on_host for layout in layouts.values()]
+    hosts = [core_layout(layout) for layout in layouts.values()]
     line, stored = native.layout_rows(hosts), stored_before(layouts)
     jobs, back, names = table
     found = native.encode(jobs, line, stored, native.threads_for(nbytes))
     if found is None:
         check_memory(jobs["result"])
         return None
-    pads = jobs["row_pads"][back]
-    out = Table(rows, dense_rows, names, stored, found.entries, found.fields[back], pads, found.body)
-    out.__dict__["layouts"] = dict(layouts)
-    out.__dict__["_layout_rows"] = line, hosts
-    return Encoded(out.as_compact(), jobs["pad"][back].tolist(), table)
+    places = rows, dense_rows, names, stored, found.entries, found.fields[back], jobs["row_pads"][back]
+    out = Table(*places, found.body, known=dict(layouts), is_compact=True)
+    return EncodedTable(out, jobs["pad"][back].tolist(), table)
 
 
 def check_memory(results: IntArray) -> None:
@@ -676,13 +650,13 @@ def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
 
 def _room_of(layouts: Iterable[RowLayout], rows: int) -> int:
     """The most bytes that layouts take in a body."""
-    return sum(24 * layout.num_spans + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
+    return sum(24 * host_spans(layout).starts.size + 8 * rows + 64 for layout in layouts) // 8 * 8 + 64
 
 
 def stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, Words]:
     """STORED [m], and a body that holds layouts and nothing else, a multiple of 8 bytes."""
     stored, body = stored_before(layouts), np.zeros(_room_of(layouts.values(), rows), np.uint8)
-    used = native.store_layouts(stored, native.layout_rows([own.on_host for own in layouts.values()]), body, 0)
+    used = native.store_layouts(stored, native.layout_rows([core_layout(own) for own in layouts.values()]), body, 0)
     assert used is not None
     return stored, body[: -(-used // 8) * 8]
 
@@ -762,7 +736,7 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     )
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
-    out = Table(
+    return Table(
         parts[0].rows,
         parts[0].dense_rows,
         tuple(names),
@@ -771,6 +745,5 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
         fields,
         pads,
         np.concatenate(bodies or [np.zeros(0, np.uint8)]),
+        known=layouts,
     )
-    out.__dict__["layouts"] = layouts
-    return out

@@ -79,7 +79,6 @@ if TYPE_CHECKING:
         """The options of `response_log_probs` beside `entropy`."""
 
         temperature: float
-        chunk: int | None
         keep: int | None
         plan: MicroBatchPlan | None
         self_check: bool | None
@@ -114,7 +113,6 @@ def response_log_probs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    chunk: int | None = None,
     keep: int | None = None,
     plan: MicroBatchPlan | None = None,
     self_check: bool | None = None,
@@ -133,8 +131,8 @@ def response_log_probs(
         model: the result of `adapters.transformers.replayable`, or any other ReplayModel.
         batch: as for `PackedInputs.of`, on any device. The fields that the model needs are sent to its device, one
             micro-batch of a plan at a time.
-        temperature, entropy, chunk, keep: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of
-            tokens at a time. `keep` is the memory in bytes that may make its backward pass faster.
+        temperature, entropy, keep: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of tokens
+            at a time. `keep` is the memory in bytes that may make its backward pass faster.
         plan: the micro-batches of the rows, run one after the other without gradients. A training loop iterates over
             the micro-batches itself.
         self_check: whether to compare a packed row with the forward pass of that row alone. True: always; False: never;
@@ -168,7 +166,7 @@ def response_log_probs(
     }  # fmt: skip
     if plan is not None:
         options = {
-            "temperature": temperature, "entropy": entropy, "chunk": chunk, "keep": keep, "self_check": self_check,
+            "temperature": temperature, "entropy": entropy, "keep": keep, "self_check": self_check,
             **packing,
         }  # fmt: skip
         parts = _of_each(plan, batch, response_log_probs, model, **options)
@@ -181,7 +179,6 @@ def response_log_probs(
         model.head,
         inputs.targets,
         temperature=temperature,
-        chunk=chunk,
         keep=keep,
         entropy=entropy,
         group=getattr(model, "head_group", None),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 from tensordict import is_tensor_collection
-from torch import Tensor, TypedStorage, UntypedStorage
+from torch import Tensor, UntypedStorage
 
 from maskpack.core.difference import difference
 from maskpack.core.keys import Path, show
@@ -193,8 +193,6 @@ class _Comparison:
             self._arrays(seen, expected)
         elif issubclass(kind, UntypedStorage):
             self._tensors(*(torch.empty(0, dtype=torch.uint8, device=x.device).set_(x) for x in (seen, expected)))
-        elif issubclass(kind, TypedStorage):
-            self.same(vars(seen), vars(expected))
         elif issubclass(kind, type | FunctionType):
             self._differ("value", seen, expected)
         else:

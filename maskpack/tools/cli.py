@@ -56,8 +56,8 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="send real rollouts to Ray workers, padded and through maskpack, and compare bits, bytes and time",
-        description="Samples rollouts of a tiny model, scores them and trains on them in Ray workers, once from the "
-        "padded batch and once through maskpack. Exits with status 1 if any bit of the outputs differs.",
+        description="Samples rollouts of a tiny model and scores them in Ray workers, once from the padded batch and "
+        "once through maskpack. Exits with status 1 if any bit of the outputs differs.",
     )
     demo.add_argument("--prompts", type=_positive, default=16, help="prompts (default: %(default)s)")
     demo.add_argument("--responses", type=_positive, default=8, help="responses to each prompt (default: %(default)s)")
@@ -73,7 +73,6 @@ def _add_inspect(commands: Any) -> None:
         "is compressed first.",
     )
     _add_file(parser)
-    parser.add_argument("--plot", metavar="FILE.svg", help="write a bar chart of the fields")
 
 
 def _add_doctor(commands: Any) -> None:
@@ -88,8 +87,6 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument("--strict", action="store_true", help=strict)
     mask = 'a field that is a mask, "sub/name" inside a sub-batch; once for each (default: looked for)'
     parser.add_argument("--mask", action="append", default=[], metavar="NAME", help=mask)
-    link = "speed of the link in Gbit/s (default: %(default)g)"
-    parser.add_argument("--gbit", type=float, default=10.0, metavar="N", help=link)
 
 
 def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:

@@ -1,5 +1,5 @@
-"""The command `maskpack demo`: two Ray workers score rollouts of a tiny model and train on them, once from the padded
-batch and once through maskpack, and every bit of the outputs is compared.
+"""The command `maskpack demo`: Ray workers score rollouts of a tiny model, once from the padded batch and once through
+maskpack, and every bit of the outputs is compared.
 
     padded      clone each rank's rows -> ray.put -> actor method -> ray.get -> torch.cat      what people do today
     maskpack    WorkerGroup.pack -> WorkerGroup.call, the same actor method behind @endpoint
@@ -13,7 +13,6 @@ The model is a Qwen3 with random weights that continues sums byte by byte:
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -32,13 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from maskpack.core.difference import difference
 from maskpack.dispatch.group import WorkerGroup, endpoint
 from maskpack.errors import MaskpackError
-from maskpack.nesting.nest import unnest_batch_by_mask
-from maskpack.nesting.response import extract_response, select_and_pad_to_response
+from maskpack.nesting.response import extract_response
 from maskpack.packed.batch import decompress
 
 PAD, EOS = 256, 257
@@ -46,10 +44,8 @@ PROMPT_WIDTH, RESPONSE_WIDTH = 64, 1024
 _EOS_BIAS = 2.4  # about 90 tokens a response in the mean, a few of several hundred
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 _ROWS_AT_ONCE = 8
-_CLIP, _LEARNING_RATE = 0.2, 0.05
 
 WAYS = ("padded", "maskpack")
-METHODS = ("log_probs", "update")
 ROUNDS = 3
 
 
@@ -97,38 +93,16 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-@torch.no_grad()
-def sample(model: Any, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Samples one response a row at temperature 1, with a KV cache.
-
-    Args:
-        prompts: int64 [B, P], left padded.
-
-    Returns:
-        responses int64 [B, R], padded with PAD after EOS, and their log-probs float32 [B, R], 0 there. A response
-        without EOS is R long.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    live = torch.arange(prompts.shape[0])
-    responses, log_probs = torch.full((len(live), RESPONSE_WIDTH), PAD), torch.zeros(len(live), RESPONSE_WIDTH)
-    mask, tokens, cache = (prompts != PAD).long(), prompts, cast(Any, DynamicCache())
-    position = positions(mask)
-    for step in range(RESPONSE_WIDTH):
-        options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        out = model(input_ids=tokens, attention_mask=mask, position_ids=position, **options)
-        scores = out.logits[:, -1].log_softmax(-1)
-        tokens = torch.multinomial(scores.exp(), 1, generator=rng)
-        responses[live, step] = tokens[:, 0]
-        log_probs[live, step] = scores.gather(1, tokens)[:, 0]
-        going = (tokens[:, 0] != EOS).nonzero()[:, 0]
-        if not going.numel():
-            break
-        if going.numel() < live.numel():
-            live, tokens, mask, position = live[going], tokens[going], mask[going], position[going]
-            cache.batch_select_indices(going)
-        mask = torch.cat([mask, torch.ones_like(tokens)], 1)
-        position = position[:, -1:] + 1
-    return responses, log_probs
+def sample(model: Any, prompts: Tensor, seed: int) -> Tensor:
+    """Samples one response a row at temperature 1: int64 [B, R], padded with PAD after EOS. A response without EOS is R
+    long. `prompts` is int64 [B, P], left padded."""
+    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": RESPONSE_WIDTH}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        rows: Tensor = model.generate(prompts, attention_mask=(prompts != PAD).long(), **options)
+    responses = torch.full((prompts.shape[0], RESPONSE_WIDTH), PAD)
+    responses[:, : rows.shape[1] - PROMPT_WIDTH] = rows[:, PROMPT_WIDTH:]
+    return responses
 
 
 def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: int, seed: int) -> TensorDict:
@@ -137,15 +111,14 @@ def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: i
     prompts = torch.full((len(rows), PROMPT_WIDTH), PAD)
     for row, (prompt, _) in enumerate(rows):
         prompts[row, -len(prompt) :] = torch.tensor(list(prompt.encode()))
-    answers, log_probs = sample(model, prompts, seed)
+    answers = sample(model, prompts, seed)
     response_mask = (answers != PAD).long()
     attention_mask = torch.cat([(prompts != PAD).long(), response_mask], 1)
-    scores = _rewards([answer for _, answer in rows], answers, response_mask)
-    # GRPO: the reward against the other responses to its prompt (arXiv 2402.03300, section 4.1.2).
-    grouped = scores.sum(1).view(-1, responses)
-    centred = grouped - grouped.mean(1, keepdim=True)
-    normed = centred / (grouped.std(1, correction=0, keepdim=True) + 1e-6)
-    advantages = normed.view(-1, 1) * response_mask
+    texts = [bytes(token for token in row if token < PAD) for row in cast("list[list[int]]", answers.tolist())]
+    right = torch.tensor([float(answer.encode() in text) for (_, answer), text in zip(rows, texts, strict=True)])
+    scores = torch.zeros(answers.shape).scatter(1, response_mask.sum(1, keepdim=True) - 1, right[:, None])
+    advantages = (right.view(-1, responses) - right.view(-1, responses).mean(1, keepdim=True)).view(-1, 1)
+    advantages = advantages * response_mask
     return TensorDict(
         {
             "prompts": prompts,
@@ -154,7 +127,6 @@ def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: i
             "attention_mask": attention_mask,
             "position_ids": positions(attention_mask),
             "response_mask": response_mask,
-            "rollout_log_probs": log_probs,
             "token_level_scores": scores,
             "token_level_rewards": scores.clone(),
             "advantages": advantages,
@@ -165,21 +137,11 @@ def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: i
     )
 
 
-def _rewards(answers: Sequence[str], responses: Tensor, mask: Tensor) -> Tensor:
-    """float32 [B, R]: at the last token of each response the share of digits in it, and 1 more for a right answer."""
-    scores = torch.zeros(responses.shape)
-    for row, answer in enumerate(answers):
-        length = int(mask[row].sum())
-        text = bytes(token for token in cast("list[int]", responses[row, :length].tolist()) if token < PAD)
-        scores[row, length - 1] = sum(48 <= byte < 58 for byte in text) / length + (answer.encode() in text)
-    return scores
-
-
 # -------------------------------------------------------------------- the worker
 
 
-class Trainer:
-    """One data-parallel rank: its methods take a TensorDict of rows, and behind `@endpoint` packed rows too."""
+class Scorer:
+    """One data-parallel rank: its method takes a TensorDict of rows, and behind `@endpoint` packed rows too."""
 
     def __init__(self, seed: int) -> None:
         torch.set_num_threads(1)
@@ -197,51 +159,15 @@ class Trainer:
         out: dict[str, list[Tensor]] = {"old_log_probs": [], "entropys": []}
         with torch.no_grad():
             for rows in batch.select(*_MODEL_INPUTS).split(_ROWS_AT_ONCE):
-                scores = _next_log_probs(self._model, rows)
-                out["old_log_probs"].append(_response_log_probs(rows, scores))
+                inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
+                scores: Tensor = self._model(**inputs, use_cache=False).logits.log_softmax(-1)
+                # The last column wraps around to the first token; no response token is scored there.
+                following = scores.gather(-1, rows["input_ids"].roll(-1, 1)[..., None])[..., 0]
+                out["old_log_probs"].append(extract_response(rows, following))
                 out["entropys"].append(extract_response(rows, -(scores.exp() * scores).sum(-1)))
         result = TensorDict({name: torch.cat(parts) for name, parts in out.items()}, batch_size=batch.batch_size)
         self._span = begin, time.monotonic()
         return result
-
-    @endpoint(format="nested")
-    def update(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        """One step of PPO on a copy of the model: the clipped loss, a mean over tokens (arXiv 1707.06347, eq. 7).
-
-        Returns:
-            row_loss float32 [B], grad_norm float32 [1], and weight_bits int64 [parameters]: the sum of the new weights'
-            bits, for each parameter.
-        """
-        nested = batch["input_ids"].is_nested
-        inputs = batch.select(*_MODEL_INPUTS) if not nested else unnest_batch_by_mask(batch, *_MODEL_INPUTS)
-        rows = inputs.update(select_and_pad_to_response(batch, "old_log_probs", "advantages", "response_mask"))
-        begin = time.monotonic()
-        model, losses = copy.deepcopy(self._model), list[Tensor]()
-        for part in rows.split(_ROWS_AT_ONCE):
-            ratio = (_response_log_probs(part, _next_log_probs(model, part)) - part["old_log_probs"]).exp()
-            clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
-            gain = torch.minimum(ratio * part["advantages"], clipped * part["advantages"])
-            row_loss = -(gain * part["response_mask"]).sum(1)
-            (row_loss.sum() / rows["response_mask"].sum()).backward()
-            losses.append(row_loss.detach())
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer: Any = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
-        optimizer.step()
-        bits = [weights.detach().view(torch.int32).sum(dtype=torch.int64) for weights in model.parameters()]
-        self._span = begin, time.monotonic()
-        return {"row_loss": torch.cat(losses), "grad_norm": norm.reshape(1), "weight_bits": torch.stack(bits)}
-
-
-def _next_log_probs(model: Any, rows: TensorDictBase) -> Tensor:
-    """Log-probs of the next token [B, S, vocabulary]."""
-    inputs = {name: rows[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    return model(**inputs, use_cache=False).logits.log_softmax(-1)
-
-
-def _response_log_probs(rows: TensorDictBase, scores: Tensor) -> Tensor:
-    # The last column wraps around to the first token; no response token is scored there.
-    following = rows["input_ids"].roll(-1, 1)
-    return extract_response(rows, scores.gather(-1, following[..., None])[..., 0])
 
 
 # -------------------------------------------------------------------- the two ways, measured
@@ -283,18 +209,18 @@ class _Tap:
         return cast("Any", result)
 
 
-def _trip(way: str, taps: Sequence[_Tap], method: str, batch: TensorDict) -> Trip:
+def _trip(way: str, taps: Sequence[_Tap], batch: TensorDict) -> Trip:
     begin = time.monotonic()
     if way == "padded":
         least, more = divmod(batch.shape[0], len(taps))
         sizes = [least + (rank < more) for rank in range(len(taps))]
         # Cloned, because a view of the batch would be pickled with the storage of all its rows.
         refs = [ray.put(part.clone()) for part in batch.split(sizes)]
-        results: Any = ray.get([getattr(tap, method).remote(ref) for tap, ref in zip(taps, refs, strict=True)])
-        output = torch.cat(results) if isinstance(results[0], TensorDictBase) else results
+        results: Any = ray.get([tap.log_probs.remote(ref) for tap, ref in zip(taps, refs, strict=True)])
+        output: Any = torch.cat(results)
     else:
         group = WorkerGroup(taps, pad_token_id=PAD)
-        output = group.call(method, group.pack(batch))
+        output = group.call("log_probs", group.pack(batch))
     end = time.monotonic()
     spans: list[tuple[float, float]] = ray.get([tap.actor.span.remote() for tap in taps])
     first, last = max(spans, key=lambda span: span[1])
@@ -306,11 +232,9 @@ def _trip(way: str, taps: Sequence[_Tap], method: str, batch: TensorDict) -> Tri
     return Trip(_named(output), sent_bytes, returned_bytes, 1e3 * (last - first), 1e3 * (end - begin))
 
 
-def _named(output: Any) -> dict[str, Tensor]:
-    """The tensors of a TensorDict, or of each rank's metrics, by the names that the comparison reports."""
-    if isinstance(output, TensorDictBase):
-        return {str(name): value for name, value in output.items() if isinstance(value, Tensor)}
-    return {f"{name} of rank {rank}": value for rank, metrics in enumerate(output) for name, value in metrics.items()}
+def _named(output: TensorDictBase) -> dict[str, Tensor]:
+    """The tensors of a TensorDict, by the names that the comparison reports."""
+    return {str(name): value for name, value in output.items() if isinstance(value, Tensor)}
 
 
 def wire_bytes(value: Any) -> int:
@@ -332,28 +256,17 @@ def compare(padded: Mapping[str, Tensor], maskpack: Mapping[str, Tensor]) -> int
     Raises:
         OutputsDiffer: other names, dtypes or shapes, or a bit that differs; names the field, the place and both values.
     """
-    if set(padded) != set(maskpack):
-        raise OutputsDiffer(f"the padded way gave {sorted(padded)}; maskpack gave {sorted(maskpack)}.")
-    for name in padded:
-        _compare(name, padded[name], maskpack[name])
+    forms = [{name: (x.dtype, tuple(x.shape)) for name, x in way.items()} for way in (padded, maskpack)]
+    if forms[0] != forms[1]:
+        raise OutputsDiffer(f"the padded way gave {forms[0]}; maskpack gave {forms[1]}.")
+    for name, value in padded.items():
+        found = difference(value, maskpack[name])
+        if found is not None:
+            raise OutputsDiffer(
+                f'"{name}" differs in {found.count} of {value.numel()} values, first in {found.place}: '
+                f"{found.values[0]} the padded way; {found.values[1]} through maskpack."
+            )
     return sum(value.numel() for value in padded.values())
-
-
-def _compare(name: str, padded: Tensor, maskpack: Tensor) -> None:
-    if padded.dtype != maskpack.dtype or padded.shape != maskpack.shape:
-        raise OutputsDiffer(
-            f'"{name}" is {padded.dtype} {tuple(padded.shape)} the padded way; {maskpack.dtype} '
-            f"{tuple(maskpack.shape)} through maskpack."
-        )
-    found = difference(padded, maskpack)
-    if found is None:
-        return
-    row, *rest = found.place
-    place = f"row {row}" + (f", column {', '.join(map(str, rest))}" if rest else "")
-    raise OutputsDiffer(
-        f'"{name}" differs in {found.count} of {padded.numel()} values, first in {place}: '
-        f"{found.values[0]} the padded way; {found.values[1]} through maskpack."
-    )
 
 
 # -------------------------------------------------------------------- the run
@@ -366,7 +279,7 @@ def run(prompts: int, responses: int, seed: int, ranks: int) -> int:
     try:
         with contextlib.nullcontext() if ray.is_initialized() else _local_ray(ranks):
             console.print(f"{ranks} workers start; {prompts * responses} responses are sampled ...")
-            remote: Any = ray.remote(Trainer)
+            remote: Any = ray.remote(Scorer)
             taps = [_Tap(remote.remote(seed)) for _ in range(ranks)]
             batch = rollout_batch(tiny_model(seed), sums(prompts, seed), responses, seed)
             console.print(f"{ROUNDS} rounds, both ways ...")
@@ -378,33 +291,24 @@ def run(prompts: int, responses: int, seed: int, ranks: int) -> int:
     finally:
         torch.set_num_threads(threads)
     console.print(_table(batch, trips, ranks))
-    padded, packed = (sum(trips[method, way][-1].sent for method in METHODS) for way in WAYS)
+    padded, packed = (trips[way][-1].sent for way in WAYS)
     ratio = f"{padded / packed:.1f} times fewer bytes than padded"
     console.print(f"To the workers, maskpack sent {packed / 1e3:,.1f} kB: {ratio}.", soft_wrap=True)
     console.print(f"[bold green]All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
     return 0
 
 
-def _measure(taps: Sequence[_Tap], batch: TensorDict) -> tuple[dict[tuple[str, str], list[Trip]], int]:
-    """The trips of each method and way in all rounds, and the number of values that were compared."""
+def _measure(taps: Sequence[_Tap], batch: TensorDict) -> tuple[dict[str, list[Trip]], int]:
+    """The trips of each way in all rounds, and the number of values that were compared."""
     for way in WAYS:  # the first calls pay for imports and for memory that is touched the first time
-        _round(way, taps, batch[: 2 * len(taps)])
-    trips: dict[tuple[str, str], list[Trip]] = {(method, way): [] for method in METHODS for way in WAYS}
+        _trip(way, taps, batch[: 2 * len(taps)])
+    trips: dict[str, list[Trip]] = {way: [] for way in WAYS}
     compared = compare(_named(batch), _named(decompress(WorkerGroup(taps, pad_token_id=PAD).pack(batch))))
     for number in range(ROUNDS):
-        order = WAYS if number % 2 == 0 else WAYS[::-1]
-        done = {way: _round(way, taps, batch) for way in order}
-        for method in METHODS:
-            compared += compare(*(done[way][method].output for way in WAYS))
-            for way in WAYS:
-                trips[method, way].append(done[way][method])
+        for way in WAYS if number % 2 == 0 else WAYS[::-1]:
+            trips[way].append(_trip(way, taps, batch))
+        compared += compare(*(trips[way][-1].output for way in WAYS))
     return trips, compared
-
-
-def _round(way: str, taps: Sequence[_Tap], batch: TensorDict) -> dict[str, Trip]:
-    """Both methods, the second with the outputs of the first."""
-    scored = _trip(way, taps, "log_probs", batch)
-    return {"log_probs": scored, "update": _trip(way, taps, "update", batch.copy().update(scored.output))}
 
 
 @contextlib.contextmanager
@@ -426,7 +330,7 @@ def _local_ray(ranks: int) -> Generator[None]:
         ray.shutdown()
 
 
-def _table(batch: TensorDict, trips: Mapping[tuple[str, str], Sequence[Trip]], ranks: int) -> Table:
+def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -> Table:
     valid = batch["attention_mask"].float().mean().item()
     table = Table(
         title=f"{batch.shape[0]} rows of {batch['prompts'].shape[1]} + {batch['responses'].shape[1]} tokens, "
@@ -436,16 +340,14 @@ def _table(batch: TensorDict, trips: Mapping[tuple[str, str], Sequence[Trip]], r
     )
     for name in ("", *WAYS, "padded / maskpack"):
         table.add_column(name, justify="right" if name else "left")
-    for methods in (*((method,) for method in METHODS), METHODS):
-        padded, packed = ([trips[method, way] for method in methods] for way in WAYS)
-        table.add_row(f"[bold]{' + '.join(methods)}[/]")
-        for name, attribute in (("to the workers", "sent"), ("back to the driver", "returned")):
-            pair = [sum(getattr(calls[-1], attribute) for calls in way) for way in (padded, packed)]
-            table.add_row(f"  {name}", *(f"{size / 1e3:,.1f} kB" for size in pair), f"{pair[0] / pair[1]:.1f} x")
-        for name, attribute in (("the model", "model"), ("all but the model", "moving"), ("whole", "whole")):
-            rounds = [zip(*way, strict=True) for way in (padded, packed)]
-            pair = [median(sum(getattr(call, attribute) for call in calls) for calls in way) for way in rounds]
-            ratio = f"{pair[0] / pair[1]:.1f} x" if attribute == "moving" else ""  # the rest is the same code both ways
-            table.add_row(f"  {name}", *(f"{value:,.1f} ms" for value in pair), ratio)
-        table.add_section()
+    for name, attribute, unit, scale in (
+        ("to the workers", "sent", "kB", 1e3),
+        ("back to the driver", "returned", "kB", 1e3),
+        ("the model", "model", "ms", 1),
+        ("all but the model", "moving", "ms", 1),
+        ("whole", "whole", "ms", 1),
+    ):
+        padded, packed = (median(getattr(trip, attribute) for trip in trips[way]) / scale for way in WAYS)
+        ratio = "" if attribute in ("model", "whole") else f"{padded / packed:.1f} x"  # the same code runs both ways
+        table.add_row(name, f"{padded:,.1f} {unit}", f"{packed:,.1f} {unit}", ratio)
     return table

@@ -11,16 +11,15 @@ import argparse
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any, cast
 
-import torch
 from tensordict import TensorDictBase
 
 from maskpack.core.keys import Key, plain, show
-from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID
+from maskpack.core.pads import PAD_TOKEN_ID
 from maskpack.errors import MaskpackError, MaskpackWarning, WireFormatError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -29,7 +28,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
-from maskpack.packed.decode import MAX_BYTES, row_pads_of
+from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
 from maskpack.tools.suggest import NoSuchMask, Suggester, Suggestion
@@ -47,9 +46,8 @@ class Diagnosis:
         counts: tokens of the batch with the suggestions, and those that rows share; None without token ids.
         masks: by name.
         suggestions: one for each field that stays padded.
-        notes: warnings, a sentence or two each.
         pad_token_id: the one given, or the one seen under the masks.
-        guess: the note about a pad_token_id that was not given; empty if none is needed.
+        note: about a pad_token_id that was not given; empty if none is needed.
     """
 
     sizes: Figures
@@ -57,9 +55,8 @@ class Diagnosis:
     counts: TokenCounts | None
     masks: Mapping[str, RowLayout]
     suggestions: tuple[Suggestion, ...]
-    notes: tuple[str, ...]
     pad_token_id: int | None
-    guess: str
+    note: str
 
     @property
     def padding(self) -> int:
@@ -99,9 +96,8 @@ def diagnose(
     if suggestions and saved is None:
         packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
         covered = figures(packed, left=False)
-    guess = "" if pad_token_id is not None else _guess(packed.schema.forms if saved is None else (), registry, token)
-    notes = (*([guess] if guess else []), *_notes(packed, suggester.tensors))
-    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, notes, token, guess)
+    note = "" if pad_token_id is not None else _note(packed.schema.forms if saved is None else (), registry, token)
+    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, token, note)
 
 
 def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
@@ -110,7 +106,7 @@ def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
 
 
-def _guess(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int | None) -> str:
+def _note(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int | None) -> str:
     """The note about a pad_token_id that was not given; `token` was seen under the masks."""
     if token is not None:
         return (
@@ -123,51 +119,11 @@ def _guess(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int
     return ""
 
 
-def _notes(packed: PackedBatch, tensors: Mapping[tuple[str, ...], torch.Tensor]) -> Iterator[str]:
-    signed = ", ".join(show(form.path) for form in packed.schema.forms if _has_minus_zero(packed, form))
-    if signed:
-        yield (
-            f"-0.0 under the mask of {signed}, which is not 0.0 bit for bit. It is carried, at one value a "
-            "row or a bit a position; x.masked_fill(mask == 0, 0) in the producer leaves 0.0 and costs nothing."
-        )
-    padded = {path: value for path, value in tensors.items() if value.dim() > 1 and not value.is_nested}
-    wide = {path: value for path, value in padded.items() if value.dtype == torch.float64}
-    if wide:
-        yield f"float64: {_total(wide)}. If float32 will do, a cast halves that."
-    small = {path: value for path, value in padded.items() if value.dtype == torch.int64 and _fits_int32(value)}
-    if small:
-        yield (
-            f"int64 whose values fit int32: {_total(small)}. A cast halves that. A packed batch does not need it: it "
-            "stores integers in the bytes that their values need."
-        )
-
-
-def _total(tensors: Mapping[tuple[str, ...], torch.Tensor]) -> str:
-    return f"{', '.join(map(show, tensors))}, {sum(value.nbytes for value in tensors.values()):,} bytes padded"
-
-
-def _has_minus_zero(packed: PackedBatch, form: FieldForm) -> bool:
-    if form.dtype is None or not form.dtype.is_floating_point or form.kind != "padded":
-        return False
-    if form.pads == (ANY_ZERO,):
-        return True
-    rows = row_pads_of(packed, form)
-    pads = form.pads if rows is None else cast("list[float]", rows.double().tolist())
-    return "-0.0" in map(str, pads)
-
-
-def _fits_int32(value: torch.Tensor) -> bool:
-    low, high = map(int, torch.aminmax(value)) if value.numel() else (1 << 31, 0)
-    return low >= -(1 << 31) and high < 1 << 31
-
-
 # -------------------------------------------------------------------- the command
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
     """The command; returns what to print and the exit status."""
-    if not 0 < args.gbit < float("inf"):
-        raise Unusable(f"--gbit is {args.gbit}; expected the speed of a link, above 0")
     if len(args.file) > 1 and not args.strict:
         raise Unusable(f"{len(args.file)} files; expected one. Give one file, or check several with --strict")
     registry = saved_registry(args.registry)
@@ -182,7 +138,7 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         return _strict(args.file, diagnosed, base, args.json)
     (file,) = args.file
     diagnosis = diagnosed(file)
-    out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, args.gbit, base)
+    out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, base)
     return out if isinstance(out, str) else json.dumps(out, indent=2), 1 if diagnosis.suggestions else 0
 
 
@@ -209,17 +165,13 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
         out.append(f"{file}: {f'{padded} stay padded' if padded else f'{fields:,} fields, none stays padded'}")
         for one in diagnosis.suggestions:
             out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
-        out += [f"  note: {diagnosis.guess}"] if diagnosis.guess else []
+        out += [f"  note: {diagnosis.note}"] if diagnosis.note else []
     return json.dumps(found, indent=2) if in_json else "\n".join(map(printable, out)), status
 
 
-def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
+def text(diagnosis: Diagnosis, file: str, base: str) -> str:
     """The diagnosis as text; the lines go on top of the registry `base`, a name in Python."""
     sizes, covered = diagnosis.sizes, diagnosis.covered
-
-    def cost(count: int) -> str:
-        return f"{count * 8 / (gbit * 1e9):.3g} s at {gbit:g} Gbit/s"
-
     out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields", ""]
     for name, mask in diagnosis.masks.items():
         fill = mask.num_tokens / ((mask.num_rows * mask.width) or 1)
@@ -231,8 +183,8 @@ def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
     shown = [*(f"{show(field.path)} {field.wire_bytes:,}" for field in largest if field.wire_bytes), *objects]
     out += [
         "",
-        f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding, {cost(sizes.padded_bytes)}",
-        f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}, {cost(sizes.wire_bytes)}",
+        f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding",
+        f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}",
         f"largest on the wire: {', '.join(shown) or 'nothing'}",
     ]
     counts = diagnosis.counts
@@ -248,12 +200,12 @@ def text(diagnosis: Diagnosis, file: str, gbit: float, base: str) -> str:
             out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
         title = "Pack it again with these lines:"
         if covered is not None:
-            title = f"With these lines {covered.wire_bytes:,} bytes travel, {cost(covered.wire_bytes)}:"
+            title = f"With these lines {covered.wire_bytes:,} bytes travel:"
         out += ["", title, "", *snippet(diagnosis, base).split("\n")]
     else:
         out.append("Every tensor of two or more dims is covered.")
-    for note in diagnosis.notes:
-        out += ["", f"note: {note}"]
+    if diagnosis.note:
+        out += ["", f"note: {diagnosis.note}"]
     return "\n".join(map(printable, out))
 
 
@@ -286,5 +238,5 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
             for one in suggestions
         ],
         "registry": snippet(diagnosis, base) if suggestions else None,
-        "notes": diagnosis.notes,
+        "note": diagnosis.note or None,
     }

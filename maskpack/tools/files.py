@@ -2,7 +2,7 @@
 
     PackedBatch.save                                           .
     torch.save of a TensorDict, a dict or a verl DataProto      \\
-    a pickled DataProto                                         /  saved_batch --> PackedBatch or TensorDict
+    a pickled DataProto (DataProto.save_to_disk)                /  saved_batch --> PackedBatch or TensorDict
     the directory of a memory-mapped TensorDict                '
 
 Reading runs no code of the file unless `allow_pickle` is true.
@@ -36,8 +36,6 @@ from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 
 SMALL, MOST_RATIO = 1 << 30, 1 << 10
 """Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
-_OLD_TORCH = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
-"""Pickled by torch.save at the start of a file that is no archive."""
 
 
 class Unusable(Exception):
@@ -69,7 +67,7 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
             raise Unusable(
                 f"{file} is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"
             )
-        read = read_torch if start[:1] == b"P" or _OLD_TORCH in start else read_pickle
+        read = read_torch if start[:1] == b"P" else read_pickle
     try:
         batch = read(file, allow_pickle)
         if isinstance(batch, DataProto):

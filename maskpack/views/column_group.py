@@ -68,7 +68,7 @@ class Source:
     """A packed batch, here or elsewhere.
 
     Attributes:
-        held: the PackedBatch, or a reference from which `get` fetches it.
+        held: the PackedBatch, or a reference from which `get` fetches it. Equal references are one batch.
         meta: its schema, lengths and size.
         origins: the rows of packed batches that its rows stand for.
     """
@@ -76,16 +76,6 @@ class Source:
     held: Any
     meta: BatchMeta
     origins: Origins = UNKNOWN
-
-    @property
-    def key(self) -> Any:
-        """A key that is equal for sources that are one batch: the same object, or equal references. A reference that
-        cannot be hashed is equal to itself only."""
-        try:
-            hash(self.held)
-        except TypeError:
-            return Source, id(self.held)
-        return self.held
 
     def checked(self, packed: Any) -> PackedBatch:
         """`packed`, as it was fetched. Raises LayoutError unless it is the batch that `meta` describes."""
@@ -128,9 +118,6 @@ class ColumnGroup:
 
     def take(self, index: IntArray) -> ColumnGroup:
         return replace(self, segments=self.segments.take(index)).trimmed()
-
-    def slice(self, begin: int, end: int) -> ColumnGroup:
-        return replace(self, segments=self.segments.slice(begin, end)).trimmed()
 
     def trimmed(self) -> ColumnGroup:
         """The group without the sources that give no row."""
@@ -200,11 +187,11 @@ def cat_groups(groups: Sequence[ColumnGroup], paths: Sequence[Path]) -> ColumnGr
     numbers: dict[Any, int] = {}
     numbered: list[Segments] = []
     for group in groups:
-        keys = [source.key for source in group.sources]
-        for key, source in zip(keys, group.sources, strict=True):
-            numbers.setdefault(key, len(numbers))
-            sources.setdefault(key, source)
-        numbered.append(group.segments.renumbered(np.array([numbers[key] for key in keys], np.int64)))
+        for source in group.sources:
+            numbers.setdefault(source.held, len(numbers))
+            sources.setdefault(source.held, source)
+        own = [numbers[source.held] for source in group.sources]
+        numbered.append(group.segments.renumbered(np.array(own, np.int64)))
     heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
     head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
     if any(

@@ -68,12 +68,6 @@ class Origins:
         at = np.flatnonzero(begins)
         return cls(row[at], np.diff(np.append(at, row.size)), origin[at], number[at])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as the narrowest unsigned integers."""
-        known, place = np.unique(self.origin, return_inverse=True)
-        parts = self.row, self.count, place, self.number
-        return _restored, (known, *(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in parts))
-
     def by_row(self) -> tuple[IntArray, IntArray, IntArray]:
         """The arguments of `of`: row, origin and number, sorted by origin and row."""
         number = ranges(self.number, self.count)
@@ -117,10 +111,6 @@ class Origins:
 def _new() -> int:
     """A random number, so that no other process gives the same one."""
     return int.from_bytes(os.urandom(8), "little") >> 1
-
-
-def _restored(known: IntArray, row: Any, count: Any, place: Any, number: Any) -> Origins:
-    return Origins(row.astype(np.int64), count.astype(np.int64), known[place], number.astype(np.int64))
 
 
 UNKNOWN = Origins(*(np.arange(0),) * 4)

@@ -1,6 +1,6 @@
 """BatchView: an ordered list of row segments of packed batches, which may be in another process or on another node.
 
-    here       lengths, schema, segments     view.take(...), sort_by_length(), split(...): numbers move, data stays
+    here       lengths, schema, segments     view.take(...), split(...), cat(...): numbers move, data stays
     elsewhere  the packed batches            view.materialize(get=ray.get): each is fetched once, its rows are decoded
 
 Fields that were added later have segments of their own: a view is a list of column groups, each with some of the fields
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from maskpack.core.arguments import flag, list_of, named, said, whole
+from maskpack.core.arguments import list_of, named, said
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
@@ -169,31 +169,13 @@ class BatchView:
         """Splits the rows into consecutive parts: `sizes` is a list that sums to B, or one size (the last part may be
         smaller)."""
         sizes = part_sizes(sizes, self.num_rows, "BatchView.split")
-        ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(
-            replace(self, groups=tuple(group.slice(end - size, end) for group in self.groups), num_rows=size)
-            for end, size in zip(ends, sizes, strict=True)
-        )
+        ends: list[int] = np.cumsum(sizes, dtype=np.int64).tolist()
+        return tuple(self._rows(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[BatchView, ...]:
         """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are
         empty."""
         return self.split(even_sizes(self.num_rows, parts, "BatchView.chunk"))
-
-    def repeat(self, times: int, *, interleave: bool = True) -> BatchView:
-        """Repeats every row `times` times: each row next to itself, or the whole view one after the other."""
-        times = whole(times, "times", 0, "BatchView.repeat")
-        flag(interleave, "interleave", "BatchView.repeat")
-        rows = np.arange(self.num_rows)
-        return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
-
-    def sort_by_length(self, layout: str | None = None, *, descending: bool = False) -> BatchView:
-        """Sorts the rows by their length in a layout (by `tokens` if none is named). Equally long rows keep their
-        order."""
-        call = "BatchView.sort_by_length"
-        flag(descending, "descending", call)
-        lengths = self.tokens() if layout is None else named(self.layouts, layout, call).lengths
-        return self._rows(np.argsort(-lengths if descending else lengths, kind="stable"))
 
     @staticmethod
     def cat(views: Sequence[BatchView]) -> BatchView:
@@ -371,26 +353,17 @@ def _check_places(
 def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatch]:
     """The packed batch of each source, by the id of the source; each reference is fetched once."""
     away: dict[int, Any] = {id(s.held): s.held for s in sources if not isinstance(s.held, PackedBatch)}
-    if away and get is None:
+    if away and not callable(get):
         raise LayoutError(
-            f"BatchView.materialize: {len(away)} packed batches are not in this process, and get is None; expected a "
-            "function that fetches them. Pass get=ray.get."
+            f"BatchView.materialize: {len(away)} packed batches are not in this process, and get is {said(get)}; "
+            "expected a function that fetches them. Pass get=ray.get."
         )
-    if get is not None and not callable(get):
-        raise LayoutError(
-            f"BatchView.materialize: get is {said(get)}; expected a function that fetches references. Pass get=ray.get."
-        )
-    given: Any = get(list(away.values())) if get is not None and away else []
-    if not isinstance(given, Iterable):
-        raise LayoutError(
-            f"BatchView.materialize: get gave {said(given)}; expected a list of packed batches, in the order of their "
-            "references. Pass get=ray.get."
-        )
-    batches = list(cast("Iterable[Any]", given))
+    given: Any = cast("Get", get)(list(away.values())) if away else []
+    batches = list(cast("Iterable[Any]", given)) if isinstance(given, Iterable) else []
     if len(batches) != len(away):
         raise LayoutError(
-            f"BatchView.materialize: get gave {len(batches)} packed batches for {len(away)} references; expected one "
-            "for each, in their order. Pass get=ray.get."
+            f"BatchView.materialize: get gave {said(given)} with {len(batches)} packed batches for {len(away)} "
+            "references; expected a list with one for each, in their order. Pass get=ray.get."
         )
     fetched = dict(zip(away, batches, strict=True))
     return {id(source): source.checked(fetched.get(id(source.held), source.held)) for source in sources}

@@ -22,13 +22,13 @@ def freeze(value):
         raw = [freeze(item) for item in value.ravel().tolist()] if value.dtype == object else value.tobytes()
         return (type(value).__name__, str(value.dtype), value.shape, raw)
     if isinstance(value, dict):
-        return ("dict", {name: freeze(item) for name, item in value.items()})
+        return ("dict", {name: freeze(value[name]) for name in sorted(value, key=str)})
     if isinstance(value, NonTensorStack):
         return ("stack", [freeze(item) for item in value.tolist()])
     if isinstance(value, NonTensorData):
         return ("data", freeze(value.data))
     if isinstance(value, TensorDictBase):
-        return ("batch", tuple(value.batch_size), {name: freeze(value.get(name)) for name in value.keys()})  # noqa: SIM118
+        return ("batch", tuple(value.batch_size), {name: freeze(value.get(name)) for name in sorted(value.keys())})
     if isinstance(value, list | tuple):
         return (type(value).__name__, [freeze(item) for item in value])
     return (type(value).__name__, repr(value))

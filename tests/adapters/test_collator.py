@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from maskpack.adapters.transformers import collator
 from maskpack.adapters.transformers.collator import PackedCollator
-from maskpack.errors import LayoutError, PlanError
+from maskpack.errors import LayoutError
 
 MODEL_KEYS = ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -168,23 +168,6 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(budget, multiple
     ]
 
 
-def test_the_plan_knows_the_loss_tokens():
-    samples = [sample(tokens) for tokens in (6, 4, 1, 9)]
-    plan, inputs = PackedCollator().micro_batches(samples, 10, num_updates=2)
-    counted = [[sum(label != -100 for label in expected([samples[row]])["labels"]) for row in range(4)]]
-    for update, rows_of in enumerate(plan.updates):
-        total = sum(counted[0][row] for rows in rows_of for row in rows)
-        for weights in plan.loss_weights("token-mean", update):
-            np.testing.assert_allclose(weights, 1 / total)
-    assert sum(int((got["labels"] != -100).sum()) for got in inputs) == sum(counted[0])
-
-
-@pytest.mark.parametrize("budget", [3, 0, None, 7.5, True, "8"])
-def test_a_budget_that_cannot_be(budget):
-    with pytest.raises(PlanError, match=r"token_budget is .* and multiple_of 4; expected a whole number"):
-        PackedCollator(multiple_of=4).micro_batches([sample(2)], budget)
-
-
 # -------------------------------------------------------------------- transformers' collator
 
 
@@ -200,26 +183,6 @@ def test_as_transformers_flattens(flattening, fields):
     theirs, ours = flattening(samples), PackedCollator(seq_idx=True)(samples)
     assert set(theirs) == set(ours)
     assert all(same_bits(theirs[name], ours[name]) for name in theirs)
-
-
-def test_transformers_trains_on_masked_tokens_and_joins_rows(flattening):
-    """It does not know masks, nor rows that a dataset has joined."""
-    masked = [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}]
-    assert flattening(masked)["labels"].tolist() == [[-100, 6, 7, 8]]
-    assert PackedCollator()(masked)["labels"].tolist() == [[-100, -100, 7, 8]]
-    joined = [{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2]}]
-    assert flattening(joined)["cu_seq_lens_q"].tolist() == [0, 4]
-    assert PackedCollator()(joined)["cu_seq_lens_q"].tolist() == [0, 2, 4]
-
-
-def test_transformers_keeps_rows_without_tokens(flattening):
-    """Which attention kernels refuse, and a label too many."""
-    samples = [{"input_ids": [5, 6]}, {"input_ids": []}, {"input_ids": [7]}]
-    theirs, ours = flattening(samples), PackedCollator()(samples)
-    assert theirs["cu_seq_lens_q"].tolist() == [0, 2, 2, 3]
-    assert theirs["labels"].shape == (1, 4)
-    assert ours["cu_seq_lens_q"].tolist() == [0, 2, 3]
-    assert ours["labels"].tolist() == [[-100, 6, -100]]
 
 
 # -------------------------------------------------------------------- TRL's collator
@@ -245,76 +208,7 @@ def test_as_trl_collates(padding_free, fields, joined):
     assert all(same_bits(theirs[name], ours[name]) for name in theirs)
 
 
-def test_trl_gives_each_token_of_the_tail_a_row(padding_free):
-    """Ours is one row. Neither is seen, nor trained on; the sizes are the same."""
-    samples = [sample(4), sample(3)]
-    theirs, ours = padding_free(pad_to_multiple_of=5)(samples), PackedCollator(multiple_of=5)(samples)
-    for name in ("input_ids", "labels"):
-        assert same_bits(theirs[name], ours[name])
-    assert theirs["cu_seq_lens_q"].tolist() == [0, 4, 7, 8, 9, 10]
-    assert ours["cu_seq_lens_q"].tolist() == [0, 4, 7, 10]
-    assert theirs["position_ids"][0, 7:].tolist() == [0, 0, 0]
-    assert ours["position_ids"][0, 7:].tolist() == [0, 1, 2]
-
-
-def test_trl_makes_floats_of_ids_beside_a_sample_without_tokens(padding_free):
-    samples = [{"input_ids": [5, 6]}, {"input_ids": []}, {"input_ids": [7]}]
-    theirs, ours = padding_free()(samples), PackedCollator()(samples)
-    assert theirs["input_ids"].dtype == torch.float32
-    assert same_bits(theirs["input_ids"].long(), ours["input_ids"])
-    assert same_bits(theirs["cu_seq_lens_q"], ours["cu_seq_lens_q"])
-
-
-def test_trl_leaves_masks_to_its_trainer(padding_free):
-    masked = [{"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}]
-    assert padding_free()(masked)["labels"].tolist() == [[-100, 6, 7, 8]]
-    assert PackedCollator()(masked)["labels"].tolist() == [[-100, -100, 7, 8]]
-
-
 # -------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([[1, 2]], "sample 0 is a list; expected a dict with input_ids"),
-        ([{"labels": [1]}], 'sample 0 has no field "input_ids"; expected it beside'),
-        ([{"input_ids": [[1, 2]]}], r'sample 0 has a field "input_ids" of shape \(1, 2\)'),
-        ([{"input_ids": [1.0]}], 'sample 0 has a field "input_ids" of torch.float32; expected integers'),
-        ([{"input_ids": ["a"]}], 'sample 0 has a field "input_ids" that is not a list of numbers'),
-        ([{"input_ids": [1, None]}], 'sample 0 has a field "input_ids" that is not a list of numbers'),
-        ([sample(3), {"input_ids": [1, 2], "labels": [1]}], r'sample 1 has a field "labels" of shape \(1,\); .*\(2,\)'),
-        ([{"input_ids": [1, 2], "labels": [True, False]}], "torch.bool; expected integers"),
-        ([{"input_ids": [1, 2], "completion_mask": [1]}], '"completion_mask" of shape'),
-        (
-            [sample(3), {"input_ids": [1]}],
-            r"sample 1 has the fields \['input_ids'\], sample 0 \['input_ids', 'labels'\]",
-        ),
-        ([{"input_ids": [1, 2], "attention_mask": [0, 1]}], "zeros in its attention_mask; expected valid tokens only"),
-        ([{"input_ids": [1, 2], "seq_lengths": [1]}], r"seq_lengths \[1\] and 2 tokens; expected lengths that add up"),
-        ([{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "expected lengths that add up"),
-        ([{"input_ids": [1], "position_ids": [0]}], 'sample 0 has a field "position_ids"; expected text only'),
-        ([{"input_ids": [1], "pixel_values": [0.5]}], 'sample 0 has a field "pixel_values"; expected text only'),
-    ],
-)
-def test_samples_that_cannot_be(samples, message):
-    with pytest.raises(LayoutError, match=message):
-        PackedCollator()(samples)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"multiple_of": 0}, "multiple_of is 0; expected a whole number"),
-        ({"multiple_of": True}, "multiple_of is True"),
-        ({"multiple_of": 2.0}, "multiple_of is 2.0"),
-        ({"extras": "weights"}, "extras is the string 'weights'"),
-        ({"extras": ("labels",)}, "extras has 'labels', which the inputs have already"),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    with pytest.raises(LayoutError, match=message):
-        PackedCollator(**options)
 
 
 def test_a_missing_extra():
@@ -343,11 +237,6 @@ def test_extras_of_several_dtypes_raise_and_empty_lists_have_none() -> None:
     samples = [{"input_ids": [1], "more": [big]}, {"input_ids": [], "more": []}]
     for order in (samples, samples[::-1]):
         assert PackedCollator(extras=("more",))(order)["more"].tolist() == [[big]]
-
-
-def test_ids_above_int64_raise() -> None:
-    with pytest.raises(LayoutError, match="numbers above those of int64"):
-        PackedCollator()([{"input_ids": torch.tensor([2**63 + 1], dtype=torch.uint64)}])
 
 
 def test_torchs_default_device_does_not_matter():

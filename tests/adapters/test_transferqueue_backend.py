@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import os
 import pickle
-import random
 from pathlib import Path
 
 import pytest
@@ -159,45 +158,6 @@ FLOAT8 = {f"{form} torch.float8_e4m3fn" for form in ("jagged", "padded", "scalar
 """What SimpleStorage cannot read from a checkpoint, for the same reason."""
 
 
-def told(meta):
-    """What the controller knows of the fields, but for its own names."""
-    return freeze(
-        {name: {key: repr(item) for key, item in schema.items()} for name, schema in meta.field_schema.items()}
-    )
-
-
-@pytest.mark.parametrize("kind", COLUMNS)
-def test_a_column_comes_back(partition, kind):
-    """In any order, together with another column, one sample at a time, and over what was there."""
-    keys = [f"{place}" for place in range(ROWS)]
-    fields = TensorDict({"x": COLUMNS[kind](), "ids": jagged(dtype=torch.int64)}, batch_size=[ROWS])
-    results = [error_of(lambda: sorted(tq.kv_batch_put(keys, partition, fields).fields))]
-    for order in (keys, keys[::-1], keys[2:3], [keys[4], keys[0]], [keys[3], keys[3], keys[5]]):
-        results.append(error_of(tq.kv_batch_get, order, partition))
-        results.append(error_of(tq.kv_batch_get, order, partition, "x"))
-    tq.kv_batch_put(keys[1:3], partition, TensorDict({"x": torch.arange(4).reshape(2, 2)}, batch_size=[2]))
-    results += [error_of(tq.kv_batch_get, order, partition, ["x"]) for order in (keys, keys[1:3], keys[:2])]
-    tq.kv_clear(keys[:2], partition)
-    results += [error_of(tq.kv_batch_get, order, partition, ["x"]) for order in (keys[2:], keys[:1])]
-    agree(f"column {kind}", results)
-
-
-def test_the_controller_is_told_the_same(partition):
-    client = tq.get_client()
-    told_of = {}
-    for kind, column in COLUMNS.items():
-        name = f"{partition} {kind}"
-        try:
-            client.put(TensorDict({"x": column()}, batch_size=[ROWS]), partition_id=name)
-        except Exception as error:
-            told_of[kind] = type(error).__name__
-            continue
-        meta = client.get_meta(data_fields=["x"], batch_size=ROWS, partition_id=name, mode="fetch", task_name="task")
-        told_of[kind] = told(meta)
-        client.clear_partition(name)
-    agree("schemas", told_of)
-
-
 # -------------------------------------------------------------------- keys and errors
 
 
@@ -249,25 +209,6 @@ def test_single_samples_are_put_as_dicts(partition):
     agree("single samples", results)
 
 
-def test_a_duplicate_key_in_one_put(partition):
-    agree("duplicates", [error_of(lambda: tq.kv_batch_put(["a", "b", "a"], partition, samples(0, 1, 2)).keys)])
-    agree(
-        "duplicates read",
-        [error_of(tq.kv_batch_get, keys, partition, "uid") for keys in (["a"], ["b", "a"], ["a", "a"])],
-    )
-
-
-def test_cleared_keys_can_be_put_again(partition):
-    results = []
-    for turn in range(3):
-        tq.kv_batch_put(["a", "b"], partition, samples(turn, 2 * turn))
-        results.append(error_of(tq.kv_batch_get, ["b", "a"], partition))
-        tq.kv_clear(["a"], partition)
-        results.append(error_of(tq.kv_batch_get, ["b", "a"], partition))
-        results.append(error_of(tq.kv_batch_get, ["b"], partition))
-    agree("put again", results)
-
-
 def test_what_was_got_is_the_callers(partition):
     """Writing to it changes neither what is stored nor the fields that were put."""
     fields = samples(3, 4, dense=drawn(1, 2, 3), objects=stack([{"t": torch.zeros(2)}, {"t": torch.ones(2)}]))
@@ -293,47 +234,6 @@ def test_tuples_and_sets_stay_what_they_are(queue, partition):
 
 
 # -------------------------------------------------------------------- programs
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_programs_give_the_same(partition, seed):
-    """Puts of any columns over new and old samples, gets in any order, clears; all results and errors."""
-    rng, results = random.Random(seed), []
-    made = {kind: column() for kind, column in COLUMNS.items() if kind not in ("a list", "jagged on wide offsets")}
-    names = ["ids", "responses", "uid", "x", "position_ids"]
-    kinds = rng.sample(sorted(made), 12)
-    for _ in range(25):
-        keys = [f"{place}" for place in rng.sample(range(20), rng.choice([1, 1, 2, 4, 7]))]
-        act = rng.random()
-        if act < 0.5:
-            rows, fields = sorted(rng.sample(range(ROWS), len(keys))), {}
-            for name in rng.sample(names, rng.randint(1, 4)):
-                fields[name] = taken(made[rng.choice(kinds)], rows)
-            batch = TensorDict(fields, batch_size=[len(keys)])
-            results.append(
-                error_of(lambda keys=keys, batch=batch: sorted(tq.kv_batch_put(keys, partition, batch).fields))
-            )
-        elif act < 0.9:
-            results.append(error_of(tq.kv_batch_get, keys, partition, rng.choice([None, *([name] for name in names)])))
-        else:
-            known = [key for key in keys if key in tq.kv_list(partition).get(partition, {})]
-            if known:
-                results.append(error_of(tq.kv_clear, known, partition))
-    every = sorted(tq.kv_list(partition).get(partition, {}))
-    results += [error_of(tq.kv_batch_get, [key], partition) for key in every]
-    results += [error_of(tq.kv_batch_get, every, partition, name) for name in names]
-    agree(f"program {seed}", results)
-
-
-def taken(column, rows):
-    """Some rows of a column, as a column."""
-    if isinstance(column, torch.Tensor) and column.is_nested:
-        parts = frozen.rows_of(column)
-        return torch.nested.as_nested_tensor([parts[row] for row in rows], layout=column.layout)
-    if isinstance(column, torch.Tensor | np.ndarray):
-        return column[rows]
-    items = column.data if isinstance(column, NonTensorData) else column.tolist()
-    return stack([items[row] for row in rows])
 
 
 # -------------------------------------------------------------------- several processes

@@ -1,4 +1,4 @@
-"""Some rounds of tests/fuzz_queue.py: processes of TransferQueue die, and nobody reads wrong rows or waits for ever."""
+"""Cases of tests/tools/fuzz_queue.py: processes of TransferQueue die; nobody reads wrong rows or waits for ever."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("transfer_queue")
 
-FUZZ = Path(__file__).parents[1] / "fuzz_queue.py"
+FUZZ = Path(__file__).parents[1] / "tools" / "fuzz.py"
 
 
 def test_deaths_bring_errors_and_no_wrong_rows():
     run = subprocess.run(
-        [sys.executable, str(FUZZ), "--rounds", "2", "--seed", "2"],
+        [sys.executable, str(FUZZ), "queue", "--count", "2", "--seed", "2"],
         env=os.environ,
         capture_output=True,
         text=True,

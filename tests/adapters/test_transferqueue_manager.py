@@ -16,7 +16,7 @@ pytest.importorskip("transfer_queue")
 from transfer_queue import StorageKeyNotFoundError
 
 from maskpack.adapters.transferqueue.chunk import LARGE
-from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, Units
+from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, StorageUnits
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import StorageError
 
@@ -26,7 +26,7 @@ class Direct(MaskpackStorageManager):
 
     def __init__(self, units=2, before=None):
         self.units, self.before = [Samples() for _ in range(units)], before
-        self._units, self._codec = Units(self.units, b""), None
+        self._units, self._codec = StorageUnits(self.units, b""), None
 
     async def _ask(self, unit, request, *given):
         if self.before is not None:

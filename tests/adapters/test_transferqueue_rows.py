@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from frozen import uncast
+from frozen import freeze, same, uncast
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 pytest.importorskip("transfer_queue")
@@ -177,33 +177,7 @@ def batch(rng: random.Random, rows: int) -> TensorDict:
 
 
 def assert_equal(ours: Any, theirs: Any, where: str) -> None:
-    assert type(ours) is type(theirs), (where, type(ours), type(theirs))
-    if isinstance(ours, torch.Tensor):
-        assert (ours.dtype, ours.layout, ours.is_nested) == (theirs.dtype, theirs.layout, theirs.is_nested), where
-        if not ours.is_nested:
-            assert ours.shape == theirs.shape, where
-            assert ours.contiguous().view(-1).view(torch.uint8).equal(theirs.contiguous().view(-1).view(torch.uint8))
-            return
-        ours, theirs = list(ours.unbind()), list(theirs.unbind())
-        assert len(ours) == len(theirs), where
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one.contiguous(), other.contiguous(), where)
-    elif isinstance(ours, NonTensorStack):
-        assert_equal(ours.tolist(), theirs.tolist(), where)
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), where
-        for key in ours:
-            assert_equal(ours[key], theirs[key], where)
-    elif isinstance(ours, list | tuple):
-        assert len(ours) == len(theirs), where
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other, where)
-    elif isinstance(ours, np.ndarray):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        assert ours.tobytes() == theirs.tobytes(), where
-    else:
-        assert ours == theirs, where
+    same(freeze(ours), freeze(theirs), where)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -223,7 +197,7 @@ def test_rows_come_back_as_from_simple_storage(seed: int) -> None:
             mine, other = ours.put(samples, data), theirs.put(samples, data)
             assert list(mine) == list(other)
             for name in mine:
-                assert_equal(dict(sorted(mine[name].items())), dict(sorted(other[name].items())), f"{step} {name}")
+                assert_equal(mine[name], other[name], f"{step} {name}")
             for sample in samples:
                 known.setdefault(sample, set()).update(data.keys())
             for _ in range(3):

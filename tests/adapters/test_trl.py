@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import math
 import re
 import sys
@@ -35,7 +34,6 @@ from maskpack.ops import attention
 
 CLOSE = 1e-5
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-SINGLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 REUSED = {"steps_per_generation": 4, "num_iterations": 2, "beta": 0.04}  # old and reference log-probs
 METHOD = "_get_per_token_logps_and_entropies"
 
@@ -120,13 +118,13 @@ def test_twenty_steps_are_those_of_trl(tmp_path, models):
 def test_compiled_parts(tmp_path, models, monkeypatch):
     """With checkpointed layers and a reference model; TRL's own pass of the self-check runs them as they are."""
     ran = []
-    run = compiled._Forward._run
+    run = compiled.PartForward._run
 
     def seen(self, *args, **kwargs):
         ran.append(self._who)
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(compiled._Forward, "_run", seen)
+    monkeypatch.setattr(compiled.PartForward, "_run", seen)
     padded = work.trained(GRPOTrainer, tmp_path / "0", models(), max_steps=4, **REUSED)
     assert not ran
     ours = work.trained(
@@ -137,23 +135,14 @@ def test_compiled_parts(tmp_path, models, monkeypatch):
     assert not any("forward" in vars(part) for part in ours.model.model.modules())
 
 
-def test_checkpoints_are_exchanged(tmp_path, models):
-    """A checkpoint in the middle, of either trainer, goes on in either."""
+def test_a_checkpoint_of_packed_rows_goes_on_padded(tmp_path, models):
     options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, **REUSED}
-    kinds = {"padded": GRPOTrainer, "packed": packed(GRPOTrainer, min_shared=2)}
-    runs = {name: work.trained(kind, tmp_path / name, models(), **options) for name, kind in kinds.items()}
-    assert_same_runs(*runs.values())
-    files = [sorted(path.name for path in (tmp_path / name / "checkpoint-4").iterdir()) for name in kinds]
-    assert files[0] == files[1]
-    resumed = {
-        (start, then): work.trained(
-            kind, tmp_path / f"{start}-{then}", models(), tmp_path / start / "checkpoint-4", **options
-        )
-        for start, (then, kind) in itertools.product(kinds, kinds.items())
-    }
-    first, *others = resumed.values()
-    for other in others:
-        assert_same_runs(first, other)
+    ours = work.trained(packed(GRPOTrainer, min_shared=2), tmp_path / "ours", models(), **options)
+    theirs = work.trained(GRPOTrainer, tmp_path / "on", models(), tmp_path / "ours" / "checkpoint-4", **options)
+    steps = [one for one in work.history(ours) if "loss" in one][-4:]
+    resumed = [one for one in work.history(theirs) if "loss" in one][-4:]
+    assert len(steps) == 4
+    assert [one["loss"] for one in resumed] == pytest.approx([one["loss"] for one in steps], abs=CLOSE)
 
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -164,13 +153,9 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
     [
         pytest.param(RLOOTrainer, {"beta": 0.05, "steps_per_generation": 4, "num_iterations": 2}, id="rloo"),
         pytest.param(GRPOTrainer, {"entropy_coef": 0.05}, id="entropy bonus"),
-        pytest.param(GRPOTrainer, {"top_entropy_quantile": 0.4}, id="entropy mask"),
-        pytest.param(GRPOTrainer, {"mask_truncated_completions": True}, id="truncated completions"),
         pytest.param(GRPOTrainer, {"temperature": 0.6, "loss_type": "grpo"}, id="temperature"),
-        pytest.param(GRPOTrainer, {"importance_sampling_level": "sequence", **REUSED}, id="sequence level"),
         pytest.param(GRPOTrainer, {"gradient_checkpointing": False}, id="no checkpointing"),
         pytest.param(GRPOTrainer, EVALUATED, id="evaluation"),
-        pytest.param(GRPOTrainer, SINGLE, id="single rows"),
     ],
 )  # fmt: skip
 def test_options_of_trl(tmp_path, models, kind, options):
@@ -178,19 +163,16 @@ def test_options_of_trl(tmp_path, models, kind, options):
     assert_same_runs(*runs)
 
 
-@pytest.mark.parametrize("family", ["Llama", "tied", "gpt2", "scale", "cap", "bias", "state"])
+@pytest.mark.parametrize("family", ["gpt2", "scale", "cap", "state"])
 def test_other_models(tmp_path, models, family):
     """GPT-2 learns positions, which it numbers by column."""
     folder = {
-        "Llama": lambda: models("Llama"),
-        "tied": lambda: models("Qwen3", tie_word_embeddings=True),
         "gpt2": lambda: models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
         "scale": lambda: models("Granite", logits_scaling=0.25),
         "cap": lambda: models("Gemma2", head_dim=8, final_logit_softcapping=1.5),
         "state": lambda: work.saved(
             tmp_path / "m", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8
         ),
-        "bias": lambda: models("Phi", embd_pdrop=0.0, resid_pdrop=0.0, attention_dropout=0.0),
     }[family]()
     options = {"learning_rate": 1e-4} if family == "gpt2" else {}
     assert_same_runs(*both(GRPOTrainer, tmp_path, folder, max_steps=3, **REUSED | options))
@@ -250,20 +232,6 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
         assert mine.dtype == seen.dtype == torch.float32
         assert (seen - true).abs().max() > 1e-4  # bfloat16 it is
         assert (mine - true).abs().mean() <= 1.5 * (seen - true).abs().mean()
-
-
-def test_autocast_multiplies_by_the_output_layer_in_bfloat16(tmp_path, models, monkeypatch):
-    seen = []
-    score = adapter.packed_log_probs
-
-    def noted(rows, weight, *args, **more):
-        seen.append((rows.dtype, weight.dtype, torch.is_autocast_enabled("cpu")))
-        return score(rows, weight, *args, **more)
-
-    monkeypatch.setattr(adapter, "packed_log_probs", noted)
-    run = work.trainer(packed(GRPOTrainer), tmp_path, models(), bf16=True)
-    run._get_per_token_logps_and_entropies(run.model, *padded_rows())
-    assert seen == [(torch.bfloat16, torch.bfloat16, False)]
 
 
 # -------------------------------------------------------------------- one call
@@ -327,32 +295,6 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
     ((expected[0] * slopes[0]).sum() + (expected[1] * slopes[1]).sum()).backward()
     for (name, own), true in zip(run.model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.grad, true.grad, rtol=1e-8, atol=1e-9, msg=name)
-
-
-def test_gradients_of_a_loss_are_those_of_trl(tmp_path, models):
-    padded, ours = (
-        work.trainer(kind, tmp_path / kind.__qualname__, models())
-        for kind in (GRPOTrainer, packed(GRPOTrainer, min_shared=1))
-    )
-    ids, mask, width = padded_rows()
-    prompt = ids.shape[1] - width
-    inputs = {
-        "prompt_ids": ids[:, :prompt], "prompt_mask": mask[:, :prompt],
-        "completion_ids": ids[:, prompt:], "completion_mask": mask[:, prompt:],
-        "advantages": torch.tensor([1.0, -0.5, 2.0, -1.5, 0.5]), "num_items_in_batch": mask[:, prompt:].sum(),
-    }  # fmt: skip
-    losses = []
-    for run in (padded, ours):
-        run.model.train()
-        run.current_gradient_accumulation_steps = 1
-        loss = run.compute_loss(run.model, inputs)
-        loss.backward()
-        losses.append(loss.detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
-    for (name, theirs), own in zip(padded.model.named_parameters(), ours.model.parameters(), strict=True):
-        torch.testing.assert_close(
-            own.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
-        )
 
 
 def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models):
@@ -428,7 +370,8 @@ def test_the_self_check_sees_a_wrong_bound(tmp_path, models, monkeypatch):
     monkeypatch.setattr(adapter.Replayable, "hidden", lambda self, inputs: hidden(self, shifted(inputs)))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, models())
     with pytest.raises(
-        ReplayError, match=r"from packed rows are off by [\d.]+ from TRL's own; expected at most 0.0001"
+        ReplayError,
+        match=r"from packed rows of \w+ are off by [\d.]+ from its own .*; expected at most 0.0001",
     ):
         run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
     assert run.model.config._attn_implementation == NAME  # a backward pass could follow
@@ -454,7 +397,7 @@ def test_the_self_check_sees_other_positions(tmp_path, models, monkeypatch):
     of = adapter.PackedInputs.of
     monkeypatch.setattr(adapter.PackedInputs, "of", lambda batch, **more: of(batch.exclude("position_ids"), **more))
     run = work.trainer(packed(GRPOTrainer, share_prefixes=False), tmp_path, folder)
-    with pytest.raises(ReplayError, match="Packed rows give wrong results for this model"):
+    with pytest.raises(ReplayError, match="log-probs or entropies from packed rows of GPT2LMHeadModel are off by"):
         run._get_per_token_logps_and_entropies(run.model, *padded_rows())
 
 
@@ -640,11 +583,6 @@ class Accelerator:
         return self.says[name] if name in self.says else getattr(self.own, name)
 
 
-def test_images_and_types_of_tokens(tmp_path, models, falls_back):
-    run = work.trainer(packed(GRPOTrainer), tmp_path, models())
-    fallback(run, "the batch has num_images, which", num_images=[0] * 5)
-
-
 def test_the_router_s_loss(tmp_path, falls_back):
     torch.manual_seed(0)
     model = tf.MixtralForCausalLM(tf.MixtralConfig(**work.SIZES, num_local_experts=4))
@@ -693,12 +631,9 @@ class Own(GRPOTrainer):
     ("call", "error", "match"),
     [
         (lambda: packed(SFTTrainer), ReplayError, "expected a class with the method"),
-        (lambda: packed(None), ReplayError, "packed: got None; expected a class"),
         (lambda: packed(packed(GRPOTrainer)), ReplayError, "GRPOTrainer is packed already"),
         (lambda: packed(Own), ReplayError, "Own has a _get_per_token_logps_and_entropies of its own, of test_trl"),
-        (lambda: packed(GRPOTrainer, share_prefixes=1), ReplayError, "share_prefixes is 1"),
         (lambda: packed(GRPOTrainer, self_check="no"), ReplayError, "self_check is 'no'"),
-        (lambda: packed(GRPOTrainer, compile=None), ReplayError, "compile is None"),
         (lambda: packed(GRPOTrainer, min_shared=0), LayoutError, "min_shared is 0"),
     ],
 )  # fmt: skip

@@ -3,10 +3,7 @@ with a tiny engine in place of the GPU engines. Each backend must leave the same
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import itertools
-import math
 import os
 import re
 from functools import partial
@@ -26,10 +23,9 @@ import torch
 import transfer_queue as tq
 import verl
 import verl_v1_workers as tiny
-from frozen import agree, freeze, rows_of, same
+from frozen import agree, freeze
 from omegaconf import OmegaConf
-from tensordict import NonTensorStack, TensorDict
-from transfer_queue import KVBatchMeta
+from tensordict import TensorDict
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -37,16 +33,13 @@ from verl.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from verl.trainer.ppo import padding_utils
-from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager
 from verl.workers.utils.losses import value_loss
-from verl.workers.utils.padding import response_from_nested, response_to_nested
-from verl_v1_workers import EOS
 
 import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
@@ -329,186 +322,3 @@ class Loader(list):
 
 
 # -------------------------------------------------------------------- the parts alone
-
-
-def outputs(count, images, seed=0):
-    """Rollouts of `count` prompts, put by the method of verl's agent loop workers, and what it gave to the queue."""
-    worker = object.__new__(tiny.TinyAgentLoop)
-    config = configured({"tiny": {"images": images, "experts": True}})
-    worker.begin(config)
-    worker.reward_loop_worker_handles, worker.distillation_enabled = None, False
-    worker.tokenizer, worker.mm_processor_kwargs = tiny.Tokenizer(), {}
-    given = []
-
-    async def run(partition, recorded):
-        for index in range(seed, seed + count):
-            loop = tiny.TinyLoop(SimpleNamespace(config=config))
-            kwargs = {"index": index, "session_id": index % 2, "raw_prompt": [{"role": "user", "content": "x" * index}]}
-            rollout = await loop.run({}, **kwargs)
-            kwargs |= {"uid": f"u{index}", "global_steps": index // 2, "reward_model": {"ground_truth": str(index)}}
-            kwargs |= {"dummy_tensor": torch.tensor([index], dtype=torch.uint8), "nothing": None}
-            await worker._agent_loop_postprocess(rollout, False, **kwargs)
-
-    def put(partition, monkeypatch):
-        async def recorded(**call):
-            given.append(copy.deepcopy(call))
-            await tq.async_kv_batch_put(**call | {"partition_id": partition})
-
-        monkeypatch.setattr(agent_loop_tq, "tq", SimpleNamespace(async_kv_batch_put=recorded))
-        asyncio.run(run(partition, recorded))
-        return given
-
-    return put
-
-
-def row(value, place):
-    """One row of a column."""
-    if isinstance(value, torch.Tensor):
-        return rows_of(value)[place] if value.is_nested else value[place]
-    return value.tolist()[place]
-
-
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
-def test_outputs_of_agent_loops_come_back(partition, monkeypatch, images):
-    given = outputs(6, images)(partition, monkeypatch)
-    expected, tags = {}, {}
-    for call in given:
-        for place, key in enumerate(call["keys"]):
-            fields = call["fields"]
-            expected[key] = {name: freeze(row(fields.get(name), place)) for name in fields.keys()}  # noqa: SIM118
-            tags[key] = call["tags"][place]
-    assert len(expected) > 6
-    assert tq.kv_list(partition)[partition] == tags
-    keys, columns = sorted(expected), []
-    for wanted in (keys, keys[::-1], keys[1:2], keys[2:5], [keys[4], keys[0], keys[3]]):
-        whole = tq.kv_batch_get(wanted, partition)
-        assert whole.keys() == expected[keys[0]].keys()
-        for place, key in enumerate(wanted):
-            for name in whole.keys():  # noqa: SIM118
-                same(freeze(row(whole.get(name), place)), expected[key][name], f"{key} {name}")
-        some = asyncio.run(tq.async_kv_batch_get(wanted, partition, ["responses", "extra_fields"]))
-        assert freeze(some["responses"]) == freeze(whole["responses"])
-        columns.append({name: freeze(whole.get(name)) for name in sorted(whole.keys())})
-    agree(f"outputs {images}", columns)
-
-
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
-def test_responses_are_cut_out_and_put_back(partition, monkeypatch, images):
-    keys = [key for call in outputs(5, images)(partition, monkeypatch) for key in call["keys"]]
-    data = tq.kv_batch_get(keys, partition, ["input_ids", "response_mask", "rm_scores", "responses"])
-    model = torch.nested.nested_tensor_from_jagged(data["input_ids"].values().float(), data["input_ids"].offsets())
-    cut = response_from_nested(model, data["response_mask"])
-    padded = data.to_padded_tensor()
-    back = response_to_nested(padded["rm_scores"], data["response_mask"])
-    assert [part.tolist() for part in back.unbind()] == [part.tolist() for part in data["rm_scores"].unbind()]
-    fields = TensorDict({"old_log_probs": cut, "advantages": back}, batch_size=[len(keys)])
-    meta = tq.kv_batch_put(keys, partition, fields)
-    assert meta.keys == keys
-    again = tq.kv_batch_get(keys[::-1], partition, ["old_log_probs", "advantages", "responses"])
-    assert [part.tolist() for part in again["old_log_probs"].unbind()][::-1] == [part.tolist() for part in cut.unbind()]
-    agree(f"cut {images}", [freeze(again), freeze(padded["input_ids"])])
-
-
-@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
-def test_batches_are_filled_up_with_synthetic_samples(partition, monkeypatch, images):
-    monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
-    calls = outputs(3, images)(partition, monkeypatch)
-    keys = [key for call in calls for key in call["keys"]]
-    tags = [tag for call in calls for tag in call["tags"]]
-    batch = KVBatchMeta(partition_id=partition, keys=keys, tags=tags)
-    filled = padding_utils.upsample_batch_to_divisible_size(batch, 7, EOS)
-    added = filled.keys[len(keys) :]
-    assert len(filled) % 7 == 0
-    assert added
-    data = tq.kv_batch_get(filled.keys, partition, ["position_ids", "input_ids", "routed_experts", "uid", "num_turns"])
-    shape = data["position_ids"].unbind()[-1].shape if not images else rows_of(data["position_ids"])[-1].shape
-    assert shape == ((4, 128) if images else (128,))
-    assert padding_utils.upsample_batch_to_divisible_size(filled, 7, EOS) is filled
-    whole = {key: freeze(tq.kv_batch_get([key], partition)) for key in filled.keys}
-    agree(f"filled {images}", [whole, freeze(data), freeze(filled.tags)])
-
-
-def test_replay_buffers_sample_and_clear(partition):
-    """Groups of two trajectories: finished ones are sampled, oldest first; without a signal or stale, they are gone."""
-
-    def group(uid, steps, rewards, status="finished"):
-        tq.kv_put(uid, partition, tag={"is_prompt": True, "status": status, "global_steps": steps})
-        if rewards:
-            scores = [torch.tensor([0.0] * place + [reward]) for place, reward in enumerate(rewards)]
-            fields = TensorDict(
-                {"rm_scores": torch.nested.as_nested_tensor(scores, layout=torch.jagged)}, [len(rewards)]
-            )
-            extra = [{"reward_extra_info": {"acc": reward}} for reward in rewards]
-            fields["extra_fields"] = NonTensorStack(*extra)
-            keys = [f"{uid}_{place}_0" for place in range(len(rewards))]
-            tq.kv_batch_put(keys, partition, fields, [{"status": "success", "seq_len": 3}] * len(rewards))
-
-    group("a", 3, [1.0, 0.0])
-    group("b", 1, [1.0, 1.0])
-    group("c", 9, [0.25, -1.0])
-    group("d", 2, [], "running")
-    group("e", 8, [0.5, 0.5])
-    group("f", 7, [0.5, 1.5])
-    options = {"trainer_config": OmegaConf.create(), "sampler_kwargs": OmegaConf.create(), "poll_interval": 0.02}
-    options |= {"max_off_policy_threshold": 4, "max_off_policy_strategy": "drop"}
-    refilled = []
-    for metric in ("reward", "acc"):
-        buffer = ReplayBufferAsync(
-            trainer_mode="colocate_async", filter_groups_metric=metric, refill_fn=refilled.append, **options
-        )
-        if metric == "acc":
-            group("g", 9, [2.0, 2.0])
-        batch, metrics = buffer.sample(global_steps=10, partition_id=partition, batch_size=1)
-        assert {key.split("_")[0] for key in batch.keys} == ({"f"} if metric == "reward" else {"c"})
-        assert len(tq.kv_batch_get(batch.keys, partition)["rm_scores"].unbind()) == 2
-        tq.kv_clear(batch.keys, partition)
-        agree(f"replay {metric}", [freeze(metrics), list(batch.keys), freeze(batch.tags)])
-    assert refilled == [3, 1]
-    assert tq.kv_list(partition)[partition].keys() == {"d"}
-    group("h", 10, [1.0])
-    batch, metrics = ReplayBuffer(trainer_mode="sync", **options).sample(11, partition, 1)
-    assert (batch.keys, metrics) == (["h_0_0"], {})
-
-
-def test_workers_are_given_their_rows(cluster, partition, monkeypatch):
-    """Two ranks, each with its rows in the order of the call; what a method returns is stored with them."""
-    calls = outputs(6, True)(partition, monkeypatch)
-    keys = [key for call in calls for key in call["keys"]][:8]
-    known = {key: tq.kv_batch_get([key], partition) for key in keys}
-    batch = KVBatchMeta(partition_id=partition, keys=keys, tags=[{"place": place} for place in range(8)])
-    batch.extra_info["question"] = {"why": [1, 2]}
-    batch.reorder([7, 0, 3, 4, 1, 2, 6, 5])
-    output = cluster.actor.describe(batch)
-    assert isinstance(output, KVBatchMeta)
-    assert output.keys == batch.keys
-    assert {"seen_by", "description", "input_ids"} <= set(output.fields)
-    data = tq.kv_batch_get(keys, partition, ["seen_by", "description"])
-    for place, key in enumerate(keys):
-        assert data["seen_by"][place] == batch.keys.index(key) // 4
-        told = data.get("description").tolist()[place]
-        for name in known[key].keys():  # noqa: SIM118
-            assert told[name] == repr(freeze(row(known[key].get(name), 0))), (key, name)
-
-    batch.fields = ["input_ids", "loss_mask"]
-    narrow = cluster.actor.describe(batch)
-    told = tq.kv_batch_get(narrow.keys, partition, "description").get("description").tolist()
-    assert [item.keys() - {"question"} for item in told] == [{"input_ids", "loss_mask"}] * 8
-    cluster.actor.describe_async(batch)
-    wide = tq.kv_batch_get(keys, partition, ["doubled", "length", "input_ids"])
-    for doubled, ids, length in zip(wide["doubled"].unbind(), wide["input_ids"].unbind(), wide["length"], strict=True):
-        assert torch.equal(doubled, ids * 2)
-        assert len(ids) == length
-    agree("workers", freeze(tq.kv_batch_get(keys, partition)))
-
-
-def test_metrics_are_nan_where_they_were(partition):
-    """Values of every kind of bits: NaN with a payload, -0.0, infinities and the smallest floats."""
-    words = torch.tensor([0x7FC00001, -2147483648, 0x7F800000, 1, -0x5FFFFF, 0], dtype=torch.int32)
-    rows = [words[:place].view(torch.float32) for place in (1, 6, 3, 5)]
-    fields = TensorDict({"values": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [4])
-    tq.kv_batch_put(list("abcd"), partition, fields)
-    seen = tq.kv_batch_get(list("dbac"), partition)["values"].unbind()
-    assert [part.view(torch.int32).tolist() for part in seen] == [words[:n].tolist() for n in (5, 6, 1, 3)]
-    padded = tq.kv_batch_get(list("dbac"), partition).to_padded_tensor()["values"]
-    assert math.isnan(padded[0, 0])
-    agree("nan", freeze(padded))

@@ -1,9 +1,8 @@
-"""What a rank does in the tests of verl's FSDP engine: the same rows through the engine, through replay of the module
-that the engine has wrapped, and each row alone through a plain copy of the model.
+"""What a rank does in the tests of verl's FSDP engine with replay in it: the same rows through the engine, and each row
+alone through a plain copy of the model.
 
     rows --> left_right_2_no_padding --> engine.forward_backward_batch --> no_padding_2_padding --> [B, R]
-         --> response_log_probs(replayable(engine.module), rows)       --> jagged              --> [B, R]
-         --> model(row) for each row                                                          --> [B, R]
+         --> model(row) for each row                                                           --> [B, R]
 
 Of verl only the platform is replaced, because it has none for the CPU: a name, a device, and no memory to report."""
 
@@ -13,7 +12,7 @@ import logging
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +25,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
-
-from maskpack.adapters.transformers import replayable
-from maskpack.errors import MaskpackError
-from maskpack.replay import response_log_probs
 
 
 class Cpu(PlatformCUDA):
@@ -51,7 +46,6 @@ with warnings.catch_warnings():
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
@@ -64,32 +58,22 @@ EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 # -------------------------------------------------------------------- model, engine, rows
 
 
-def tiny(kind: str = "Qwen3", tied: bool = True, **more: Any) -> Any:
+def tiny(tied: bool) -> Any:
     """A model whose distributions are not flat."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    heads = {"head_dim": 8} if kind != "Llama" else {}
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY, num_hidden_layers=2, tie_word_embeddings=tied, **sizes, **heads, **more
-    )
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
+    )  # fmt: skip
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.Qwen3ForCausalLM(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() > 1 else 1)
     return model
 
 
-def engine_of(
-    model: Any,
-    engine_class: Any = FSDPEngineWithLMHead,
-    *,
-    attention: str = "sdpa",
-    mixed_precision: Mapping[str, str] | None = EXACT,
-    engine: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Any:
-    """verl's engine with a checkpoint of the model, by its own `initialize`. `engine` are fields of FSDPEngineConfig,
-    `options` of HFModelConfig. All ranks of the group call it."""
+def engine_of(model: Any, engine_class: Any) -> Any:
+    """verl's engine with a checkpoint of the model, by its own `initialize`. All ranks of the group call it."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +82,8 @@ def engine_of(
         if dist.get_rank() == 0:
             model.save_pretrained(folder)
         dist.barrier()
-        own = HFModelConfig(
-            path=shared[0], load_tokenizer=False, override_config={"attn_implementation": attention}, **options
-        )
-        precision = None if mixed_precision is None else dict(mixed_precision)
-        config = FSDPEngineConfig(**{"strategy": "fsdp2", "mixed_precision": precision, **(engine or {})})
+        own = HFModelConfig(path=shared[0], load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+        config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=EXACT, use_torch_compile=False)
         made = engine_class(own, config, FSDPOptimizerConfig(lr=0.01, total_training_steps=1), CheckpointConfig())
         made.initialize()
         dist.barrier()
@@ -133,7 +114,7 @@ def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
     )
 
 
-# -------------------------------------------------------------------- three ways to log-probs, entropies, gradients
+# -------------------------------------------------------------------- two ways to log-probs, entropies, gradients
 
 
 class Seen:
@@ -168,18 +149,9 @@ def gradients_of(module: Any) -> dict[str, Tensor]:
     return out
 
 
-def by_verl(
-    engine: Any,
-    batch: TensorDict,
-    *,
-    temperature: Any,
-    entropy: bool,
-    remove_padding: bool = True,
-    jagged: bool = False,
-    budget: int = 24,
-) -> Seen:
-    """By the engine's micro-batches of `budget` tokens, on the rows of this rank. `jagged`: prompts and responses too,
-    as the trainer over TransferQueue holds them."""
+def by_engine(engine: Any, batch: TensorDict, *, temperature: float, entropy: bool, jagged: bool) -> Seen:
+    """By the engine's micro-batches of 24 tokens, on the rows of this rank. `jagged`: prompts and responses too, as the
+    trainer over TransferQueue holds them."""
     data = left_right_2_no_padding(batch.copy())
     if jagged:
         for name, real in (("prompts", slice(None, PROMPT)), ("responses", slice(PROMPT, None))):
@@ -187,13 +159,9 @@ def by_verl(
             rows = [row[own] for row, own in zip(batch[name], mask, strict=True)]
             data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         del data["attention_mask"]
-    options = {"calculate_entropy": entropy, "use_remove_padding": remove_padding, "return_model_output": True}
-    fused = engine.model_config.use_fused_kernels
-    tu.assign_non_tensor(data, max_token_len_per_gpu=budget, use_dynamic_bsz=True, use_fused_kernels=fused, **options)
-    if isinstance(temperature, Tensor):
-        data["temperature"] = temperature
-    else:
-        tu.assign_non_tensor(data, temperature=temperature)
+    options = {"calculate_entropy": entropy, "use_remove_padding": True, "return_model_output": True}
+    options |= {"use_fused_kernels": False, "temperature": temperature}
+    tu.assign_non_tensor(data, max_token_len_per_gpu=24, use_dynamic_bsz=True, **options)
 
     def loss_function(model_output: Any, data: TensorDict, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
         parts = [no_padding_2_padding(model_output[name], data) for name in ("log_probs", "entropy")[: 1 + entropy]]
@@ -205,23 +173,14 @@ def by_verl(
     return Seen(parts[0], parts[1] if entropy else None, gradients_of(engine.module))
 
 
-def by_replay(replay: Any, batch: TensorDict, *, temperature: float, entropy: bool, **options: Any) -> Seen:
-    out: Any = response_log_probs(replay, batch, temperature=temperature, entropy=entropy, **options)
-    padded = [_padded(part) for part in (out if entropy else (out,))]
-    loss_of(padded[0], padded[1] if entropy else None, batch).backward()
-    parts = [part.detach() for part in padded]
-    return Seen(parts[0], parts[1] if entropy else None, gradients_of(replay.model))
-
-
-def by_row(model: Any, batch: TensorDict, *, temperature: Any, entropy: bool) -> Seen:
+def by_row(model: Any, batch: TensorDict, *, temperature: float, entropy: bool) -> Seen:
     """Each row alone; gradients are the mean over the ranks, as FSDP takes it."""
     log_probs, entropies = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch), RESPONSE)
-    temperatures = temperature if isinstance(temperature, Tensor) else torch.full((len(batch),), temperature)
     for row in range(len(batch)):
         real = batch["attention_mask"][row].bool()
         ids = batch["input_ids"][row][real]
         first = int(real[:PROMPT].sum())
-        log_p = (model(input_ids=ids[None], use_cache=False).logits[0] / temperatures[row]).log_softmax(-1)
+        log_p = (model(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
         for place in range(first, len(ids)):
             log_probs[row, place - first] = log_p[place - 1, ids[place]]
             entropies[row, place - first] = -(log_p[place - 1].exp() * log_p[place - 1]).sum()
@@ -232,12 +191,6 @@ def by_row(model: Any, batch: TensorDict, *, temperature: Any, entropy: bool) ->
     return Seen(log_probs.detach(), entropies.detach() if entropy else None, found)
 
 
-def _padded(jagged: Tensor) -> Tensor:
-    """[B, R], 0 behind the tokens of each row."""
-    rows = [torch.nn.functional.pad(row, (0, RESPONSE - row.shape[0])) for row in jagged.unbind()]
-    return torch.stack(rows)
-
-
 def own_rows() -> TensorDict:
     """Of this rank: all rows on one, other counts on each of two."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -246,89 +199,22 @@ def own_rows() -> TensorDict:
 
 # -------------------------------------------------------------------- what a rank does
 
-PLAIN = {"use_torch_compile": False}
 WAYS = ((1.0, False), (0.7, True))
 """Temperatures, and whether entropies are computed."""
 
 
-def same_numbers(kind: str, tied: bool, engine: Mapping[str, Any] = PLAIN) -> dict[str, dict[str, float]]:
-    """How far verl's engine and replay are off each row alone."""
-    model, batch = tiny(kind, tied), own_rows()
-    made, found = engine_of(model, engine=engine), {}
-    for temperature, entropy in WAYS:
-        ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-        truth = by_row(model, batch, **ways)
-        assert min(float(grad.abs().max()) for grad in truth.gradients.values()) > 1e-3  # all weights matter
-        for remove_padding in (True, False):
-            name = f"verl, remove_padding={remove_padding}, {ways}"
-            found[name] = by_verl(made, batch, remove_padding=remove_padding, **ways).off(truth)
-        made.module.train()
-        replay = replayable(made.module)
-        found[f"replay, {ways}"] = by_replay(replay, batch, self_check=True, **ways).off(truth)
-        replay.release()
-    return found
-
-
 def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
-    """As `same_numbers`, of the engine in docs/verl.md."""
+    """How far the engine in docs/verl.md is off each row alone."""
     (code,) = (
         block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "forward_step" in block
     )
     names: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), names)
-    model, batch = tiny(tied=tied), own_rows()
-    made, found = engine_of(model, names["ReplayEngine"], engine=PLAIN), {}
+    model, batch = tiny(tied), own_rows()
+    made, found = engine_of(model, names["ReplayEngine"]), {}
     for temperature, entropy in WAYS:
         ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         truth = by_row(model, batch, **ways)
         for jagged in (True, False):
-            found[f"jagged={jagged}, {ways}"] = by_verl(made, batch, jagged=jagged, **ways).off(truth)
+            found[f"jagged={jagged}, {ways}"] = by_engine(made, batch, jagged=jagged, **ways).off(truth)
     return found
-
-
-def temperatures_of_rows() -> dict[str, float]:
-    model, batch = tiny(), own_rows()
-    ways: dict[str, Any] = {"temperature": torch.linspace(0.5, 1.5, len(batch)), "entropy": True}
-    return by_verl(engine_of(model, engine=PLAIN), batch, **ways).off(by_row(model, batch, **ways))
-
-
-def _said(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except (MaskpackError, RuntimeError) as error:
-        return str(error)
-
-
-MIXING: Mapping[str, Callable[[], Any]] = {
-    "masks that are not given positions": lambda: tiny("GptOss", num_local_experts=4, num_experts_per_tok=2),
-    "a short convolution": lambda: tiny("Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8),
-}
-
-
-def mixed_rows(name: str) -> dict[str, Any]:
-    """How far log-probs are off those of each row alone, of a model whose rows see each other when they are packed
-    without bounds; or the error."""
-    model, batch = MIXING[name]().eval(), own_rows()
-    ways: dict[str, Any] = {"temperature": 1.0, "entropy": False}
-    truth = by_row(model, batch, **ways)
-    attention = "eager" if "GptOss" in type(model).__name__ else "sdpa"
-    made = engine_of(model, engine=PLAIN, attention=attention)
-    found: dict[str, Any] = {}
-    for remove_padding in (True, False):
-        off = by_verl(made, batch, remove_padding=remove_padding, **ways).off(truth)
-        found[f"remove_padding={remove_padding}"] = off["log_probs"]
-    found["replay"] = _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth))
-    return found
-
-
-def fused(tied: bool) -> dict[str, Any]:
-    """Numbers or errors of verl's fused kernels in torch, and of replay of the module that they patch."""
-    model, batch = tiny(tied=tied), own_rows()
-    ways: dict[str, Any] = {"temperature": 0.7, "entropy": True}
-    truth = by_row(model, batch, **ways)  # before the class of the model is patched
-    options = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-    made = engine_of(model, engine=PLAIN, **options)
-    return {
-        "verl": _said(lambda: by_verl(made, batch, **ways).off(truth)),
-        "replay": _said(lambda: by_replay(replayable(made.module), batch, **ways).off(truth)),
-    }

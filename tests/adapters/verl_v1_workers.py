@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed
 import transfer_queue as tq
-from frozen import freeze, rows_of
 from omegaconf import OmegaConf
 from transformers import BatchFeature
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
@@ -182,27 +181,6 @@ class TinyActor(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights(self):
         return self.actor.engine.weights.detach()
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def describe(self, data):
-        """Each row as this rank sees it, to be stored as a field, and metrics that are not."""
-        tu.maybe_fix_3d_position_ids(data)
-        rows = [{} for _ in range(len(data))]
-        for name in data.keys():  # noqa: SIM118
-            value = data.get(name)
-            if isinstance(value, torch.Tensor):
-                for row, part in zip(rows, rows_of(value) if value.is_nested else value, strict=True):
-                    row[name] = repr(freeze(part))
-            elif hasattr(value, "tolist"):
-                for row, part in zip(rows, value.tolist(), strict=True):
-                    row[name] = repr(freeze(part))
-        ranks = torch.full((len(data),), torch.distributed.get_rank())
-        extra = {"asked": tu.get(data, "question", None), "rows": len(data)}
-        return tu.get_tensordict({"seen_by": ranks, "description": rows}, extra)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    async def describe_async(self, data):
-        return tu.get_tensordict({"length": data["input_ids"].offsets().diff(), "doubled": data["input_ids"] * 2})
 
 
 # -------------------------------------------------------------------- agent loop

@@ -6,7 +6,8 @@ import hashlib
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict
+from frozen import freeze
+from tensordict import TensorDict
 from verl import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -17,46 +18,10 @@ from maskpack.adapters.verl import MaskNestingConfig, mask_nesting_dispatch, pac
 OFF = MaskNestingConfig()
 
 
-def flat(value, out):
-    """Everything that a worker can see of a value, as bytes."""
-    if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            out.append(repr((value._ragged_idx, value.dim())).encode())
-            flat(value.offsets().to(torch.int64), out)  # verl sends int32 ones as int64
-            value = value.values()
-        out.append(repr((value.dtype, tuple(value.shape))).encode())
-        out.append(value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray):
-        out.append(repr((value.dtype, value.shape)).encode())
-        for item in value.ravel().tolist() if value.dtype == object else [value.tobytes()]:
-            flat(item, out)
-    elif isinstance(value, DataProto):
-        out.append(b"proto")
-        for part in (value.batch, value.non_tensor_batch, value.meta_info):
-            flat(part, out)
-    elif isinstance(value, TensorDict):
-        out.append(repr(tuple(value.batch_size)).encode())
-        flat({name: value.get(name) for name in sorted(value.keys())}, out)
-    elif isinstance(value, NonTensorData):
-        flat(value.data, out)
-    elif type(value).__name__ == "NonTensorStack":
-        flat(value.tolist(), out)
-    elif isinstance(value, dict):
-        for name in sorted(value):
-            out.append(name.encode())
-            flat(value[name], out)
-    elif isinstance(value, list | tuple):
-        out.append(f"{type(value).__name__} {len(value)}".encode())
-        for item in value:
-            flat(item, out)
-    else:
-        out.append(repr(value).encode())
-
-
 def digest(value):
-    out = []
-    flat(value, out)
-    return hashlib.sha256(b"|".join(out)).hexdigest()
+    """Everything that a worker can see of a value; key order aside."""
+    parts = (value.batch, value.non_tensor_batch, value.meta_info) if isinstance(value, DataProto) else (value,)
+    return hashlib.sha256(repr([freeze(part) for part in parts]).encode()).hexdigest()
 
 
 def seen(self, data):
@@ -146,9 +111,3 @@ class Trainer(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def echo(self, data):
         return digest(data)
-
-
-class AsyncTrainer(Trainer):
-    """With a coroutine among its methods, Ray runs all of them in an event loop."""
-
-    plain_later, packed_later = pair(later)

@@ -72,14 +72,6 @@ def test_a_block_serves_what_is_a_little_smaller():
         pool._free[:] = [free for free in pool._free if address(free.data) == place]
 
 
-def test_of_several_blocks_the_smallest_that_fits():
-    pool = Pool()
-    large, small = pool.take(1100), pool.take(1050)
-    place = address(small)
-    del large, small
-    assert address(pool.take(1000)) == place
-
-
 def test_blocks_that_nobody_takes_go_back_to_the_system():
     pool = Pool()
     pool.take(MB)
@@ -90,14 +82,6 @@ def test_blocks_that_nobody_takes_go_back_to_the_system():
     with pool.used():
         pass
     assert pool.nbytes == 0
-
-
-def test_a_block_that_is_taken_stays():
-    pool = Pool()
-    for _ in range(20):
-        with pool.used():
-            memory(MB)
-    assert pool.nbytes == MB
 
 
 def test_only_large_pieces_inside_use_the_pool():
@@ -114,15 +98,6 @@ def test_only_large_pieces_inside_use_the_pool():
     assert pool.nbytes == MB
     memory(MB)
     assert pool.nbytes == MB
-
-
-def test_a_pool_may_go_before_its_blocks():
-    pool = Pool()
-    block = pool.take(MB)
-    del pool
-    block[:] = 1
-    assert int(block.sum()) == MB
-    del block
 
 
 def test_decoding_into_what_was_used_before_is_exact(monkeypatch):

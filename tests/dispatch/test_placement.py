@@ -92,8 +92,6 @@ def test_threads_that_put_different_rows(store):
             if settled(place, view.take(rows)) != rows.tolist():
                 wrong.append(rows)
             if rng.random() < 0.1:
-                place.release(view.groups[0].sources[0].held if rng.random() < 0.5 else None)
-            if rng.random() < 0.1:
                 settled(place, BatchView.of(numbers(3)))
                 place.ran_on(0, [A])
                 place.sites()
@@ -124,37 +122,11 @@ def test_what_was_used_longest_ago_is_forgotten_first(store):
     for n in (0, 2, 0, 1, 0):
         assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
     assert puts == [batches[1]]
-
-
-def test_a_batch_that_is_larger_than_the_room_is_remembered_until_another_comes(store):
-    _, puts = store
-    place, large, small = Placement(1), BatchView.of(numbers(500)), BatchView.of(numbers(2))
-    for view in (large, large, small, small, large):
+    del puts[:]
+    large = BatchView.of(numbers(500))  # larger than the room: it is remembered until another comes
+    for view in (large, large, views[0], large):
         settled(place, view)
-    assert [len(packed) for packed in puts] == [500, 2, 500]
-
-
-def test_what_is_released_is_put_again_and_the_rest_is_not(store):
-    _, puts = store
-    place = Placement(1)
-    batches = [numbers(5), numbers(6)]
-    views = [BatchView.of(packed) for packed in batches]
-    kept = [place.settled(view, Site())[0] for view in views]
-    gone: list[str] = []
-    Put.on_release = lambda: gone.append("object")
-    place.release(batches[0])
-    assert gone == [], "a view has it"
-    assert rows_of(kept.pop(0)) == list(range(5))
-    gc.collect()
-    assert gone == ["object"]
-    for view in views:
-        settled(place, view)
-    assert puts == [*batches, batches[0]]
-    place.release()
-    place.release(batches[0])
-    for view in views:
-        settled(place, view)
-    assert puts[3:] == batches
+    assert [len(packed) for packed in puts] == [500, 50, 500]
 
 
 def test_a_batch_that_dies_is_forgotten(store):

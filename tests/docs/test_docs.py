@@ -32,6 +32,13 @@ from samples import assert_same
 assert_same(log_probs["old_log_probs"], -batch["responses"].float())
 group.close()
 """
+DISPATCH_CHECK = """
+from samples import assert_same
+assert_same(again, log_probs)
+assert_same(result, log_probs)
+assert_same(here["advantages"], torch.zeros(4, 6))
+assert [found["clip"] for found in metrics] == [0.2, 0.2]
+"""
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,13 @@ class Page:
 
 PAGES = {
     "README.md": Page(needs=("ray",), script=True, before=README_PRELUDE, after=README_CHECK),
+    "docs/dispatch.md": Page(needs=("ray",), script=True, after=DISPATCH_CHECK),
     "docs/fields.md": Page(),
     "docs/gpu.md": Page(),
     "docs/inspect.md": Page(),
     "docs/nesting.md": Page(),
     "docs/operations.md": Page(needs=("ray",), script=True),
+    "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
     "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
@@ -80,10 +89,8 @@ PAGES = {
     "docs/trl.md": Page(needs=("trl", "accelerate", "datasets")),
 }
 ELSEWHERE = {
-    "docs/dispatch.md": "dispatch/test_dispatch.py",
-    "docs/planning.md": "dispatch/test_dispatch.py",
     "docs/verl.md": "adapters/test_verl.py",
-    "docs/wire-format.md": "fuzz_wire.py",
+    "docs/wire-format.md": "tools/fuzz_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""
 

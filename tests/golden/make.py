@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,13 @@ def noise(seed: int, most: int) -> list[list[int]]:
             row.append((seed >> 20) % most)
         rows.append(row)
     return rows
+
+
+def draws(state: int = 12345) -> Iterator[int]:
+    """Numbers below 2^31 that look random."""
+    while True:
+        state = (1103515245 * state + 12345) % 2**31
+        yield state
 
 
 def under_mask(*names: str, pad: Any = 0) -> dict[str, MaskNestingSpec]:
@@ -318,13 +325,9 @@ def no_width() -> Golden:
 
 def many_runs() -> Golden:
     """Masks that bits make smaller than runs: one of a width that fills no whole byte; beside it one of few runs."""
-    width, state, mask = 131, 12345, [[place % 2 for place in range(131)], [1 - place % 2 for place in range(131)]]
-    for _ in range(4):
-        line = []
-        for _ in range(width):
-            state = (1103515245 * state + 12345) % 2**31
-            line.append(state >> 16 & 1)
-        mask.append(line)
+    width, left = 131, draws()
+    mask = [[place % 2 for place in range(width)], [1 - place % 2 for place in range(width)]]
+    mask += [[next(left) >> 16 & 1 for _ in range(width)] for _ in range(4)]
     mask += [[0] * width, [1] * width]
     values = [[(place * place + 100 * row) % 251 for place in range(sum(line))] for row, line in enumerate(mask)]
     few = [[int(place < 20 * row) for place in range(width)] for row in range(len(mask))]
@@ -343,13 +346,8 @@ def many_runs() -> Golden:
 def zstd() -> Golden:
     """A noisy field, one close to it, one that compresses, and small ones that travel as they are."""
     mask = [[int(s < 200 - 40 * b) for s in range(200)] for b in range(4)]
-    noise, state = [], 12345
-    for line in mask:
-        row = []
-        for _ in range(sum(line)):
-            state = (1103515245 * state + 12345) % 2**31
-            row.append(-(state / 2**31))
-        noise.append(row)
+    left = draws()
+    noise = [[-(next(left) / 2**31) for _ in range(sum(line))] for line in mask]
     close = [[value + (place % 3) * 2.0**-22 for place, value in enumerate(row)] for row in noise]
     text = [[(place * place) % 70000 for place in range(len(row))] for row in noise]
     batch = TensorDict(

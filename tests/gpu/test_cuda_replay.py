@@ -6,16 +6,15 @@ because that is one rounding.
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from kernels import count_syncs
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -112,19 +111,27 @@ def check_attention(
     assert_as_good(seen, plain, truth, 1e-4 if dtype == torch.float32 else 1e-3)
 
 
+FLASH_4 = "flash_attn.cute"
+needs_flash = pytest.mark.skipif(
+    not torch.cuda.is_available() or backend_for(torch.empty(1, 1, 64, device=DEVICE).bfloat16(), None) != "flash",
+    reason="needs flash-attn",
+)
+BACKENDS = ["varlen", "rows", pytest.param("flash", marks=needs_flash)]
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 64, 1000])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("backend", ["varlen", "rows"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_is_as_good_as_each_row_alone(
     backend: str, lengths: list[int], heads: tuple[int, int], window: int | None
 ) -> None:
     check_attention(backend, lengths, heads, 64, torch.bfloat16, window)
 
 
-@pytest.mark.parametrize("size", [16, 128, 256])
+@pytest.mark.parametrize("size", [32, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["varlen", "rows"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_of_other_sizes_and_dtypes(backend: str, dtype: torch.dtype, size: int) -> None:
     check_attention(backend, [33, 1, 140], (4, 2), size, dtype)
 
@@ -160,35 +167,6 @@ def test_flex_attention_of_micro_batches_of_any_size(sizes: tuple[int, ...]) -> 
 def test_flex_attention_of_small_heads(size: int, dtype: torch.dtype, heads: tuple[int, int]) -> None:
     check_attention("flex", [33, 1, 140], heads, size, dtype)
     check_attention("auto", [33, 1, 140], heads, size, torch.float32)
-
-
-@pytest.mark.parametrize("softcap", [None, 20.0])
-def test_attention_of_rows_in_float32(softcap: float | None) -> None:
-    check_attention("rows", [7, 1, 130], (4, 2), 64, torch.float32, 5, softcap)
-
-
-FLASH_4 = "flash_attn.cute"
-needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or backend_for(torch.empty(1, 1, 64, device=DEVICE).bfloat16(), None) != "flash",
-    reason="needs flash-attn",
-)
-
-
-@needs_flash
-@pytest.mark.parametrize("window", [None, 1, 64])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (3, 1)])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_flash_attention_is_as_good_as_each_row_alone(
-    lengths: list[int], heads: tuple[int, int], window: int | None
-) -> None:
-    check_attention("flash", lengths, heads, 64, torch.bfloat16, window)
-
-
-@needs_flash
-@pytest.mark.parametrize("size", [32, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_flash_attention_of_other_sizes_and_dtypes(dtype: torch.dtype, size: int) -> None:
-    check_attention("flash", [33, 1, 140], (4, 2), size, dtype)
 
 
 @needs_flash
@@ -322,10 +300,14 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
         assert seen.dtype == torch.float32
         assert ours.keys() == theirs.keys() == wanted.keys()
         assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
-        for name, gradient in ours.items():
-            error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
-            allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
-            assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
+        assert_gradients(ours, theirs, wanted)
+
+
+def assert_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name, gradient in ours.items():
+        error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
+        allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
+        assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
 
 
 @pytest.mark.parametrize("way", ["classes", "instance"])
@@ -350,19 +332,7 @@ def test_a_model_with_kernels_of_liger_compiles(dtype: torch.dtype, way: str, mo
     ours = gradients(model, seen)
     assert "forward" in vars(model.model.rotary_emb)
     assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
-    for name, gradient in ours.items():
-        error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
-        allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
-        assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
-
-
-def test_padded_replay_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, model = batch_of([3, 1, 9], [30, 1, 6]), tiny("qwen3", torch.bfloat16)
-    exact = tiny("qwen3", torch.bfloat16).double()
-    with torch.no_grad():
-        truth, plain = each_alone(exact, batch), each_alone(model, batch)
-        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
-        assert_as_good([packed(replayable(model), batch)], [plain], [truth], 5e-5)
+    assert_gradients(ours, theirs, wanted)
 
 
 # -------------------------------------------------------------------- rows that come from elsewhere
@@ -482,35 +452,14 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
                 assert (gradient - wanted_grads[name]).norm() <= 0.02 * wanted_grads[name].norm() + 1e-6, name
 
 
-def test_block_masks_are_released() -> None:
-    replay = replayable(tiny("gemma3", torch.float32))
-    batch = batch_of([3, 1, 9], [30, 1, 6])
-
-    def replayed() -> weakref.ref[Tensor]:
-        inputs = PackedInputs.of(batch)
-        with torch.no_grad():
-            replay.hidden(inputs)
-        return weakref.ref(inputs.cu_seqlens)
-
-    held = [replayed() for _ in range(3)]
-    gc.collect()
-    assert [reference() for reference in held] == [None] * 3
-
-
 # -------------------------------------------------------------------- synchronisations
 
 
 def syncs(call: Callable[[], object]) -> list[str]:
     call()  # imports, compiles
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return [str(item.message) for item in caught if "called a synchronizing" in str(item.message)]
+    with count_syncs() as seen:
+        call()
+    return seen
 
 
 @pytest.mark.parametrize("form", FORMS)

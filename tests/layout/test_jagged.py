@@ -50,14 +50,6 @@ def without_keys(args: list[Any], named: dict[str, Any]) -> None:
     del args[13]
 
 
-def of_doubles(args: list[Any], named: dict[str, Any]) -> None:
-    args[5] = torch.float64
-
-
-def elsewhere(args: list[Any], named: dict[str, Any]) -> None:
-    args[7] = torch.device("meta")
-
-
 def with_gradient(args: list[Any], named: dict[str, Any]) -> None:
     args[9] = True
 
@@ -111,8 +103,6 @@ def more_state(monkeypatch: pytest.MonkeyPatch) -> None:
 OTHER_TORCHS = {
     "other arguments": of_torch(refused),
     "other dispatch": of_torch(without_keys),
-    "other dtypes": of_torch(of_doubles),
-    "other devices": of_torch(elsewhere),
     "other gradients": of_torch(with_gradient),
     "no dispatch keys": lambda monkeypatch: monkeypatch.delattr(torch._C, "DispatchKeySet"),
     "other keywords": of_nested(refused),

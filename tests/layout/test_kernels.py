@@ -22,6 +22,7 @@ from torch import Tensor
 from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
+from maskpack.layout.row_layout import device_spans, host_spans
 from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, table_of
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -191,11 +192,11 @@ class _Torch:
 @given(masks())
 def test_the_index_of_a_table_and_back(mask: oracle.Mask) -> None:
     layout = RowLayout.from_mask(oracle.mask_tensor(mask, width_of(mask)))
-    index = index_of(layout.table, layout.width, DEVICE)
+    index = index_of(host_spans(layout), layout.width, DEVICE)
     if mask and mask[0]:
         assert_index(index, mask)
     if index.splits is not None:
-        assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in layout.table]
+        assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in host_spans(layout)]
 
 
 def test_many_rows_and_long_ones() -> None:
@@ -276,20 +277,6 @@ def _moved(x: Tensor) -> Tensor:
         return x
     base = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE)
     return base.copy_(x.to(DEVICE))
-
-
-def test_edges_of_rows_of_several_runs() -> None:
-    mask = [
-        [False, False, True, False, True],
-        [False] * 5,
-        [False, True, True, False, True],
-        [True, False, True, False, False],
-    ]
-    values = torch.arange(10, 17)
-    got = ops.unpack(values.to(DEVICE), layout_of(mask), EDGE, backend="triton")
-    assert got.tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
-    got = ops.unpack(values.to(DEVICE)[:, None].expand(7, 300), layout_of(mask), EDGE, backend="triton")
-    assert got[:, :, 299].tolist() == [[10, 10, 10, 10, 11], [0] * 5, [12, 12, 13, 13, 14], [15, 15, 16, 16, 16]]
 
 
 @given(masks(), generators())
@@ -378,19 +365,6 @@ def test_gradients_of_both_orders(seed: int) -> None:
         assert torch.autograd.gradgradcheck(lambda x, pad=pad: ops.unpack(x, layout, pad, backend="triton"), (values,))
 
 
-def test_gradients_of_some_of_several_fields() -> None:
-    mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(5)) < 0.5
-    layout = RowLayout.from_mask(mask.to(DEVICE))
-    x, y = (torch.randn(4, 6, device=DEVICE, requires_grad=True) for _ in range(2))
-    ids = torch.arange(24, device=DEVICE).view(4, 6)
-    a, b, _ = ops.pack([x, ids, y], layout, backend="triton")
-    assert b.tolist() == ids.cpu()[mask].tolist()
-    (2 * a).sum().backward()
-    assert torch.equal(x.grad.cpu(), 2.0 * mask)
-    back = ops.unpack([a.detach().requires_grad_(), b, a.detach()], layout, [1.0, 7, EDGE], backend="triton")
-    assert [out.requires_grad for out in back] == [True, False, False]
-
-
 @pytest.mark.parametrize("density", [0.0, 0.5, 1.0])
 def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -410,19 +384,6 @@ def test_gradients_of_outputs_that_are_not_used(density: float) -> None:
     assert torch.equal(first.detach().cpu(), (3 * x.detach().cpu() ** 2).masked_fill(~mask, 0.0))
     (second,) = torch.autograd.grad((first * y.detach()).sum(), x)
     torch.testing.assert_close(second.cpu(), (6 * x * y).detach().cpu().masked_fill(~mask, 0.0))
-
-
-def test_functional_transforms_are_errors() -> None:
-    """Their tensors have no memory of their own, from which a kernel reads."""
-    layout = RowLayout.from_mask((torch.arange(6) < torch.tensor([[3], [0], [6]])).to(DEVICE))
-    x = torch.randn(3, 6, device=DEVICE)
-    for work in (
-        lambda: torch.func.grad(lambda x: ops.pack(x, layout, backend="triton").sum())(x),
-        lambda: torch.func.jvp(lambda x: ops.pack(x, layout, backend="triton"), (x,), (x,)),
-        lambda: torch.func.vmap(lambda x: ops.pack(x, layout, backend="triton"))(torch.stack([x, x])),
-    ):
-        with pytest.raises(RuntimeError):
-            work()
 
 
 def test_views_of_other_bits_are_packed_as_their_values() -> None:
@@ -467,23 +428,11 @@ def test_one_graph_for_a_compiler() -> None:
     for seed in range(3):
         mask = torch.rand(3, 9 + seed, generator=torch.Generator().manual_seed(seed)) < 0.5
         layout = RowLayout.from_mask(mask.to(DEVICE))
-        assert layout.index.starts.device == DEVICE  # read once before: the host has it there
+        assert device_spans(layout).starts.device == DEVICE  # read once before: the host has it there
         x = torch.randn(3, 9 + seed, device=DEVICE, requires_grad=True)
         (gradient,) = torch.autograd.grad(compiled(x, layout).sum(), x)
         assert torch.equal(compiled(x, layout).cpu(), torch.where(mask, x.cpu() * 2 + 1, 3.0))
         assert torch.equal(gradient.cpu(), 2.0 * mask)
-
-
-def test_a_right_hint() -> None:
-    mask = torch.arange(70) < torch.tensor([[3], [0], [70], [31]])
-    num_tokens, cache = scan.on_device(mask.to(DEVICE), 104)
-    layout = RowLayout(4, 70, num_tokens, DEVICE)
-    layout.__dict__.update(cache)
-    x = torch.arange(280).view(4, 70)
-    values = ops.pack(x.to(DEVICE), layout, backend="triton")
-    assert torch.equal(values.cpu(), x[mask])
-    assert torch.equal(ops.unpack(values, layout, -1, backend="triton").cpu(), torch.where(mask, x, -1))
-    assert layout == RowLayout.from_mask(mask)
 
 
 PROMISED = {
@@ -537,7 +486,7 @@ def as_scanned(mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(("name", "total"), BROKEN)
 def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
     mask = PROMISED[name]
-    index = hinted(mask, total).index
+    index = device_spans(hinted(mask, total))
     lengths = mask.sum(1).tolist()
     assert index.begins.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
     assert index.starts.tolist() == [row.index(True) if any(row) else 0 for row in mask.tolist()]
@@ -570,7 +519,7 @@ def test_a_wrong_hint(garbage: None, scanner: None, name: str, total: int) -> No
     with pytest.raises(
         LayoutError, match=rf"{true} valid tokens and up to {runs} spans in a row; expected num_tokens={total} an"
     ):
-        layout.table  # noqa: B018
+        host_spans(layout)
 
 
 @pytest.mark.parametrize("garbage", [0x7FFF1234], indirect=True)

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import tracemalloc
-import warnings
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from samples import PAD, assert_same, freeze, per_row, rollout
+from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
 from maskpack.core.latest import Latest
+from maskpack.nesting.survey import dense_fields
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -89,12 +89,12 @@ def with_object(value, name="extra"):
 
 def tensors_inside(batch):
     """How many lie inside the Python objects of a batch."""
-    (field,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
+    (field,) = dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
     return field.tensors
 
 
 def paths(batch, registry=mp.RL_FIELDS, **options):
-    return [field.path for field in mp.dense_fields(batch, registry, pad_token_id=PAD, **options)]
+    return [field.path for field in dense_fields(batch, registry, pad_token_id=PAD, **options)]
 
 
 @pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
@@ -158,24 +158,13 @@ def test_object_arrays_of_any_dims():
     assert tensors_inside(with_object(cube)) == 36
 
 
-def test_many_short_lived_containers_hide_nothing():
-    """Containers that are made while they are read may reuse each other's memory."""
-    cubes = []
-    for _ in range(8):
-        cube = np.empty((3, 3, 3, 2), dtype=object)
-        for place in np.ndindex(cube.shape):
-            cube[place] = torch.ones(2)
-        cubes.append(cube)
-    assert tensors_inside(with_object(cubes)) == 8 * 54
-
-
 def test_a_range_is_not_counted_out():
     """A pickle of a few bytes makes one of any length; nor are single bytes looked at."""
     batch = rollout()
     batch.set("meta", NonTensorData([range(1 << 20), bytearray(1 << 20)]))
     tracemalloc.start()
     try:
-        assert mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
+        assert dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -190,39 +179,6 @@ def test_deep_nesting_does_not_overflow():
 
 
 # -------------------------------------------------------------------- tensors of the batch
-
-
-def test_an_unknown_tensor():
-    batch = rollout()
-    batch["secret"] = torch.ones(7, 3, dtype=torch.float64)
-    batch["a", "b", "secret"] = torch.ones(7, 2, 2)
-    assert paths(batch) == [("secret",), ("a", "b", "secret")]
-    found = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
-    assert (found[0].shape, found[0].dtype, found[0].nbytes) == ((7, 3), torch.float64, 168)
-    assert (found[1].shape, found[1].dtype, found[1].nbytes) == ((7, 2, 2), torch.float32, 112)
-    assert str(found[0]) == '"secret" (7, 3) float64, 168 bytes: the registry does not know it'
-    assert [type(field) for field in found] == [mp.DenseField] * 2
-
-
-def test_the_message_lists_every_field():
-    batch = rollout()
-    batch["secret"] = torch.ones(7, 300)
-    batch["a", "hidden"] = torch.ones(7, 2, dtype=torch.int16)
-    batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
-    before = freeze(batch)
-    for name, call in (
-        ("nest_batch_by_mask", lambda: mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True)),
-        ("compress", lambda: mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)),
-    ):
-        with pytest.raises(mp.errors.CoverageError) as caught:
-            call()
-        lines = str(caught.value).splitlines()
-        assert lines[0].startswith(f"{name}: 3 field(s) would stay padded")
-        assert lines[1] == '  "secret" (7, 300) float32, 8,400 bytes: the registry does not know it'
-        assert lines[2] == '  "a/hidden" (7, 2) int16, 28 bytes: the registry does not know it'
-        assert lines[3] == '  "extra/[0]/t" (2,) float32, 8 bytes: a tensor inside the Python object "extra"'
-        assert "ignore_dense_fields" in lines[4]
-    assert freeze(batch) == before
 
 
 def test_the_objects_of_all_rows_are_one_line():
@@ -243,7 +199,7 @@ def test_the_objects_of_all_rows_are_one_line():
     assert first.startswith("compress: 3 field(s) would stay padded")
     assert listed == lines
     assert "as MaskNestingSpec(None) in the registry" in last
-    found = mp.dense_fields(batch, mp.RL_FIELDS)
+    found = dense_fields(batch, mp.RL_FIELDS)
     assert [f"  {field}" for field in found] == lines
     assert [(field.tensors, field.nbytes) for field in found] == [(1, 12 * rows), (rows, nbytes), (1, 8)]
 
@@ -260,32 +216,6 @@ def test_what_the_error_says_to_do_covers_a_batch():
     assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
     registry = mp.RL_FIELDS | dict.fromkeys(("secret", "extra"), mp.MaskNestingSpec(None))
     assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
-
-
-def test_without_strict_a_warning_lists_the_dense_fields_and_nothing_is_lost():
-    batch = rollout()
-    batch["secret"] = torch.ones(7, 300)
-    with pytest.warns(mp.errors.MaskpackWarning, match='stay padded: "secret": the registry does not know it$'):
-        nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    with pytest.warns(mp.errors.MaskpackWarning, match="secret"):
-        packed = mp.compress(batch, pad_token_id=PAD)
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
-    assert_same(mp.decompress(packed), batch)
-
-
-def test_a_known_field_without_its_mask():
-    batch = TensorDict({"input_ids": torch.ones(2, 4, dtype=torch.int64)}, batch_size=[2])
-    (found,) = mp.dense_fields(batch, mp.RL_FIELDS)
-    assert found.path == ("input_ids",)
-    assert 'its mask "sequence"' in found.reason
-
-
-def test_a_field_with_values_under_its_mask():
-    batch = rollout()
-    batch["old_log_probs"][0, 5] = 1.0
-    (found,) = mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
-    assert found.path == ("old_log_probs",)
-    assert "non-pad values under its mask" in found.reason
 
 
 def test_one_entry_a_row_is_no_failure():
@@ -307,7 +237,7 @@ def test_jagged_fields_are_no_failure():
 def test_a_sparse_tensor_is_dense_to_us():
     """It can be neither nested nor packed; it stays as it is, or the error has a name."""
     batch = TensorDict({"graph": torch.eye(3).to_sparse()}, batch_size=[3])
-    (found,) = mp.dense_fields(batch, {})
+    (found,) = dense_fields(batch, {})
     assert "sparse" in found.reason
     with pytest.warns(mp.errors.MaskpackWarning, match="graph"):
         nested = mp.nest_batch_by_mask(batch, {})
@@ -316,29 +246,7 @@ def test_a_sparse_tensor_is_dense_to_us():
         mp.compress(batch, registry={})
 
 
-def test_dense_fields_does_not_warn_and_changes_nothing():
-    batch = rollout()
-    batch["secret"] = torch.ones(7, 3)
-    before = freeze(batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.errors.MaskpackWarning)
-        assert len(mp.dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)) == 1
-    assert freeze(batch) == before
-
-
 # -------------------------------------------------------------------- declared dense
-
-
-def test_fields_that_are_dense_by_design():
-    batch = rollout()
-    images = [{"pixel_values": torch.randn(b + 1, 3), "image_grid_thw": torch.ones(1, 3)} for b in range(7)]
-    batch.set("multi_modal_inputs", per_row(images))
-    assert {"reward_baselines", "dummy_tensor", "multi_modal_inputs"} <= set(batch.keys())
-    assert paths(batch) == []
-    packed = mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
-    assert_same(mp.decompress(packed), batch)
-    batch.set("other_inputs", per_row(images))
-    assert tensors_inside(batch) == 14
 
 
 def test_a_field_declared_in_the_registry():
@@ -376,14 +284,6 @@ def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
         assert_same(mp.decompress(packed), batch)
 
 
-def test_an_ignored_field_that_the_registry_knows_stays_dense():
-    batch = rollout()
-    nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=["returns"])
-    assert not nested["returns"].is_nested
-    assert nested["advantages"].is_nested
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
-
-
 # -------------------------------------------------------------------- logging
 
 
@@ -411,6 +311,8 @@ def test_a_field_is_logged_once_for_each_call_and_reason(
     mp.compress(kl)  # before anyone listens
     with caplog.at_level(logging.INFO, logger="maskpack"):
         assert records(mp.compress, kl) == 1
+        said = 'compress: stays padded: "kl" (2, 3) float32, 24 bytes: the registry does not know it'
+        assert [(line.name, line.getMessage()) for line in caplog.records] == [("maskpack.nesting.survey", said)]
         assert records(mp.compress, kl) == 0
         assert records(mp.compress, kl[:1]) == 0
         assert records(mp.nest_batch_by_mask, kl) == 1
@@ -422,18 +324,6 @@ def test_a_field_is_logged_once_for_each_call_and_reason(
         assert records(mp.compress, kl.rename_key_("kl", "entropies")) == 1  # the fourth: the first is forgotten
         assert records(mp.compress, kl) == 0
         assert records(mp.compress, kl.rename_key_("entropies", "kl")) == 1
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_fields_that_stay_padded_are_logged_with_the_reason(
-    nothing_logged: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="maskpack"):
-        mp.compress(unknown())
-    assert {(line.name, line.levelname) for line in caplog.records} == {("maskpack.nesting.survey", "INFO")}
-    other, lossy = sorted({line.getMessage() for line in caplog.records})
-    assert lossy.startswith('compress: stays padded: "old_log_probs" (2, 3) float32, 24 bytes: ')
-    assert other == 'compress: stays padded: "kl" (2, 3) float32, 24 bytes: the registry does not know it'
 
 
 @pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -82,12 +81,6 @@ def test_every_chunk_has_the_same_width(form):
 
 
 @all_forms
-def test_no_rows(form):
-    source = rows_of(form(rollout(objects=False)), slice(0, 0))
-    assert mp.select_and_pad_to_response(source, "responses")["responses"].shape == (0, RESPONSE)
-
-
-@all_forms
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "routed_experts", "old_log_probs"])
 def test_sequence_fields_give_their_response_columns(form, name):
     batch = rollout(objects=False)
@@ -108,20 +101,12 @@ def test_position_ids_give_their_response_columns(form, rows):
 
 
 @all_forms
-def test_mrope_position_ids_give_their_response_columns(form):
-    batch = rollout(PROMPTED[:2] + PROMPTED[3:], PROMPT, RESPONSE, objects=False)
-    text = positions(batch["attention_mask"])
-    batch["position_ids"] = torch.stack([text, text * 2, text * 3], 1)
-    out = mp.select_and_pad_to_response(form(batch), "position_ids")
-    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, :, PROMPT:])
-
-
-def test_a_width_that_equals_a_feature_dim_is_not_mistaken():
+def test_a_width_that_equals_a_feature_dim_is_not_mistaken(form):
     """(B, 4, S) with a response width of 4: dim 1 holds the sections, not the response."""
     batch = rollout(((2, 3), (1, 4)), 3, 4, objects=False)
     text = positions(batch["attention_mask"])
     batch["position_ids"] = torch.stack([text, text * 2, text * 3, text * 4], 1)
-    out = mp.select_and_pad_to_response(batch, "position_ids")
+    out = mp.select_and_pad_to_response(form(batch), "position_ids")
     assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, :, 3:])
 
 
@@ -135,13 +120,6 @@ def test_all_fields_of_the_response_axis_where_none_is_named():
     assert "values" in expected
     for form in FORMS.values():
         assert set(mp.select_and_pad_to_response(form(batch)).keys()) == expected
-
-
-def test_one_entry_a_row_comes_as_it_is():
-    batch = rollout(objects=False)
-    for source in (batch, nest(batch)):
-        out = mp.select_and_pad_to_response(source, "reward_baselines", "responses")
-        assert freeze(out["reward_baselines"]) == freeze(batch["reward_baselines"])
 
 
 def test_holes_in_the_attention_mask_of_a_response_stay():
@@ -345,6 +323,7 @@ def test_extract_response(form, kind, trailing):
                 padded[k] = value
             assert freeze(out[b]) == freeze(padded)
         return
+    assert out._get_max_seqlen() == RESPONSE
     rows = row_list(out)
     assert [len(row) for row in rows] == [r for _, r in PROMPTED]
     for row, items in zip(rows, expected, strict=True):
@@ -424,19 +403,6 @@ def test_jagged_arithmetic_with_fields_of_the_batch(kind, rows, form):
         torch.testing.assert_close(row, torch.stack(expected) if expected else torch.zeros(0), equal_nan=True)
 
 
-def test_jagged_results_know_their_max_length():
-    batch = nest(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
-    out = mp.extract_response(batch, torch.randn(sum(map(sum, MASK))))
-    assert out._get_max_seqlen() == 6
-    assert out.to_padded_tensor(0).shape == (len(PROMPTED), 6)
-
-
-def test_results_can_be_padded_to_the_response_width():
-    nested = nest(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
-    nested["new"] = mp.extract_response(nested, torch.randn(sum(map(sum, MASK))))
-    assert mp.select_and_pad_to_response(nested, "new")["new"].shape == (len(PROMPTED), RESPONSE)
-
-
 @all_forms
 def test_a_response_without_a_prompt_is_an_error(form):
     batch = form(rollout(objects=False))  # row 3 has four response tokens and no prompt; row 4 has neither
@@ -449,33 +415,6 @@ def test_a_response_without_a_prompt_is_an_error(form):
     keep = [0, 1, 2, 4, 5, 6]
     some = form(rollout([ROWS[b] for b in keep], PROMPT, RESPONSE, objects=False))
     assert mp.extract_response(some, torch.randn(len(keep), S)).shape == (len(keep), RESPONSE)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.zeros(35),
-        torch.zeros(len(ROWS), S + 1),
-        torch.zeros(2, 36),
-        torch.zeros(()),
-        jagged([torch.zeros(p + r) for p, r in reversed(ROWS)]),
-        jagged([torch.zeros(r) for _, r in ROWS]),
-    ],
-    ids=["packed", "padded", "two rows", "scalar", "other lengths", "responses only"],
-)
-def test_values_of_another_shape_are_an_error(values):
-    with pytest.raises(
-        mp.errors.LayoutError, match=r"extract_response: values are .*expected jagged or packed with 36 tokens"
-    ):
-        mp.extract_response(nest(rollout(objects=False)), values)
-
-
-def test_no_warning_on_the_way():
-    batch = rollout(PROMPTED, PROMPT, RESPONSE, objects=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", mp.errors.MaskpackWarning)
-        mp.extract_response(batch, torch.randn(len(PROMPTED), S))
-        mp.select_and_pad_to_response(batch)
 
 
 def test_prompts_as_wide_as_responses_are_not_responses():

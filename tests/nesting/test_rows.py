@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,6 @@ from maskpack.nesting import cat, take
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
-def rollout() -> TensorDict:
-    return samples.rollout(holes=True)
-
-
 ROWS: dict[str, Any] = {
     "list": [3, 1, 1],
     "negative": [-1, 0],
@@ -44,7 +39,7 @@ ROWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_every_form(name: str) -> None:
-    batch, rows = rollout(), ROWS[name]
+    batch, rows = samples.rollout(holes=True), ROWS[name]
     want = oracle.take_rows(batch, np.arange(7)[rows if isinstance(rows, slice) else np.asarray(rows)].tolist())
     nested = mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
     assert_same_batch(take(batch, rows), want)
@@ -74,7 +69,7 @@ def test_any_batch(case: Case, data: st.DataObject) -> None:
 
 
 def test_neither_changes_the_batch() -> None:
-    nested = mp.nest_batch_by_mask(rollout(), pad_token_id=samples.PAD)
+    nested = mp.nest_batch_by_mask(samples.rollout(), pad_token_id=samples.PAD)
     before = copy.deepcopy(mp.unnest_batch_by_mask(nested))
     taken = take(nested, slice(None))
     joined = cat([nested, nested])
@@ -151,69 +146,20 @@ def test_names_of_dims_of_nested_batches_are_kept(case: str) -> None:
     assert names_of(cat([unnamed, batch])) == names_of(unnamed)
 
 
-def test_names_of_dims_of_a_lazy_stack_are_those_that_stacking_gives() -> None:
-    stack: Any = lazy_stack([named(NAMES["of all dims"])[row] for row in range(4)])
-    assert names_of(take(stack, [2, 0])) == names_of(torch.stack(stack.unbind(0)))
-
-
 def test_a_lazy_stack_is_a_batch() -> None:
     batch = samples.rollout(objects=False)
     stack: Any = lazy_stack(list(batch.unbind(0)))
     assert_same_batch(take(stack, [2, 0]), oracle.take_rows(batch, [2, 0]))
 
 
-def td(**fields: Any) -> TensorDict:
-    return TensorDict(fields, batch_size=[2])
-
-
-def strided() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(1, 2), torch.ones(2, 2)])
-
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "no batch": (lambda: take([1], [0]), "take: the batch is a list; expected a TensorDict"),  # type: ignore[arg-type]
-    "no rows": (lambda: take(TensorDict({}, []), [0]), "take: the batch has batch_size []; expected rows"),
-    "one row": (lambda: take(td(x=torch.ones(2)), 1), "take"),  # type: ignore[arg-type]
-    "too far": (lambda: take(td(x=torch.ones(2)), [2]), "take: rows run from 2 to 2; the batch has 2 rows"),
-    "sparse": (
-        lambda: take(td(x=torch.ones(2, 2).to_sparse()), [0]),
-        'take: field "x" has the memory layout',
-    ),
-    "strided": (lambda: take(td(x=strided()), [0]), 'take: field "x" is nested, but not jagged along dim 1'),
-    "nothing": (lambda: cat([]), "cat: got an empty list; expected a list of at least one TensorDictBase"),
-    "one batch": (lambda: cat(td(x=torch.ones(2))), "cat: got one TensorDictBase; expected a list"),  # type: ignore[arg-type]
-    "other fields": (
-        lambda: cat([td(x=torch.ones(2)), td(y=torch.ones(2))]),
-        "cat: fields ['x', 'y'] are not in every batch; expected the same fields. Select the fields that all of them",
-    ),
-    "other widths": (
-        lambda: cat([td(x=torch.ones(2, 3)), td(x=torch.ones(2, 4))]),
-        'cat: field "x" of batch 1 is padded torch.float32 [..., 4] on cpu, and of the first padded torch.float32 '
-        "[..., 3] on cpu; expected the same. Cast, move or pad them.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_say_what_to_do(name: str) -> None:
-    call, message = WRONG[name]
-    with pytest.raises(LayoutError, match="^" + re.escape(message)):
-        call()
-
-
 def test_objects_of_the_whole_batch_are_kept_or_given_to_each_row() -> None:
-    one, other = (td(x=torch.ones(2), n=NonTensorData(number, batch_size=[2])) for number in (1, 2))
-    assert cat([one, one]).get("n").data == 1
-    assert cat([one, other]).get("n").tolist() == [1, 1, 2, 2]
-    assert take(other, [1]).get("n").data == 2
-
-
-def test_a_padded_and_a_nested_batch_are_not_joined() -> None:
-    padded = TensorDict({"attention_mask": torch.tensor([[1, 0]])}, [1])
-    parts = [padded, mp.nest_batch_by_mask(padded)]
-    for order in (parts, parts[::-1]):
-        with pytest.raises(LayoutError, match=r"^cat: some batches are nested and others padded; expected one kind"):
-            cat(order)
+    one, other = (NonTensorData(number, batch_size=[2]) for number in (1, 2))
+    of_rows = NonTensorStack(NonTensorData(3), NonTensorData(4))
+    first, second, third = (TensorDict({"x": torch.ones(2), "n": each}, [2]) for each in (one, other, of_rows))
+    assert cat([first, first]).get("n").data == 1
+    assert cat([first, second]).get("n").tolist() == [1, 1, 2, 2]
+    assert cat([first, third]).get("n").tolist() == [1, 1, 3, 4]
+    assert take(second, [1]).get("n").data == 2
 
 
 def test_rows_that_begin_behind_the_first_value_are_joined() -> None:
@@ -259,15 +205,3 @@ def test_entries_of_different_kinds_are_refused(one: str, other: str) -> None:
     message = r'cat: (?:fields .* are not in every batch|field "s" of batch 1 is .*); expected the same'
     with pytest.raises(LayoutError, match=message):
         cat(batches)
-
-
-def test_batches_of_different_batch_dims_are_refused() -> None:
-    batches = [TensorDict({"x": torch.zeros(3, 2)}, size) for size in ([3, 2], [3])]
-    with pytest.raises(LayoutError, match=r"cat: batch 1 is a TensorDict with batch_size \['rows'\], and of the first"):
-        cat(batches)
-
-
-def test_objects_of_the_batch_and_of_rows_are_joined() -> None:
-    of_rows = NonTensorStack(*[NonTensorData(each) for each in "bc"])
-    batches = [TensorDict({"o": each}, [2]) for each in (NonTensorData("a", batch_size=[2]), of_rows)]
-    assert [cat(batches)[row].get("o").data for row in range(4)] == ["a", "a", "b", "c"]

@@ -15,14 +15,15 @@ import torch
 import vocab_work
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import in_chunks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocab_work import case
 
 from maskpack import MaskpackError
-from maskpack.errors import LayoutError
 from maskpack.ops import log_probs as module
-from maskpack.ops.log_probs import packed_log_probs
+from maskpack.ops.log_probs import Slopes, packed_log_probs
+from maskpack.ops.logits import Curve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -99,6 +100,9 @@ def error(seen: Tensor, truth: Tensor) -> float:
     return float((seen.cpu().double() - truth.cpu()).abs().max()) if truth.numel() else 0.0
 
 
+PLAIN = Curve(1.0, None)
+
+
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers so small that every loop takes several turns: 128 rows a chunk and a block, 256 tokens a slice."""
@@ -142,7 +146,8 @@ def problems(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float, int | None
 def test_any_shape_stride_temperature_and_chunk(problem: tuple[Tensor, Tensor, Tensor, float, int | None]) -> None:
     hidden, weight, ids, temperature, chunk = problem
     before = [x.clone() for x in (hidden, weight, ids)]
-    seen = packed_log_probs(hidden, weight, ids, temperature=temperature, chunk=chunk, entropy=True)
+    with in_chunks(chunk):
+        seen = packed_log_probs(hidden, weight, ids, temperature=temperature, entropy=True)
     for values, truth in zip(seen, naive(hidden, weight, ids, temperature), strict=True):
         assert values.tolist() == pytest.approx(truth, rel=1e-4, abs=1e-4)
     assert all(torch.equal(x, y) for x, y in zip((hidden, weight, ids), before, strict=True))
@@ -153,7 +158,9 @@ def test_any_shape_stride_temperature_and_chunk(problem: tuple[Tensor, Tensor, T
 def test_chunks_and_slices_change_nothing(narrow: None, chunk: int, dtype: torch.dtype) -> None:
     hidden, weight, ids = inputs(300, 5, 701, dtype)
     truth = plain(hidden.double(), weight.double(), ids)
-    for seen, want in zip(packed_log_probs(hidden, weight, ids, chunk=chunk, entropy=True), truth, strict=True):
+    with in_chunks(chunk):
+        outs = packed_log_probs(hidden, weight, ids, entropy=True)
+    for seen, want in zip(outs, truth, strict=True):
         assert error(seen, want) < TOLERANCE[dtype]
 
 
@@ -197,7 +204,8 @@ def test_gradcheck(narrow: None, size: tuple[int, int, int]) -> None:
     hidden, weight, ids = inputs(*size)
 
     def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return packed_log_probs(hidden, weight, ids, temperature=0.7, chunk=2, entropy=True)
+        with in_chunks(2):
+            return packed_log_probs(hidden, weight, ids, temperature=0.7, entropy=True)
 
     assert torch.autograd.gradcheck(both, (hidden.requires_grad_(), weight.requires_grad_()), fast_mode=size[2] > 50)
 
@@ -245,8 +253,8 @@ def test_the_budget_says_how_many_tokens_are_kept() -> None:
     assert kept_tokens(packed_log_probs(hidden[:117], weight, ids[:117])) == 117  # the bytes of the weight, [300, 200]
     assert kept_tokens(packed_log_probs(hidden, weight, ids)) == 0
     assert kept_tokens(packed_log_probs(hidden.float(), weight.float(), ids, keep=1 << 30)) == 0
-    with torch.no_grad(), Allocations() as seen:
-        packed_log_probs(hidden, weight, ids, keep=1 << 30, chunk=1)
+    with torch.no_grad(), in_chunks(1), Allocations() as seen:
+        packed_log_probs(hidden, weight, ids, keep=1 << 30)
     assert seen.largest < 300 * 300
 
 
@@ -494,8 +502,8 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_of_all_rows_never_exist(narrow: None, dtype: torch.dtype) -> None:
     hidden, weight, ids = inputs(512, 2, 2048, dtype)
-    with Allocations() as seen:
-        packed_log_probs(hidden, weight, ids, entropy=True, chunk=7)
+    with in_chunks(7), Allocations() as seen:
+        packed_log_probs(hidden, weight, ids, entropy=True)
     assert seen.largest == 7 * 2048
     with Allocations() as seen:
         packed_log_probs(hidden, weight, ids)
@@ -529,15 +537,16 @@ def test_bytes_of_a_gpu(
         ids, slopes = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens)
         log_p = torch.empty(kept, 131072, dtype=torch.bfloat16) if kept else None
         given = [x for x in (hidden, weight, ids, slopes, log_p) if x is not None]
-        plain_curve = module.Curve(1.0, None)
+        monkeypatch.setattr(module, "_program", lambda kernels: done)
+        layer, needed = module._Layer(hidden, weight, None, None, None), (True, True, False, False, False)
+        how = module._How(PLAIN, 1.0, module._chunk_rows(hidden, 131072), kept, True, False, None)
         with Allocations(*given) as seen:
-            log_probs, lse, entropy = module._forward(hidden, weight, None, ids, plain_curve, None, log_p, True, done)
+            log_probs, lse, entropy = module._forward(layer, None, ids, how, log_p)
         assert log_probs.dtype == lse.dtype == torch.float32
         assert seen.peak / 2**30 <= forward
-        given_back = module._Slopes(ids, log_probs, lse, entropy, slopes, slopes, 1.0)
+        given_back = module.Slopes(ids, log_probs, lse, entropy, slopes, slopes, PLAIN)
         with Allocations(*given) as seen:
-            layer, needed = (hidden, weight, None, None, None), (True, True, False, False, False)
-            grads = module._backward(layer, None, 1.0, given_back, log_p, needed, done)
+            grads = module._backward(layer, None, given_back, log_p, needed, how)
         assert all(x is not None and x.dtype == torch.bfloat16 for x in grads[:2])
         assert seen.peak / 2**30 <= backward
 
@@ -572,14 +581,14 @@ def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     ids = torch.tensor([0, 32, 33, -1, 2**40, -(2**62)], device=DEVICE)
     log_probs, lse, entropy = torch.empty(3, 6, device=DEVICE)
     want = logits.double().logsumexp(1)
-    program.reduce_rows(logits.clone(), ids, 1.0, log_probs, lse, entropy, None)
+    program.reduce_rows(logits.clone(), ids, PLAIN, log_probs, lse, entropy, None)
     assert log_probs.isnan().tolist() == [False, False, True, True, True, True]
     assert error(lse, want) < 1e-5
     assert not entropy.isnan().any()
     slopes = torch.zeros(6, device=DEVICE)
     slopes[0] = 1.0
     grad = logits.clone()
-    program.differentiate(grad, grad, 0, ids, -log_probs.expm1(), lse, entropy, slopes, None, 1.0)
+    program.differentiate(grad, grad, 0, Slopes(ids, -log_probs.expm1(), lse, entropy, slopes, None, PLAIN))
     assert not grad.isnan().any()
     assert grad[1:].count_nonzero() == 0
 
@@ -608,7 +617,7 @@ def test_rows_are_reduced_as_specified(backend: str, columns: int, scale: float)
     for kernel in (True, False):
         memory, logits, ids = guarded(columns, torch.float32)
         out = torch.full((3, 4), 55.0, device=DEVICE)
-        module._program(kernel).reduce_rows(logits, ids, scale, out[0, :3], out[1, :3], out[2, :3], None)
+        module._program(kernel).reduce_rows(logits, ids, Curve(scale, None), out[0, :3], out[1, :3], out[2, :3], None)
         assert (out[:, 3] == 55).all()
         assert_guarded(memory, columns)
         results.append(out)
@@ -633,7 +642,7 @@ def test_parts_of_rows_are_what_ranks_combine(
     stores = None if kept is None else torch.empty(3, columns, device=DEVICE, dtype=kept)
     entropy = out[2, :3] if columns != 255 else None
     module._program(backend == "triton").reduce_rows(
-        logits, ids, scale, out[0, :3], out[1, :3], entropy, stores, out[3, :3]
+        logits, ids, Curve(scale, None), out[0, :3], out[1, :3], entropy, stores, out[3, :3]
     )
     assert (out[:, 3] == 55).all()
     assert_guarded(memory, columns)
@@ -664,7 +673,7 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
     memory, kept, _ = guarded(columns, dtype)
     others = kept[rows:].clone()
     out = torch.empty(3, 3, device=DEVICE)
-    module._program(backend == "triton").reduce_rows(logits, ids, 1 / 0.7, *out, kept[:rows])
+    module._program(backend == "triton").reduce_rows(logits, ids, Curve(1 / 0.7, None), *out, kept[:rows])
     assert torch.equal(kept[rows:], others)
     assert_guarded(memory, columns)
     cut = 1.0 if DEVICE == "cpu" and backend == "triton" else 0.5  # the interpreter cuts floats off
@@ -679,32 +688,14 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("use", ["L", "E", "LE"])
-def test_stored_probabilities_are_differentiated_as_logits_are(backend: Any, dtype: torch.dtype, use: str) -> None:
-    _, logits, ids = guarded(5003, torch.float32)
-    logits[1, 3], logits[2, 5] = 12.0, 300.0
-    kept = module.stored(logits.log_softmax(1)).to(dtype)
-    lse, entropy = torch.zeros(3, device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
-    others = torch.tensor([0.9, 0.8, 0.7], device=DEVICE)
-    slopes = [
-        torch.tensor(x, device=DEVICE) if y in use else None for x, y in (([1, -0.5, 2.0], "L"), ([3, 1, -1.0], "E"))
-    ]
-    want, grad = torch.empty(3, 5003, device=DEVICE), torch.empty(3, 5003, device=DEVICE)
-    p, log_p = module._restored(kept)
-    module.differentiate(log_p.where(p > 0, -1e4), want, 0, ids, others, lse, entropy, *slopes, 1.0)
-    before = kept.clone()
-    module._program(backend == "triton").differentiate(kept, grad, 0, ids, others, None, entropy, *slopes, 2.0)
-    assert torch.equal(kept, before)
-    assert torch.allclose(grad, 2 * want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("use", ["L", "E", "LE"])
-def test_stored_probabilities_of_a_slice_are_shifted(backend: Any, dtype: torch.dtype, use: str) -> None:
-    """Rows whose slice has nearly all, one hundredth, and nothing of the probability."""
+@pytest.mark.parametrize("shifts", [(-1e-4, -4.6, -3e4), None])
+def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtype, use: str, shifts: Any) -> None:
+    """Of rows whose slice has nearly all, one hundredth, and nothing of the probability; and without slices."""
     _, logits, ids = guarded(5003, torch.float32)
     logits[0, 3] = 12.0
-    shift = torch.tensor([-1e-4, -4.6, -3e4], device=DEVICE)
+    if shifts is None:
+        logits[2, 5] = 300.0
+    shift = torch.tensor(shifts or [0.0] * 3, device=DEVICE)
     kept = module.stored(logits.log_softmax(1)).to(dtype)
     others, entropy = torch.tensor([0.9, 0.8, 0.7], device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
     first, second = torch.tensor([1, -0.5, 2.0], device=DEVICE), torch.tensor([3, 1, -1.0], device=DEVICE)
@@ -718,9 +709,10 @@ def test_stored_probabilities_of_a_slice_are_shifted(backend: Any, dtype: torch.
         want -= second[:, None] * p * (log_p + entropy[:, None])
     grad = torch.empty(3, 5003, device=DEVICE)
     slopes = first if "L" in use else None, second if "E" in use else None
-    module._program(backend == "triton").differentiate(kept, grad, 0, ids, others, None, entropy, *slopes, 2.0, shift)
+    given = Slopes(ids, others, None, entropy, *slopes, Curve(2.0, None), None if shifts is None else shift)
+    module._program(backend == "triton").differentiate(kept, grad, 0, given)
     assert torch.allclose(grad.double(), 2 * want, rtol=1e-5, atol=1e-6)
-    assert grad[2].count_nonzero() == (1 if "L" in use else 0)
+    assert shifts is None or grad[2].count_nonzero() == (1 if "L" in use else 0)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gpu/test_cuda_vocab.py runs it on GPUs")
@@ -755,8 +747,8 @@ def test_logits_are_differentiated_as_specified(backend: str, columns: int, dtyp
             whole = logits.clone()
             rounded, grad, _ = (memory, logits, ids) if dtype == torch.float32 else guarded(columns, dtype)
             before = grad[:, :first].clone()
-            given = logits[:, first:], grad[:, first:], first, ids, others, lse, entropy, *slopes
-            module._program(kernel).differentiate(*given, 1 / 0.7)
+            given = Slopes(ids, others, lse, entropy, *slopes, Curve(1 / 0.7, None))
+            module._program(kernel).differentiate(logits[:, first:], grad[:, first:], first, given)
             assert torch.equal(grad[:, :first], before)
             assert torch.equal(logits, whole) or grad is logits
             assert_guarded(rounded, columns)
@@ -765,58 +757,3 @@ def test_logits_are_differentiated_as_specified(backend: str, columns: int, dtyp
         step = torch.finfo(dtype).eps
         assert torch.allclose(*results, rtol=max(step, 1e-5), atol=1e-5)
         assert results[0].isfinite().all()
-
-
-# -------------------------------------------------------------------- errors
-
-
-def call(**changes: Any) -> Any:
-    hidden, weight, ids = inputs(4, 3, 6, torch.float32)
-    given = {"hidden": hidden, "lm_head_weight": weight, "token_ids": ids, **changes}
-    return packed_log_probs(**given)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": torch.zeros(2, 4, 3)}, r"hidden is \(2, 4, 3\) float32 on cpu; .* expected \[T, H\]"),
-        ({"lm_head_weight": torch.zeros(3)}, r"lm_head_weight is \(3,\) .* expected \[T, H\], \[V, H\] and \[T\]"),
-        ({"token_ids": torch.zeros(4, 1).long()}, r"token_ids are \(4, 1\) int64"),
-        ({"lm_head_weight": torch.zeros(6, 4)}, "with one H, one T"),
-        ({"lm_head_weight": torch.zeros(0, 3)}, "V >= 1"),
-        ({"token_ids": torch.zeros(5).long()}, "with one H, one T"),
-        ({"lm_head_weight": torch.zeros(6, 3).half()}, "lm_head_weight is .* float16 .* one floating dtype"),
-        ({"hidden": torch.zeros(4, 3).int(), "lm_head_weight": torch.zeros(6, 3).int()}, "one floating dtype"),
-        ({"token_ids": torch.zeros(4)}, "token_ids are .* float32 on cpu; expected token_ids of int64 or int32"),
-        ({"token_ids": torch.zeros(4).bool()}, "expected token_ids of int64 or int32"),
-        ({"token_ids": torch.zeros(4, device="meta").long()}, "int64 on meta; expected one device"),
-        ({"token_ids": torch.tensor([0, 6, 1, 1])}, r"token_ids lie in \[0, 6\]; expected \[0, 6\)"),
-        ({"token_ids": torch.tensor([0, 5, -100, 1])}, r"token_ids lie in \[-100, 5\]"),
-        ({"hidden": torch.zeros(4, 3).to_sparse()}, "expected strided tensors"),
-        ({"temperature": 0}, "temperature is 0; expected a finite number above 0"),
-        ({"temperature": -1.0}, r"temperature is -1\.0"),
-        ({"temperature": math.nan}, "temperature is nan"),
-        ({"temperature": math.inf}, "temperature is inf"),
-        ({"temperature": torch.ones(4)}, "temperature is tensor"),
-        ({"chunk": 0}, "chunk is 0; expected a number of rows"),
-        ({"chunk": 1.5}, r"chunk is 1\.5"),
-        ({"keep": -1}, "keep is -1; expected a number of bytes, at least 0"),
-        ({"keep": True}, "keep is True; expected a number of bytes"),
-        ({"keep": 1e9}, "keep is 1000000000.0; expected a number of bytes"),
-        ({"backend": "cuda"}, "backend is 'cuda'"),
-        (
-            {"hidden": torch.zeros(4, 3).double(), "lm_head_weight": torch.zeros(6, 3).double(), "backend": "triton"},
-            "triton",
-        ),
-    ],
-)
-def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(LayoutError, match=f"packed_log_probs: .*{message}"):
-        call(**changes)
-    assert call().shape == (4,)
-
-
-def test_jagged_hidden_states_are_named() -> None:
-    jagged = torch.nested.nested_tensor([torch.zeros(1, 3), torch.zeros(3, 3)], layout=torch.jagged)
-    with pytest.raises(LayoutError, match=r"hidden is jagged float32 .* Pass the values of jagged ones"):
-        call(hidden=jagged)

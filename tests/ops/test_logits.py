@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from samples import in_chunks
 from torch import Tensor
 
-from maskpack.errors import LayoutError
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops import log_probs as module
 
@@ -174,9 +174,8 @@ def test_values_are_those_of_the_loops(parts: Any, dtype: torch.dtype, backend: 
     given = case((7, 5, 43), parts, dtype)
     hidden, weight, ids, logits = given
     for chunk in (None, 2):
-        seen = packed_log_probs(
-            hidden, weight, ids, entropy=True, temperature=0.7, chunk=chunk, backend=backend, logits=logits
-        )
+        with in_chunks(chunk):
+            seen = packed_log_probs(hidden, weight, ids, entropy=True, temperature=0.7, backend=backend, logits=logits)
         for values, truth in zip(seen, naive(given, 0.7), strict=True):
             assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             assert values.tolist() == pytest.approx(truth, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype])
@@ -214,7 +213,8 @@ def test_gradients_in_float32(parts: Any, use: str, backend: Any) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 def test_chunks_change_nothing(chunk: int) -> None:
     given = case((300, 5, 301), (True, True, 0.3, 2.5))
-    seen = packed_log_probs(*given[:3], chunk=chunk, logits=given[3])
+    with in_chunks(chunk):
+        seen = packed_log_probs(*given[:3], logits=given[3])
     torch.testing.assert_close(seen, packed_log_probs(*given[:3], logits=given[3]), rtol=1e-12, atol=1e-12)
 
 
@@ -286,17 +286,17 @@ def test_kernels_cap_as_their_specification(backend: Any, dtype: torch.dtype) ->
     source = torch.Generator().manual_seed(1)
     logits = (20 * torch.randn(5, 300, generator=source)).to(DEVICE)
     ids = torch.tensor([0, 299, 7, 300, -1], device=DEVICE)
-    results = []
+    results, curve = [], module.Curve(12.5, 0.08)
     single, double = (backend == "triton", torch.float32), (False, torch.float64)
     for program, wide in ((module._program(kernels), wide) for kernels, wide in (single, double)):
         out = torch.zeros(4, 5, dtype=wide, device=DEVICE)
         ranks = torch.zeros(4, 5, dtype=wide, device=DEVICE)
-        program.reduce_rows(logits.to(wide, copy=True), ids, 12.5, *out[:2], out[2], None, None, 0.08)
-        program.reduce_rows(logits.to(wide, copy=True), ids, 12.5, *ranks[:2], ranks[2], None, ranks[3], 0.08)
+        program.reduce_rows(logits.to(wide, copy=True), ids, curve, *out[:3], None)
+        program.reduce_rows(logits.to(wide, copy=True), ids, curve, *ranks[:3], None, ranks[3])
         grad = torch.zeros(5, 300, dtype=dtype if wide == torch.float32 else wide, device=DEVICE)
         slopes = factors(5).to(wide)
         others = -out[0].nan_to_num().expm1()
-        program.differentiate(logits.to(wide), grad, 0, ids, others, out[1], out[2], *slopes, 12.5, None, 0.08)
+        program.differentiate(logits.to(wide), grad, 0, module.Slopes(ids, others, out[1], out[2], *slopes, curve))
         results.append((out[:3], ranks, grad))
     for seen, want, limit in zip(*results, (1e-5, 1e-4, 1e-5 if dtype == torch.float32 else 1e-2), strict=True):
         torch.testing.assert_close(seen.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)
@@ -335,38 +335,3 @@ def test_nothing_wide_is_allocated() -> None:
     out = packed_log_probs(of[0], of[1], given[2], logits=Logits(*of[2:], softcap=3.0))
     node: Any = out.grad_fn
     assert max(x.numel() for x in node.saved_tensors if x is not None) <= 300 * (RANK + 1)
-
-
-# -------------------------------------------------------------------- errors
-
-H, W = torch.zeros(2, 4), torch.zeros(9, 4)
-WRONG: dict[str, tuple[Any, str]] = {
-    "a dict": ({"softcap": 30.0}, r"logits is a dict; expected an ops.Logits"),
-    "no cap": (Logits(softcap=0.0), r"softcap is 0.0; expected a finite number above 0"),
-    "negative": (Logits(scale=-1.0), r"scale is -1.0; expected a finite number above 0"),
-    "nan": (Logits(lora_scale=math.nan), r"lora_scale is nan; expected a finite number above 0"),
-    "True": (Logits(scale=True), r"scale is True; expected a finite number above 0"),
-    "text": (Logits(softcap="30"), r"softcap is '30'; expected a finite number above 0"),  # pyright: ignore
-    "half of LoRA": (Logits(lora_a=torch.zeros(3, 4)), r"only lora_a is given; expected lora_a \[r, H\] and lora_b"),
-    "the other half": (Logits(lora_b=torch.zeros(9, 3)), r"only lora_b is given; expected"),
-    "rank": (
-        Logits(lora_a=torch.zeros(3, 4), lora_b=torch.zeros(9, 2)),
-        r"lora_b is \(9, 2\) float32 on cpu; expected \(9, 3\)",
-    ),
-    "transposed": (
-        Logits(lora_a=torch.zeros(4, 3), lora_b=torch.zeros(9, 3)),
-        r"lora_a is \(4, 3\) float32 on cpu; expected \(4, 4\)",
-    ),
-    "rows": (Logits(bias=torch.zeros(8)), r"bias is \(8,\) float32 on cpu; expected \(9,\), floating, on cpu, as lm_"),
-    "integers": (Logits(bias=torch.zeros(9, dtype=torch.int64)), r"bias is \(9,\) int64 on cpu; expected \(9,\)"),
-    "device": (Logits(bias=torch.zeros(9, device="meta")), r"bias is \(9,\) float32 on meta; expected"),
-    "a list": (Logits(bias=[0.0] * 9), r"bias is a list; expected a plain tensor"),  # pyright: ignore
-    "sparse": (Logits(bias=torch.zeros(9).to_sparse()), r"bias is a tensor that is not strided; expected a plain"),
-    "too steep": (Logits(scale=1e38, softcap=1e-38), r"which float32 cannot hold; expected smaller ratios"),
-}
-
-
-@pytest.mark.parametrize(("logits", "message"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_refused_by_name(logits: Any, message: str) -> None:
-    with pytest.raises(LayoutError, match=f"^packed_log_probs: .*{message}"):
-        packed_log_probs(H, W, torch.zeros(2, dtype=torch.int64), logits=logits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -279,49 +278,6 @@ def test_gradient_without_real_values() -> None:
             assert_same_tensor(values.grad, torch.zeros(0))
 
 
-# -------------------------------------------------------------------- the errors
-
-
-@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2,), (2, 4, 3)])
-def test_pack_needs_the_layouts_shape(shape: tuple[int, ...]) -> None:
-    with pytest.raises(LayoutError) as caught:
-        ops.pack(torch.zeros(shape), RowLayout.from_lengths([1, 2], 3))
-    assert str(caught.value) == (
-        f"pack: x is {shape} on cpu; the layout is (2, 3) on cpu. Use the layout of x's own mask, on x's device."
-    )
-
-
-def test_pack_of_a_jagged_tensor_is_an_error() -> None:
-    x = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
-    with pytest.raises(LayoutError, match=r"^pack: "):
-        ops.pack(x, RowLayout.from_lengths([1, 2]))
-
-
-def test_unpack_needs_the_layouts_tokens() -> None:
-    layout = RowLayout.from_lengths([1, 2], 3)
-    jagged = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
-    for values, seen in (
-        (torch.zeros(4), "(4,) on cpu"),
-        (torch.zeros(2, 3), "(2, 3) on cpu"),
-        (torch.tensor(1.0), "() on cpu"),
-        (jagged, "jagged"),
-    ):
-        with pytest.raises(LayoutError) as caught:
-            ops.unpack(values, layout)
-        assert str(caught.value) == (
-            f"unpack: values are {seen}; the layout has 3 valid tokens on cpu. "
-            "Pass the packed values of this layout, on its device."
-        )
-
-
-def test_another_device_is_an_error() -> None:
-    layout = RowLayout.from_lengths([1, 2], 3)
-    with pytest.raises(LayoutError, match=r"^pack: x is \(2, 3\) on meta; the layout is \(2, 3\) on cpu"):
-        ops.pack(torch.zeros(2, 3, device="meta"), layout)
-    with pytest.raises(LayoutError, match=r"^unpack: values are \(3,\) on meta; the layout has 3 valid tokens"):
-        ops.unpack(torch.zeros(3, device="meta"), layout)
-
-
 def test_edges_between_long_runs() -> None:
     """Gaps repeat the last element before them."""
     mask = torch.zeros(3, 700, dtype=torch.bool)
@@ -364,30 +320,6 @@ def test_equal_pads_of_other_bits() -> None:
         for pads in ([0.0, -0.0], [-0.0, 0.0], [0, -0.0], [False, 0.0], [1, True], [1.0, 1]):
             for out, pad, value in zip(ops.unpack(values, layout, pads), pads, values, strict=True):
                 assert_same_tensor(out, torch.full((2, 1), pad, dtype=value.dtype))
-    with pytest.raises(MaskpackError, match=r"pad_value is 0\.5; values are int64"):
-        ops.unpack([torch.zeros(0), torch.zeros(0, dtype=torch.int64)], layout, [0.5, 0.5])
-
-
-def test_pads_that_are_not_as_many() -> None:
-    layout = layout_of(MANY_RUNS, 9)
-    values = ops.pack([torch.zeros(3, 9)] * 2, layout)
-    with pytest.raises(LayoutError, match=r"^unpack: 3 pads for 2 values; expected one for each\."):
-        ops.unpack(values, layout, [0, 0, 0])
-
-
-@pytest.mark.parametrize("pads", [torch.ones(2), torch.ones(1), torch.ones(()), torch.ones(3, 1), torch.ones(4)])
-def test_pads_that_are_not_as_many_as_rows(pads: torch.Tensor) -> None:
-    layout = layout_of(MANY_RUNS, 9)
-    values = ops.pack(torch.zeros(3, 9), layout)
-    message = rf"^unpack: pad_value is a tensor {re.escape(str(tuple(pads.shape)))} on cpu; expected .* \(3,\) on cpu\."
-    with pytest.raises(LayoutError, match=message):
-        ops.unpack(values, layout, pads)
-    with pytest.raises(LayoutError, match=message):
-        ops.unpack([values, values], layout, [0, pads])
-    with pytest.raises(
-        LayoutError, match=r"^unpack: pad_value is a tensor \(3,\) on meta; expected .* \(3,\) on cpu\."
-    ):
-        ops.unpack(values, layout, torch.ones(3, device="meta"))
 
 
 def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,16 +330,6 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
     importlib.invalidate_caches()
     assert backends._installed("kernels_of_a_test")
     assert not backends._installed("no_package_of_this_name")
-
-
-def test_backends() -> None:
-    layout = layout_of(MANY_RUNS, 9)
-    x = torch.zeros(3, 9)
-    assert_same_tensor(ops.pack(x, layout, backend="torch"), ops.pack(x, layout))
-    with pytest.raises(LayoutError, match=r'^pack: backend is "triton", but the tensors are on cpu; .*backend="auto"'):
-        ops.pack(x, layout, backend="triton")
-    with pytest.raises(LayoutError, match=r"^unpack: backend is 'cuda'; expected "):
-        ops.unpack(ops.pack(x, layout), layout, backend="cuda")  # type: ignore[arg-type]
 
 
 def test_the_switch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

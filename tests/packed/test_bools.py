@@ -16,6 +16,7 @@ from maskpack import MaskNestingSpec
 from maskpack.core import native, objects
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS
+from maskpack.nesting.survey import dense_fields
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}
@@ -58,7 +59,7 @@ PLACES = {
 CALLS = {
     "compress": lambda batch, registry, **more: mp.compress(batch, registry=registry, **more),
     "nest_batch_by_mask": mp.nest_batch_by_mask,
-    "dense_fields": lambda batch, registry, **more: mp.dense_fields(batch, registry),
+    "dense_fields": lambda batch, registry, **more: dense_fields(batch, registry),
 }
 
 
@@ -91,13 +92,6 @@ def test_packed_rows_that_lie_one_behind_the_other():
         mp.compress(batch, registry=FLAT)
 
 
-@pytest.mark.filterwarnings("error")
-def test_what_is_dropped_may_be_anything():
-    batch = TensorDict({"m": MASK, "x": bools([[1, 1, 0, 9], [1, 1, 1, 0]])}, batch_size=[2])
-    packed = mp.compress(batch, registry=REGISTRY, on_loss="drop")
-    assert_same(mp.decompress(packed), TensorDict({"m": MASK, "x": GOOD}, batch_size=[2]))
-
-
 def test_what_the_error_says_to_do():
     for good in (ODD.view(torch.uint8) != 0, ODD.view(torch.uint8)):
         batch = TensorDict({"m": MASK, "x": good}, batch_size=[2])
@@ -105,19 +99,7 @@ def test_what_the_error_says_to_do():
         assert_same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, REGISTRY)), batch)
 
 
-def test_empty_bools():
-    for shape in ((0, 4), (2, 0), (2, 4, 0)):
-        batch = TensorDict({"x": torch.zeros(shape, dtype=torch.bool)}, batch_size=[shape[0]])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
-            assert_same(mp.decompress(mp.compress(batch)), batch)
-
-
 # -------------------------------------------------------------------- encodings
-
-
-def naive(encoding, bounds):
-    return any(word not in (0, 1) for word in encoding.decode(np.dtype(np.uint8), bounds).tolist())
 
 
 FAMILIES = {

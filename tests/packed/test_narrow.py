@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import samples
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -21,7 +20,6 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import native
-from maskpack.errors import FieldError, LayoutError
 from maskpack.packed.table import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -94,25 +92,6 @@ def test_layers_before_and_after_rows_moved(move: str, dtype: torch.dtype) -> No
             assert_same_batch(decompress(own), want)
             assert_same_batch(unnest(decompress(own, format="nested")), want)
     assert_same_batch(decompress(packed), batch)
-
-
-@pytest.mark.parametrize("move", MOVES)
-def test_jagged_routers(move: str) -> None:
-    batch = routers()
-    mask = batch["attention_mask"] != 0
-    moved, rows = MOVES[move]
-    rows_of = [x[own] for x, own in zip(batch["routed_experts"], mask, strict=True)]
-    jagged = TensorDict({"routed_experts": samples.jagged(rows_of)}, [len(LENGTHS)])
-    spec = MaskNestingSpec(None, hints=("columns",))
-    packed = compress(jagged, registry={"routed_experts": spec})
-    own = moved_all(packed, moved).narrow("routed_experts", 12, 12)
-    seen = samples.row_list(decompress(own)["routed_experts"])
-    for x, row in zip(seen, rows, strict=True):
-        assert_same_tensor(x, part(rows_of[row], 1, 12, 12).contiguous())
-
-
-def moved_all(packed: PackedBatch, moved: Callable[[PackedBatch], PackedBatch]) -> PackedBatch:
-    return packed if moved is MOVES["select"][0] else moved(packed)
 
 
 def test_nested_routers() -> None:
@@ -223,37 +202,6 @@ def test_fields_without_columns() -> None:
     assert_same_batch(decompress(packed.narrow("position_ids", 1, 2)), with_part(batch, "position_ids", 1, 1, 2))
     alone = packed.select("dense").narrow("dense", 1, 1)
     assert_same_batch(decompress(alone), with_part(batch.select("dense"), "dense", 1, 1, 1))
-
-
-def test_what_cannot_be_narrowed() -> None:
-    batch = routers(3, 2)
-    batch["sub"] = TensorDict({"a": torch.zeros(len(batch), 4)}, [len(batch)])
-    packed = compress(batch, pad_token_id=0)
-    cases: list[tuple[Any, Any, Any, Any, str]] = [
-        ("nope", 0, 1, None, 'no field "nope" in the batch'),
-        ("sub", 0, 1, None, 'field "sub" is not a tensor; expected a tensor'),
-        ("input_ids", 0, 1, None, 'dim is None of field "input_ids", whose elements are (); expected a field whose'),
-        ("routed_experts", 0, 4, None, 'field "routed_experts" from 0 on, 4 of them; expected at most 3 in all'),
-        ("routed_experts", -1, 2, None, 'field "routed_experts" from 2 on, 2 of them; expected at most 3 in all'),
-        ("routed_experts", 4, 0, None, "start is 4; expected a whole number from -3 to 3"),
-        ("routed_experts", 0.0, 1, None, "start is 0.0; expected a whole number"),
-        ("routed_experts", 0, -1, None, "length is -1; expected a whole number from 0"),
-        ("routed_experts", 0, 1, 0, "dim is 0 of field"),
-        ("routed_experts", 0, 1, 1, "expected 2 or 3. Rows are taken with take"),
-        ("routed_experts", 0, 1, 4, "dim is 4 of field"),
-        ("routed_experts", 0, 1, -5, "dim is -5; expected a whole number from -4"),
-    ]
-    for field, start, length, dim, message in cases:
-        with pytest.raises(FieldError if field == "nope" else LayoutError) as error:
-            packed.narrow(field, start, length, dim=dim)
-        assert str(error.value).strip("'\"").startswith("PackedBatch.narrow: ")
-        assert message in str(error.value).replace("\\", "")
-    wide = TensorDict({"x": torch.zeros(2, 3, 4)}, batch_size=[2, 3])
-    with pytest.raises(LayoutError, match="dim is 1"):
-        compress(wide, registry={}).narrow("x", 0, 1, dim=1)
-    assert_same_batch(
-        decompress(compress(wide, registry={}).narrow("x", 1, 2)), TensorDict({"x": wide["x"][:, :, 1:3]}, [2, 3])
-    )
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3, 0), (2, 4, 0, 3), (2, 4, 3, 2), (0, 4, 3, 2)])

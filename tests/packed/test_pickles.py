@@ -21,7 +21,7 @@ from samples import assert_same
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
-from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import PackedBatch, compress, decompress
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 CODECS = [None, "zstd"]
@@ -42,11 +42,8 @@ def packed_long(rows: int = 40, **more: Any) -> PackedBatch:
 
 
 def parts(packed: PackedBatch) -> tuple[bytes, tuple[Any, ...], Any, Any, Any, str | None]:
-    """What pickle is given, but for tensorclasses: the schema, the table, the records of a codec, the body, objects."""
-    function, (schema, kinds, *found) = packed.__reduce_ex__(5)
-    assert callable(function)
-    assert kinds == ()
-    return (schema, *found)
+    """What pickle is given: the schema, the table, the records of a codec, the body, objects, the codec."""
+    return packed.__reduce_ex__(5)[1]
 
 
 def sent(packed: PackedBatch) -> tuple[bytes, Buffers]:
@@ -117,20 +114,6 @@ def test_rows_travel_bit_for_bit(codec: str | None, case: Case, data: st.DataObj
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
-def test_every_dtype(codec: str | None, dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(3)
-    batch = TensorDict(
-        {"row": strategies.values(rng, (50,), dtype), "dense": strategies.values(rng, (50, 3, 7), dtype)}, [50]
-    )
-    packed = compress(batch, ignore_dense_fields=["dense"], codec=codec)
-    for part, rows in ((packed, batch), (packed[7:41], batch[7:41]), (packed[3:4], batch[3:4])):
-        back = received(received(part))
-        assert_aligned(back)
-        assert_same(decompress(back), rows)
-
-
-@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     "batch",
     [
@@ -192,18 +175,6 @@ def test_a_field_that_is_near_another() -> None:
     assert carried(packed) < carried(replace(packed, codec=None))
 
 
-def test_pads_of_complex128_keep_their_shape() -> None:
-    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    x = torch.where(mask != 0, 5 - 1j, torch.tensor([[1j], [2.0], [-0.0]])).to(torch.complex128)
-    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", PER_ROW)}
-    batch = TensorDict({"m": mask, "x": x}, [3])
-    for codec in CODECS:
-        packed = compress(batch, registry=registry, codec=codec)
-        assert packed.table.pads_of_rows(packed.numbers["x",]).shape == (3, 2)
-        assert_same(decompress(received(packed)), batch)
-        assert_same(decompress(received(packed[1:])), batch[1:])
-
-
 # -------------------------------------------------------------------- what a pickle is
 
 
@@ -218,7 +189,7 @@ def test_a_schema_a_table_records_a_body_and_objects(codec: str | None) -> None:
     assert name == codec
     assert isinstance(body, pickle.PickleBuffer)
     assert all(type(part) in (int, tuple, bytes) for part in line)
-    assert type(packed.__reduce_ex__(4)[1][4]) is bytes
+    assert type(packed.__reduce_ex__(4)[1][3]) is bytes
 
 
 def test_structure_is_small_and_arrays_are_out_of_band() -> None:
@@ -266,12 +237,6 @@ def test_an_array_of_two_fields_travels_once() -> None:
 # -------------------------------------------------------------------- no copies
 
 
-def test_a_body_holds_the_arrays_and_nothing_else() -> None:
-    packed = packed_long()
-    assert_aligned(packed)
-    assert packed.nbytes <= packed.table.body.nbytes < packed.nbytes + 8 * count_arrays(packed)
-
-
 def test_a_body_travels_without_a_copy() -> None:
     packed = packed_long()
     stream, buffers = sent(packed)
@@ -291,7 +256,7 @@ def test_most_rows_travel_in_their_body_and_few_do_not() -> None:
 @pytest.mark.parametrize(("more", "whole"), [(0, True), (300, True), (700, False)])
 def test_a_tenth_more_is_the_most_that_a_body_brings_along(more: int, whole: bool) -> None:
     kept = compress(TensorDict({"a": torch.randn(1000)}, [1000]))
-    wide = replace(kept.table, body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
+    wide = kept.table.like(body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
     assert (carried(replace(kept, table=wide)) == 4000 + more) is whole
     assert carried(replace(kept, table=wide)) in (4000, 4000 + more)
 
@@ -310,56 +275,7 @@ def test_a_slice_carries_its_own_bytes() -> None:
     assert sum(split) < 1.1 * whole + 8 * 200
 
 
-def test_a_forwarded_slice_carries_its_own_bytes() -> None:
-    """Sliced, sent, sliced and sent again; also a slice whose bytes came in a larger buffer."""
-    packed = packed_long(200)
-    batch = long_batch(200)
-    there = received(packed[10:195])
-    for part, rows in ((there[0:2], [10, 11]), (there[-2:], [193, 194]), (received(there[4:8])[1:2], [15])):
-        assert carried(part) <= 1.1 * part.nbytes + 200
-        assert_same(decompress(received(part)), batch[rows])
-
-
-@pytest.mark.parametrize("start", range(12))
-def test_alignment_at_odd_slices(start: int) -> None:
-    """Fields of one, two, four and eight bytes, whose bytes begin anywhere in the buffer."""
-    rng = np.random.default_rng(1)
-    batch = TensorDict(
-        {
-            name: strategies.values(rng, (101, 3), getattr(torch, name))
-            for name in ("uint8", "float16", "int32", "float64", "complex128", "int8", "bfloat16")
-        },
-        [101],
-    )
-    packed = compress(batch, ignore_dense_fields=list(batch.keys()))
-    for stop in (start + 1, start + 2, 97, 101):
-        part = packed[start:stop]
-        back = received(received(part)[0:])
-        assert_aligned(back)
-        assert_same(decompress(back), batch[start:stop])
-
-
-@pytest.mark.parametrize("shift", range(1, 9))
-def test_buffers_may_begin_anywhere(shift: int) -> None:
-    batch = samples.rollout().exclude("global_token_num")
-    stream, buffers = sent(pack(batch))
-    held = [memoryview(bytes(shift) + bytes(buffer.raw()))[shift:] for buffer in buffers]
-    back = pickle.loads(stream, buffers=held)
-    assert_same(decompress(back), batch)
-    assert_same(decompress(received(back[2:5])), batch[2:5])
-
-
 # -------------------------------------------------------------------- who may write, who keeps what alive
-
-
-def test_what_comes_from_shared_memory_is_read_only() -> None:
-    back = received(packed_long())
-    assert not back.table.body.flags.writeable
-    assert not any(array.flags.writeable for array in back.table.arrays())
-    out = decompress(back)
-    before = out["input_ids"].clone()
-    out["input_ids"].fill_(3)
-    assert torch.equal(decompress(back)["input_ids"], before)
 
 
 def test_a_slice_that_travelled_keeps_no_other_memory_alive() -> None:
@@ -372,23 +288,11 @@ def test_a_slice_that_travelled_keeps_no_other_memory_alive() -> None:
     assert len(decompress(part)) == 1
 
 
-def test_nothing_is_kept_by_pickling() -> None:
-    packed = packed_long(10)
-    alive = weakref.ref(packed)
-    stream, buffers = sent(packed)
-    held = [bytes(buffer.raw()) for buffer in buffers]
-    del packed, buffers
-    gc.collect()
-    assert alive() is None
-    assert len(pickle.loads(stream, buffers=held)) == 10
-
-
 @pytest.mark.parametrize("shift", [0, 1, 3, 8])
-def test_buffers_that_begin_anywhere_and_may_be_written(shift):
+def test_buffers_that_begin_anywhere_and_may_be_written(shift: int) -> None:
+    """What is received is read-only all the same, so that writing to a decoded batch does not change it."""
     batch = samples.rollout(objects=False)
-    packed = pack(batch)
-    buffers = []
-    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    stream, buffers = sent(pack(batch))
     lines = []
     for buffer in buffers:
         raw = buffer.raw()
@@ -398,5 +302,8 @@ def test_buffers_that_begin_anywhere_and_may_be_written(shift):
         lines.append(line[begin : begin + raw.nbytes])
     there = pickle.loads(stream, buffers=lines)
     assert_aligned(there)
-    assert not there.table.body.flags.writeable
-    assert_same(decompress(there), batch)
+    assert not any(array.flags.writeable for array in [there.table.body, *there.table.arrays()])
+    for _ in range(2):
+        out = decompress(there)
+        assert_same(out, batch)
+        out["input_ids"].fill_(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,54 +48,20 @@ def check(segments: Segments, pairs: list[Pair]) -> None:
     assert list(zip(source.tolist(), row.tolist(), strict=True)) == pairs
 
 
-def test_the_picture() -> None:
-    segments = made([(0, 4), (0, 5), (1, 0), (1, 1), (1, 2), (0, 9)])
-    assert segments.source.tolist() == [0, 1, 0]
-    assert segments.start.tolist() == [4, 0, 9]
-    assert segments.count.tolist() == [2, 3, 1]
-
-
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_whole(rows: int) -> None:
-    check(Segments.whole(rows), [(0, row) for row in range(rows)])
-
-
-@given(PAIRS)
-def test_of_rows(pairs: list[Pair]) -> None:
+@given(PAIRS, PAIRS, st.lists(st.integers(0, 5), min_size=4, max_size=4), st.data())
+def test_rows(pairs: list[Pair], more: list[Pair], numbers: list[int], data: st.DataObject) -> None:
+    """Whole, taken, joined, and of sources with other numbers: two may become one."""
     segments = made(pairs)
+    before = [column.copy() for column in (segments.source, segments.start, segments.count)]
     check(segments, pairs)
-    assert pairs_of(segments) == pairs
-
-
-@given(PAIRS, st.data())
-def test_select(pairs: list[Pair], data: st.DataObject) -> None:
-    index = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=10)) if pairs else []
-    check(made(pairs).take(np.array(index, np.int64)), [pairs[place] for place in index])
-
-
-@given(st.lists(st.integers(0, 119), max_size=20))
-def test_select_of_few_rows_among_many(index: list[int]) -> None:
-    pairs = [(row // 7 % 3, row * 3 % 40 + row % 2) for row in range(120)]
-    check(made(pairs).take(np.array(index, np.int64)), [pairs[place] for place in index])
-
-
-@given(PAIRS, st.data())
-def test_slice(pairs: list[Pair], data: st.DataObject) -> None:
-    begin = data.draw(st.integers(0, len(pairs)))
-    end = data.draw(st.integers(begin, len(pairs)))
-    segments = made(pairs)
-    check(segments.slice(begin, end), pairs[begin:end])
-    check(segments, pairs)
-
-
-@given(st.lists(PAIRS, min_size=1, max_size=4))
-def test_cat_joins_what_meets(parts: list[list[Pair]]) -> None:
-    check(Segments.cat([made(part) for part in parts]), [pair for part in parts for pair in part])
-
-
-@given(PAIRS, st.lists(st.integers(0, 5), min_size=4, max_size=4))
-def test_renumbered(pairs: list[Pair], numbers: list[int]) -> None:
-    check(made(pairs).renumbered(np.array(numbers)), [(numbers[source], row) for source, row in pairs])
+    check(Segments.whole(len(pairs)), [(0, row) for row in range(len(pairs))])
+    index = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=20)) if pairs else []
+    check(segments.take(np.array(index, np.int64)), [pairs[place] for place in index])
+    check(Segments.cat([segments, made(more), segments]), [*pairs, *more, *pairs])
+    check(segments.renumbered(np.array(numbers)), [(numbers[source], row) for source, row in pairs])
+    check(pickle.loads(pickle.dumps(segments)), pairs)
+    for column, old in zip((segments.source, segments.start, segments.count), before, strict=True):
+        assert column.tolist() == old.tolist(), "what is given is not changed"
 
 
 def test_two_sources_that_become_one_join() -> None:
@@ -114,24 +79,6 @@ def test_shares(pairs: list[Pair]) -> None:
     sources = [source for source, _ in pairs]
     assert (order is None) == (sources == sorted(sources))
     assert [line[place] for place in (range(len(line)) if order is None else order.tolist())] == pairs
-
-
-@given(PAIRS)
-def test_what_is_given_is_not_changed(pairs: list[Pair]) -> None:
-    segments = made(pairs)
-    before = [column.copy() for column in (segments.source, segments.start, segments.count)]
-    segments.shares()
-    segments.take(np.arange(len(pairs))[::-1])
-    Segments.cat([segments, segments])
-    for column, old in zip((segments.source, segments.start, segments.count), before, strict=True):
-        assert column.tolist() == old.tolist()
-
-
-@given(PAIRS)
-def test_pickles(pairs: list[Pair]) -> None:
-    again = pickle.loads(pickle.dumps(made(pairs)))
-    assert pairs_of(again) == pairs
-    assert {part.dtype for part in (again.source, again.start, again.count)} == {np.dtype(np.int64)}
 
 
 def test_a_pickle_takes_few_bytes_a_segment() -> None:

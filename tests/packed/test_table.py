@@ -240,25 +240,6 @@ def test_rows_of_every_encoding(kind: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_parts_of_different_encodings_join(kind: str, data: st.DataObject) -> None:
-    form = data.draw(forms(kind))
-    rng = data.draw(strategies.generators())
-    others = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=2))
-    parts = [
-        form.batch(data.draw(patterns(width=form.width)), rng, other, split=data.draw(st.booleans()))
-        for other in (kind, *others)
-    ]
-    whole = PackedBatch.cat([compress(part, registry=form.registry(data.draw(st.booleans()))) for part in parts])
-    want = torch.cat(parts)
-    assert_rows(whole, want)
-    if len(want):
-        picked = data.draw(st.lists(st.integers(0, len(want) - 1), max_size=6))
-        again = PackedBatch.cat([whole[1:].take(slice(None, None, 2)), whole.take(picked)])
-        assert_same_batch(decompress(again), oracle.take_rows(want, [*range(1, len(want), 2), *picked]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(st.data())
 def test_fields_leave_and_come_together(kind: str, data: st.DataObject) -> None:
     form = data.draw(forms(kind))
     batch = form.batch(data.draw(patterns(width=form.width)), data.draw(strategies.generators()))
@@ -357,21 +338,6 @@ def test_a_sample_is_not_the_whole(size: int, hints: tuple[str, ...]) -> None:
             packed = compress(batch, registry=registry)
             assert torch.equal(decompress(packed)["x"], x)
             assert packed.nbytes <= x.nbytes + 64
-
-
-@pytest.mark.parametrize("hints", [(), ("rle", "bitmap"), ("sparse", "rle")])
-@pytest.mark.parametrize("name", [name for name in strategies.MANY_RUNS if name != "no width"])
-def test_a_field_of_two_words_takes_its_bits_and_little_more(name: str, hints: tuple[str, ...]) -> None:
-    mask, width = strategies.MANY_RUNS[name]
-    flags = oracle.mask_tensor(mask, width)
-    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=hints)}
-    for dtype, (high, low) in itertools.product(
-        (torch.uint8, torch.float32, torch.int64), ((1, 0), (0, 200), (9, 100))
-    ):
-        batch = TensorDict({"m": torch.ones_like(flags), "x": torch.where(flags, high, low).to(dtype)}, [len(mask)])
-        packed = compress(batch, registry=registry)
-        assert torch.equal(decompress(packed)["x"], batch["x"])
-        assert packed.select("x").nbytes <= len(mask) * ((width + 7) // 8) + 128
 
 
 # -------------------------------------------------------------------- fields that follow from others

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
-from samples import PAD, VARIANTS, assert_same, per_row, workload
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from samples import PAD, VARIANTS, assert_same, workload
+from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import unnest_batch_by_mask as unnest
@@ -63,110 +65,14 @@ def test_widths_that_are_none():
         mp.decompress(packed, widths="trimmed")
 
 
-# -------------------------------------------------------------------- batch dims behind the rows
-
-MASK = torch.tensor([[0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
-WIDTH, FIRST, LAST = 7, 1, 5
-AXES = mp.MaskNestingRegistry(
-    {
-        "attention_mask": mp.MaskNestingSpec("attention_mask"),
-        "ids": mp.MaskNestingSpec("attention_mask"),
-        "states": mp.MaskNestingSpec("attention_mask", ragged_dim=2),
-    }
-)
-
-
-def of_tokens(*more):
-    """A field that is 0 where the mask is."""
-    numbers = torch.arange(1, 1 + MASK.numel()).view(MASK.shape) * MASK
-    return numbers if not more else numbers[..., None] * torch.arange(1, 1 + more[0])
-
-
-def packed_of(entries, *dims):
-    rows = next(iter(entries.values())).shape[0]
-    return mp.compress(TensorDict(entries, batch_size=[rows, *dims]), registry=AXES)
-
-
-def test_a_second_batch_dim_of_the_width_becomes_narrower():
-    for rows in ([0, 1, 2], [0], [2], []):
-        packed = packed_of({"attention_mask": MASK, "ids": of_tokens()}, WIDTH).take(rows)
-        whole = mp.decompress(packed)
-        real = [column for column in range(WIDTH) if any(MASK[row, column] for row in rows)] or [0, -1]
-        trimmed = mp.decompress(packed, widths="trim")
-        assert_same(trimmed, whole[:, real[0] : real[-1] + 1].contiguous())
-        nested = mp.decompress(packed, format="nested", widths="trim")
-        assert nested.batch_size == (len(rows),)
-        assert_same(unnest(nested), trimmed)
-        assert_same(mp.decompress(packed), whole)
-
-
-def test_dims_between_the_rows_and_the_width_stay():
-    states = of_tokens(2).movedim(2, 1).contiguous()
-    for dims in ([3], [3, 2], [3, 2, WIDTH]):
-        batch = TensorDict({"states": states}, batch_size=dims)
-        packed = mp.compress(
-            batch, registry=AXES, like=mp.compress(TensorDict({"attention_mask": MASK}, [3]), registry=AXES)
-        )
-        seen = mp.decompress(packed, widths="trim")
-        wanted = TensorDict(
-            {"states": states[..., FIRST:LAST].contiguous()}, [*dims[:2], *[LAST - FIRST] * (len(dims) == 3)]
-        )
-        assert_same(seen, wanted)
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_sub_batches_follow_their_own_fields():
-    inner = TensorDict({"ids": of_tokens()}, batch_size=[3, WIDTH])
-    deep = TensorDict({"more": TensorDict({}, batch_size=[3, WIDTH, 2])}, batch_size=[3, WIDTH])
-    outer = TensorDict({"attention_mask": MASK, "inner": inner, "kept": torch.ones(3, 2)}, batch_size=[3])
-    seen = mp.decompress(mp.compress(outer, registry=AXES), widths="trim")
-    assert (seen.batch_size, seen["inner"].batch_size) == ((3,), (3, LAST - FIRST))
-    assert_same(seen["inner"]["ids"], of_tokens()[:, FIRST:LAST].contiguous())
-    assert seen["kept"].shape == (3, 2)
-    whole = TensorDict({"attention_mask": MASK, "deep": deep}, batch_size=[3, WIDTH])
-    seen = mp.decompress(mp.compress(whole, registry=AXES), widths="trim")
-    assert seen["deep"].batch_size == (3, LAST - FIRST)
-    assert seen["deep"]["more"].batch_size == (3, LAST - FIRST, 2)
-
-
-def test_objects_follow_too():
-    batch = TensorDict({"attention_mask": MASK}, batch_size=[3, WIDTH])
-    batch.set("one", NonTensorData({"x": 1}, batch_size=[3, WIDTH]))
-    seen = mp.decompress(mp.compress(batch, registry=AXES), widths="trim")
-    assert seen["one"] == {"x": 1}
-    assert seen.get("one").batch_size == seen.batch_size == (3, LAST - FIRST)
-
-
-def test_batch_dims_that_nothing_narrows_stay():
-    batch = TensorDict({"attention_mask": torch.ones(3, WIDTH)}, batch_size=[3, WIDTH])
-    batch.set("items", NonTensorStack(*[per_row(range(WIDTH)) for _ in range(3)]))
-    packed = mp.compress(batch, registry=AXES)
-    assert_same(mp.decompress(packed, widths="trim"), mp.decompress(packed))
-    alone = mp.decompress(packed, "items", widths="trim")
-    assert alone.batch_size == (3, WIDTH)
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_fields_that_would_differ_in_a_batch_dim_are_named():
-    entries = {"attention_mask": MASK, "stray": torch.ones(3, WIDTH)}
-    packed = packed_of(entries, WIDTH)
-    for format in ("padded", "nested"):
-        with pytest.raises(mp.errors.LayoutError) as caught:
-            mp.decompress(packed, format=format, widths="trim")
-        assert str(caught.value) == (
-            'decompress: widths="trim" in a batch with batch dims (7,) behind its rows, of which its fields would keep '
-            '"attention_mask" (4,), "stray" (7,); expected the same of each. Name fields of one axis, leave the widths '
-            "padded, or give the TensorDict batch_size=[rows] before packing."
-        )
-    for name, columns in (("attention_mask", slice(FIRST, LAST)), ("stray", slice(None))):
-        assert_same(mp.decompress(packed, name, widths="trim")[name], entries[name][:, columns].contiguous())
-    assert_same(mp.decompress(packed), TensorDict(entries, batch_size=[3, WIDTH]))
-
-
-def test_lists_of_an_item_for_each_column_are_named():
-    batch = TensorDict({"attention_mask": MASK}, batch_size=[3, WIDTH])
-    batch.set("items", NonTensorStack(*[per_row(range(WIDTH)) for _ in range(3)]))
-    with pytest.raises(
-        mp.errors.LayoutError, match=r'keep "attention_mask" \(4,\), the items of "items" \(7,\); expected'
+def test_batch_dims_behind_the_rows_are_refused():
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])
+    inner = TensorDict({"ids": mask * 2}, batch_size=[2, 4])
+    for batch, where in (
+        (inner, "a batch with batch dims (4,)"),
+        (TensorDict({"m": mask, "inner": inner}, [2]), 'a sub-batch "inner"'),
     ):
-        mp.decompress(mp.compress(batch, registry=AXES), widths="trim")
+        packed = mp.compress(batch, registry={"m": mp.MaskNestingSpec("m"), "ids": mp.MaskNestingSpec(None)})
+        with pytest.raises(mp.errors.LayoutError, match=re.escape(f'widths="trim" in {where}')):
+            mp.decompress(packed, widths="trim")
+    assert mp.decompress(packed, "m", widths="trim")["m"].tolist() == [[1, 1], [1, 0]]

@@ -261,7 +261,7 @@ def test_temperature_and_entropy() -> None:
     model, _ = pair(qwen3)
     ready, batch = replayable(model), batch_of(ROWS["groups"])
     shared, apart = (
-        response_log_probs(ready, batch, temperature=0.7, entropy=True, chunk=5, share_prefixes=share, min_shared=1)
+        response_log_probs(ready, batch, temperature=0.7, entropy=True, share_prefixes=share, min_shared=1)
         for share in (True, False)
     )
     for one, other in zip(shared, apart, strict=True):
@@ -298,7 +298,7 @@ def test_a_plan_cuts_groups_into_subgroups() -> None:
 def trajectories() -> list[Row]:
     """Four trajectories for each of 50 tasks: system prompt and question, then all other messages. A message has a
     hundredth of its tokens, equal ones for equal texts."""
-    data = json.loads((Path(__file__).parents[2] / "bench/tau_airline.json").read_text())
+    data = json.loads((Path(__file__).parents[2] / "bench/workloads/tau_airline.json").read_text())
     rng = np.random.default_rng(0)
     texts = [drawn(rng, max(1, round(tokens / 100))) for tokens in data["tokens"]]
     rows: list[Row] = []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import PAD, freeze, positions, row_list
+from samples import PAD, freeze, in_chunks, positions, row_list
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -631,7 +631,8 @@ def test_log_probs_are_those_of_each_row_alone(case: str, ids: str, packing: str
     for seen, truth in zip((log_probs, entropies), truth_of(model, batch, 0.7), strict=True):
         same_rows(seen, truth)
     assert model.seen == (["hidden" if packing == "packed" else "dense", "self_check False"])
-    same_rows(response_log_probs(model, form(batch), chunk=2), truth_of(model, batch)[0])
+    with in_chunks(2):
+        same_rows(response_log_probs(model, form(batch)), truth_of(model, batch)[0])
 
 
 def test_gradients_are_those_of_each_row_alone(packing: str) -> None:
@@ -704,12 +705,12 @@ def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str
     same_rows(seen, truth_of(model, batch)[0])
 
 
-def test_a_plan_takes_the_registry_and_the_chunk() -> None:
+def test_a_plan_takes_the_registry_and_the_kept_bytes() -> None:
     batch = batch_of(*CASES["both"])
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 20)
     model = Sums()
-    with pytest.raises(LayoutError, match="chunk is 0"):
-        response_log_probs(model, batch, plan=plan, chunk=0)
+    with pytest.raises(LayoutError, match="keep is -1"):
+        response_log_probs(model, batch, plan=plan, keep=-1)
     with pytest.raises(LayoutError, match="no response axis"):
         response_log_probs(model, batch, plan=plan, registry=mp.MaskNestingRegistry({}))
     with pytest.raises(ReplayError, match="no_prompt is 'no'"):

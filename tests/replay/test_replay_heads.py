@@ -70,7 +70,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_each_row_alone(
     replay = replayable(model)
     logits = replay.head_logits
     assert (logits.scale, logits.softcap, logits.bias is not None) == (scale, softcap, bias)
-    seen = response_log_probs(replay, batch, temperature=0.7, entropy=True, chunk=5, self_check=True)
+    seen = response_log_probs(replay, batch, temperature=0.7, entropy=True, self_check=True)
     truth = truth_of(plain, batch, 0.7)
     assert truth[0].min() < -4
     assert max(map(off, seen, truth)) <= LIMIT

@@ -162,7 +162,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
 def test_temperature_entropy_and_a_tail(make: Any) -> None:
     model, plain = pair(make)
     batch = for_model(make, seed=1)
-    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64, chunk=5)
+    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64)
     truth = truth_of(plain, batch, 0.6)
     assert max(map(off, seen, truth)) <= LIMIT
     total = seen[0].values() + 0.5 * seen[1].values()
@@ -333,7 +333,7 @@ def test_other_dtypes_pass_the_self_check(dtype: torch.dtype) -> None:
     seen = response_log_probs(ready, batch, self_check=True)
     assert seen.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert off(seen.float(), truth_of(plain, batch)[0]) <= {torch.float64: LIMIT}.get(dtype, 0.2)
-    assert ready._checked == {(dtype, *PATH): adapter._LATER}
+    assert ready._checked == {(dtype, *PATH): adapter.LATER}
 
 
 def test_autocast_passes_the_self_check() -> None:
@@ -345,7 +345,7 @@ def test_autocast_passes_the_self_check() -> None:
         truth, _ = truth_of(plain, batch)
     assert 1e-4 < off(seen, truth_of(plain, batch)[0]) < 0.2
     assert off(seen, truth) < 0.2
-    assert ready._checked == {(torch.bfloat16, *PATH): adapter._LATER}
+    assert ready._checked == {(torch.bfloat16, *PATH): adapter.LATER}
 
 
 def test_positions_that_jump_pass_the_self_check() -> None:
@@ -986,7 +986,7 @@ def test_rows_too_short_to_compare_do_not_pass() -> None:
     response_log_probs(ready, batch_of([(0, 0)]))
     assert (calls, ready._checked) == ([], {})
     response_log_probs(ready, batch_of([(2, 3), (1, 0)]))  # the first is the only one that scores a token
-    assert (calls, ready._checked) == ([5], {(torch.float32, *PATH): adapter._FIRST})
+    assert (calls, ready._checked) == ([5], {(torch.float32, *PATH): adapter.FIRST})
 
 
 def test_the_self_check_leaves_no_gradient_behind() -> None:

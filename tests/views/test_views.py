@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_batch
 from samples import assert_same
-from strategies import Case, batches, row_ops, rows_after
-from tensordict import NonTensorData, TensorDict
-from test_packed import TOKEN, Part, assert_same_rows, joined_by_hand, parts_of_widths
+from strategies import Case, RowOp, batches, row_ops, rows_after
+from tensordict import NonTensorData, TensorDict, is_non_tensor
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
-from maskpack.core.index import IntArray
-from maskpack.errors import FieldError, LayoutError
+from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import table
 from maskpack.packed.segments import Segments
@@ -92,98 +90,58 @@ def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
 
 
+def plain(batch: TensorDict) -> dict[str, Any]:
+    """Objects as lists: those of the batch may have become those of its rows."""
+    fields = {name: batch.get(name) for name in batch.keys()}  # noqa: SIM118
+    return {name: value.tolist() if is_non_tensor(value) else value for name, value in fields.items()}
+
+
+def assert_same_rows(seen: TensorDict, want: TensorDict) -> None:
+    assert (seen.batch_size, seen.device) == (want.batch_size, want.device)
+    assert_same(plain(seen), plain(want))
+
+
+def after(view: BatchView, ops: Sequence[RowOp]) -> BatchView:
+    for op in ops:
+        view = op.on_packed(view)
+    return view
+
+
 # -------------------------------------------------------------------- work that grows with the rows, not their square
 
 
-@pytest.fixture
-def rows_listed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each list of all rows of a group had."""
-    listed: list[int] = []
-    by_row = Segments.by_row
-
-    def counted(self: Segments) -> tuple[IntArray, IntArray]:
-        listed.append(self.num_rows)
-        return by_row(self)
-
-    monkeypatch.setattr(Segments, "by_row", counted)
-    return listed
+def test_parts_cost_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(0).permutation(300)
+    view = BatchView.cat([BatchView.of(numbers(100)) for _ in range(3)]).take(rows)
+    monkeypatch.setattr(Segments, "by_row", None)  # a list of all rows
+    cut = [*view.split(1), *view.chunk(150)]
+    assert all(len(part.groups[0].sources) <= len(part) for part in cut)
+    monkeypatch.undo()
+    assert [row for part in cut for row in rows_of(part)] == 2 * (rows % 100).tolist()
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_parts_cost_their_own_rows(shuffled: bool, rows_listed: list[int]) -> None:
-    batch = rollout([(1 + row % 3, row % 5) for row in range(300)])
-    parts = [BatchView.of(pack(part)) for part in batch.split(100)]
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(0)).tolist() if shuffled else [*range(300)]
-    view = BatchView.cat(parts).take(order)
-    rows_listed.clear()
-    cut = [*view.split(1), *view.chunk(150), *(view[row : row + 2] for row in range(298))]
-    assert sum(rows_listed) <= 4 * view.num_rows
-    spans = [(row, row + 1) for row in range(300)] + [(2 * row, 2 * row + 2) for row in range(150)]
-    spans += [(row, row + 2) for row in range(298)]
-    for part, (begin, end) in zip(cut, spans, strict=True):
-        sources, held = [parts[row // 100].groups[0].sources[0].held for row in order[begin:end]], []
-        for segment, start, count in segments_of(part):
-            held += [(part.groups[0].sources[segment].held, start + row) for row in range(count)]
-        assert [(id(source), row) for source, row in held] == [
-            (id(source), order[place] % 100) for source, place in zip(sources, range(begin, end), strict=True)
-        ]
-        assert len(part.groups[0].sources) == len({id(source) for source in sources})
-
-
-def test_references_are_compared_by_their_hash() -> None:
-    compared = 0
-
-    class Counted:
-        def __init__(self, name: int) -> None:
-            self.name = name
-
-        def __hash__(self) -> int:
-            return hash(self.name)
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return isinstance(other, Counted) and other.name == self.name
-
-    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
-    views = [BatchView.at(Counted(number % 60), meta) for number in range(120)]  # two equal references each
+def test_equal_references_are_one_batch() -> None:
+    meta = BatchMeta.of(numbers(2))
+    views = [BatchView.at(("place", number % 3), meta) for number in range(6)]
     joined = BatchView.cat(views)
-    assert compared <= 2 * len(views)
-    assert [source.held.name for source in joined.groups[0].sources] == [*range(60)]
-    assert segments_of(joined) == [(number % 60, 0, 2) for number in range(120)]
-
-
-def test_references_without_a_hash_stand_for_themselves() -> None:
-    meta = BatchMeta.of(pack(rollout([(2, 3), (1, 1)])))
-    one, other = BatchView.at([1], meta), BatchView.at([1], meta)
-    assert len(BatchView.cat([one, one[::-1]]).groups[0].sources) == 1
-    assert len(BatchView.cat([one, other]).groups[0].sources) == 2
+    assert [source.held for source in joined.groups[0].sources] == [("place", number) for number in range(3)]
+    assert segments_of(joined) == [(number % 3, 0, 2) for number in range(6)]
 
 
 # -------------------------------------------------------------------- any operations over any sources
 
 
 @st.composite
-def operations(draw: st.DrawFn, rows: int, empty: bool = True) -> tuple[list[Callable[[Any], Any]], list[int]]:
-    """Operations on a view of `rows` rows, and the rows that they leave."""
-    steps: list[Callable[[Any], Any]] = []
-    left = list(range(rows))
-    for _ in range(draw(st.integers(0, 3))):
-        if len(left) <= 6 and draw(st.integers(0, 3)) == 0:
-            times, interleave = draw(st.integers(0 if empty else 1, 3)), draw(st.booleans())
-            steps.append(lambda view, t=times, i=interleave: view.repeat(t, interleave=i))
-            left = [row for row in left for _ in range(times)] if interleave else left * times
-        else:
-            ops = draw(row_ops(len(left), max_size=1, empty=empty))
-            steps.append(ops[0].on_packed)
-            left = [left[place] for place in rows_after(ops, len(left), even_chunks=True)]
-    return steps, left
-
-
-def after(view: BatchView, steps: Sequence[Callable[[Any], Any]]) -> BatchView:
-    for step in steps:
-        view = step(view)
-    return view
+def rollouts(draw: st.DrawFn) -> TensorDict:
+    """Of any widths; advantages that were multiplied by the mask are padded with -0.0 in some rows."""
+    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    rows = draw(st.lists(st.tuples(st.integers(0, prompt), st.integers(0, response)), max_size=3))
+    batch = samples.rollout(rows, prompt, response, objects=False).exclude("token_level_rewards", "rm_scores")
+    batch.set("temperature", NonTensorData(draw(st.sampled_from([0.7, 0.9])), batch_size=[len(rows)]))
+    if draw(st.booleans()):
+        signs = torch.tensor([1.0, -1.0, -1.0][: len(rows)]).reshape(-1, 1)
+        batch["advantages"] = signs * (batch["attention_mask"][:, prompt:] != 0)
+    return batch
 
 
 @pytest.mark.parametrize("name", strategies.MANY_RUNS)
@@ -204,52 +162,49 @@ def test_views_of_masks_of_many_runs(name: str) -> None:
     assert view[1:6].layouts["mask"] == packed[1:6].layouts["mask"]
 
 
-@quiet
-@given(parts_of_widths(), st.data())
-def test_row_operations_over_sources_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
-    store = Store()
-    away = [data.draw(st.booleans()) for _ in parts]
-    packs = [compress(part.batch, pad_token_id=TOKEN, strict_mask_nesting=True) for part in parts]
-    views = [store.put(packed) if there else BatchView.of(packed) for packed, there in zip(packs, away, strict=True)]
-    origin: list[tuple[int, int]] = []
-    for number, part in enumerate(parts):
-        steps, left = data.draw(operations(len(part.batch)))
-        views[number] = after(views[number], steps)
-        origin += [(number, row) for row in left]
-    view = BatchView.cat(views)
-    steps, left = data.draw(operations(len(origin)))
-    view = after(view, steps)
-    origin = [origin[place] for place in left]
-    begins = np.cumsum([0, *[len(part.batch) for part in parts]])
-    want = oracle.take_rows(joined_by_hand(parts), [begins[number] + row for number, row in origin])
-
-    assert len(view) == view.num_rows == len(want)
-    assert store.calls == 0, "no data has moved yet"
-    lengths = [(oracle.mask_rows(want["attention_mask"]), "sequence")]
-    p = max(part.prompt for part in parts)
-    lengths += [([row[:p] for row in lengths[0][0]], "prompt"), ([row[p:] for row in lengths[0][0]], "response")]
-    for mask, name in lengths:
-        assert view.lengths(name).tolist() == oracle.lengths(mask)
-        assert view.lengths(name).dtype == np.int64
-        width = {"sequence": want["attention_mask"].shape[1], "prompt": p}.get(name, want["responses"].shape[1])
-        assert (view.layouts[name].width, view.head.layouts[name].width) == (width, width)
-        assert view.layouts[name].to_mask().tolist() == mask
-
+def checked(view: BatchView, want: TensorDict, store: Store, data: st.DataObject) -> None:
+    """All fields, some of them, padded and nested; each reference is fetched at most once."""
+    store.take_counts()
     assert_same_rows(view.materialize(get=store.get), want)
-    used = [number in {source for source, _ in origin} for number in range(len(parts))]
-    assert store.take_counts() == [int(use) for use, there in zip(used, away, strict=True) if there]
-    assert store.calls == any(use and there for use, there in zip(used, away, strict=True)), "all at once"
-    nested = view.materialize(get=store.get, format="nested")
-    assert_same_rows(unnest(nested), want)
-    assert nested["responses"].is_nested or not len(want)
-    names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, max_size=4, unique=True))
-    assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names))
-    assert_same_rows(unnest(view.materialize(*names, get=store.get, format="nested")), taken(want, *names))
-    packed = view.to_packed(*names, get=store.get)
-    assert_same_rows(
-        decompress(pickle.loads(pickle.dumps(packed[::-1]))),
-        taken(oracle.take_rows(want, range(len(want))[::-1]), *names),
-    )
+    assert max(store.take_counts(), default=0) <= 1
+    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), want)
+    names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, unique=True)) if len(want.keys()) else []
+    some = taken(want, *names) if names else want
+    assert_same_rows(view.materialize(*names, get=store.get), some)
+    packed = pickle.loads(pickle.dumps(view.to_packed(*names, get=store.get)[::-1]))
+    assert_same_rows(decompress(packed), oracle.take_rows(some, range(len(some))[::-1]))
+
+
+@quiet
+@given(st.lists(rollouts(), min_size=1, max_size=4), st.data())
+def test_row_operations_over_sources_of_any_widths(parts: list[TensorDict], data: st.DataObject) -> None:
+    """As `PackedBatch.cat`, which the tests of packed batches compare with plain loops."""
+    store, packs = Store(), [pack(part) for part in parts]
+    away = [data.draw(st.booleans()) for _ in parts]
+    views = [store.put(packed) if there else BatchView.of(packed) for packed, there in zip(packs, away, strict=True)]
+    line: list[tuple[int, int]] = []
+    for number, part in enumerate(parts):
+        ops = data.draw(row_ops(len(part)))
+        views[number] = after(views[number], ops)
+        line += [(number, row) for row in rows_after(ops, len(part), even_chunks=True)]
+    ops = data.draw(row_ops(len(line)))
+    view = after(BatchView.cat(views), ops)
+    line = [line[place] for place in rows_after(ops, len(line), even_chunks=True)]
+    begins = np.cumsum([0, *map(len, parts)])
+    want = PackedBatch.cat(packs).take([int(begins[number]) + row for number, row in line])
+    assert len(view) == view.num_rows == len(want)
+    for name, layout in want.layouts.items():
+        assert view.layouts[name] == layout
+        assert view.lengths(name).tolist() == layout.lengths.tolist()
+        assert view.head.layouts[name].width == layout.width
+    assert store.calls == 0, "no data has moved yet"
+    checked(view, decompress(want), store, data)
+    view.materialize(get=store.get)
+    used = {number for number, _ in line}
+    counts = [int(number in used) for number, there in enumerate(away) if there]
+    store.take_counts()
+    view.materialize(get=store.get)
+    assert store.take_counts() == counts
 
 
 @quiet
@@ -259,36 +214,14 @@ def test_row_operations_on_any_batch(case: Case, data: st.DataObject) -> None:
     store = Store()
     choice = st.lists(st.integers(0, case.rows - 1), max_size=3)
     groups = data.draw(st.lists(choice, min_size=1, max_size=3)) if case.rows else [[], []]
-    views = []
-    for rows in groups:
-        packed = compress(oracle.take_rows(case.batch, rows), **case.options)
-        views.append(store.put(packed) if data.draw(st.booleans()) else BatchView.of(packed))
+    packs = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
+    views = [store.put(packed) if data.draw(st.booleans()) else BatchView.of(packed) for packed in packs]
     line = [row for rows in groups for row in rows]
-    steps, left = data.draw(operations(len(line)))
-    view = after(BatchView.cat(views), steps)
-    want = oracle.take_rows(case.batch, [line[place] for place in left])
-    assert_same_rows(view.materialize(get=store.get), want)
-    assert max(store.take_counts(), default=0) <= 1
-    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), want)
-    names = data.draw(st.lists(st.sampled_from(list(want.keys())), min_size=1, unique=True)) if len(want.keys()) else []
-    assert_same_rows(view.materialize(*names, get=store.get), taken(want, *names) if names else want)
-
-
-@quiet
-@given(batches(), st.data())
-def test_one_source_comes_back_bit_for_bit(case: Case, data: st.DataObject) -> None:
-    packed = compress(case.batch, **case.options)
-    steps, left = data.draw(operations(case.rows))
-    view = after(BatchView.of(packed), steps)
-    assert_same_batch(view.materialize(), oracle.take_rows(case.batch, left))
-    for way in ("padded", "nested"):
-        seen, want = (
-            some.materialize(format=way) if isinstance(some, BatchView) else decompress(some, format=way)
-            for some in (view, packed[left])
-        )
-        assert_same_batch(seen.exclude(LAYOUTS), want.exclude(LAYOUTS))
-    assert_same_batch(view.materialize(device="cpu"), decompress(packed[left], device="cpu"))
-    assert view.head.schema == packed.schema
+    ops = data.draw(row_ops(len(line)))
+    view = after(BatchView.cat(views), ops)
+    rows = rows_after(ops, len(line), even_chunks=True)
+    checked(view, oracle.take_rows(case.batch, [line[place] for place in rows]), store, data)
+    assert BatchView.of(packs[0]).head.schema == packs[0].schema
 
 
 # -------------------------------------------------------------------- rows, by hand
@@ -302,28 +235,6 @@ def rows_of(view: BatchView) -> list[int]:
     return view.materialize("x")["x"].tolist()
 
 
-@pytest.mark.parametrize(
-    ("rows", "want"),
-    [
-        (slice(2, 5), [2, 3, 4]),
-        (slice(None, None, -3), [9, 6, 3, 0]),
-        (slice(-2, 99), [8, 9]),
-        ([-1, 0, 0, -10], [9, 0, 0, 0]),
-        ((1, 2), [1, 2]),
-        (np.array([3, 4], np.int32), [3, 4]),
-        (torch.tensor([7]), [7]),
-        (torch.tensor([True, False] * 5), [0, 2, 4, 6, 8]),
-        ([False] * 9 + [True], [9]),
-        (np.zeros(10, np.bool_), []),
-        ([], []),
-    ],
-)
-def test_ways_to_name_rows(rows: Any, want: list[int]) -> None:
-    view = BatchView.of(numbers())
-    assert rows_of(view[rows]) == rows_of(view.take(rows)) == want
-    assert rows_of(view[::-1][rows]) == [9 - row for row in want]
-
-
 def test_segments_that_meet_join() -> None:
     a, b = (BatchView.of(numbers()) for _ in range(2))
     assert segments_of(BatchView.cat([a[0:3], a[3:6]])) == [(0, 0, 6)]
@@ -331,7 +242,6 @@ def test_segments_that_meet_join() -> None:
     assert segments_of(BatchView.cat([a[0:3], b[3:6], b[6:7], a[3:4], a[4:5]])) == [(0, 0, 3), (1, 3, 4), (0, 3, 2)]
     assert segments_of(BatchView.cat([a, b])[[8, 9, 10, 11, 9]]) == [(0, 8, 2), (1, 0, 2), (0, 9, 1)]
     assert segments_of(BatchView.cat([b, a])[10:12]) == [(0, 0, 2)], "the source that gives no row is gone"
-    assert segments_of(a.repeat(2)[::2]) == [(0, 0, 10)]
     packed = numbers()
     again = BatchView.cat([BatchView.of(packed)[:3], BatchView.of(packed)[3:]])
     assert segments_of(again) == [(0, 0, 10)]
@@ -340,35 +250,22 @@ def test_segments_that_meet_join() -> None:
     assert repr(BatchView.cat([a, b])) == "BatchView(rows=20, fields=1, segments=2)"
 
 
-def test_split_chunk_and_repeat() -> None:
+def test_split_and_chunk() -> None:
     view = BatchView.of(numbers(7))
     assert [rows_of(part) for part in view.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert [rows_of(part) for part in view.split([0, 6, 1])] == [[], [0, 1, 2, 3, 4, 5], [6]]
     assert [rows_of(part) for part in view.chunk(3)] == [[0, 1, 2], [3, 4], [5, 6]]
     assert [len(part) for part in view.chunk(9)] == [1] * 7 + [0, 0]
-    assert rows_of(view[:2].repeat(3)) == [0, 0, 0, 1, 1, 1]
-    assert rows_of(view[:2].repeat(np.int64(2), interleave=False)) == [0, 1, 0, 1]
-    assert len(view.repeat(0)) == 0
     assert view[0:0].split(2) == ()
 
 
-def test_sort_by_length() -> None:
-    batch = rollout(((2, 3), (1, 5), (2, 3), (0, 0), (5, 0), (1, 5)))
-    view = BatchView.of(pack(batch)).with_fields(numbers(6))
-    assert view.lengths("sequence").tolist() == view.tokens().tolist() == [5, 6, 5, 0, 5, 6]
-    for sort, want in (
-        (view.sort_by_length(), [3, 0, 2, 4, 1, 5]),
-        (view.sort_by_length(descending=True), [1, 5, 0, 2, 4, 3]),
-        (view.sort_by_length("response"), [3, 4, 0, 2, 1, 5]),
-        (view.sort_by_length("prompt", descending=True), [4, 0, 2, 1, 5, 3]),
-    ):
-        assert rows_of(sort) == want
-        assert sort.tokens().tolist() == [[5, 6, 5, 0, 5, 6][row] for row in want]
+def test_lengths_are_copies() -> None:
+    view = BatchView.of(pack(rollout(((2, 3), (1, 5), (0, 0)))))
+    assert view.tokens().tolist() == view.lengths("sequence").tolist() == [5, 6, 0]
+    view.lengths("prompt")[:] = 0
+    view.tokens()[:] = 0
+    assert (view.lengths("prompt").tolist(), view.tokens().tolist()) == ([2, 1, 0], [5, 6, 0])
     assert BatchView.of(numbers(3)).tokens().tolist() == [0, 0, 0]
-    assert rows_of(BatchView.of(numbers(3)).sort_by_length()) == [0, 1, 2]
-    lengths = view.lengths("prompt")
-    lengths[:] = 0
-    assert view.lengths("prompt").tolist() == [2, 1, 2, 0, 5, 1]
 
 
 # -------------------------------------------------------------------- no data moves
@@ -378,9 +275,10 @@ def test_nothing_is_fetched_until_it_is_needed() -> None:
     batch = rollout()
     store = Store()
     a, b = store.put(pack(batch)), store.put(pack(batch[:3]))
-    view = BatchView.cat([a, b, a[1:2]]).sort_by_length("response")[::-1]
+    view = BatchView.cat([a, b, a[1:2]])
+    view = view.take(np.argsort(-view.lengths("response"), kind="stable"))
     view = view.with_fields(compress(TensorDict({"x": torch.arange(11)}, [11])))
-    assert len(view.chunk(4)[3].repeat(2)) == 4
+    assert len(view.chunk(4)[3]) == 2
     assert view.lengths("response").tolist() == sorted([3, 6, 0, 4, 0, 1, 6, 3, 6, 0, 6], reverse=True)
     assert view.nbytes > 0
     assert store.calls == 0
@@ -458,66 +356,6 @@ def test_batches_without_fields_or_rows() -> None:
     assert len(bare[[0, 0]].materialize()) == 2
     assert rows_of(bare.with_fields(numbers(3))[1:]) == [1, 2]
     assert_same(bare.with_fields(bare).materialize(), TensorDict({}, [3]))
-
-
-def test_rows_of_a_narrower_source_keep_the_wider_width() -> None:
-    narrow, wide = rollout(prompt=5, response=6), rollout(((1, 9), (7, 2)), 7, 9)
-    store = Store()
-    view = BatchView.cat([store.put(pack(narrow)), store.put(pack(wide))])
-    shapes = {"prompts": 7, "responses": 9, "input_ids": 16, "position_ids": 16, "advantages": 9}
-    for rows in ([0, 1], [7], [5, 8, 2], list(range(9))):
-        seen = view[rows].materialize(get=store.get)
-        assert {name: seen[name].shape[1] for name in shapes} == shapes
-        for place, row in enumerate(rows):
-            source, own = (narrow, row) if row < 7 else (wide, row - 7)
-            left, right = (2, 3) if row < 7 else (0, 0)
-            for name, pad in (("prompts", samples.PAD), ("responses", samples.PAD), ("advantages", 0.0)):
-                a, b = (left, 0) if name == "prompts" else (0, right)
-                assert seen[name][place].tolist() == [pad] * a + source[name][own].tolist() + [pad] * b
-            before = source["position_ids"][own].tolist()
-            assert seen["position_ids"][place].tolist() == [before[0]] * left + before + [before[-1]] * right
-    assert {name: (layout.width, layout.anchor) for name, layout in view[[0]].layouts.items()} == {
-        "sequence": (16, 7),
-        "prompt": (7, 7),
-        "response": (9, 0),
-    }
-    store.take_counts()
-    view[[0]].materialize(get=store.get)
-    assert store.take_counts() == [1, 0], "what is declared is known without the other"
-
-
-@pytest.mark.parametrize("rope", [None, 3, 4])
-def test_positions_of_any_form(rope: int | None) -> None:
-    batch = rollout()
-    if rope:
-        batch["position_ids"] = torch.stack([batch["position_ids"] * head for head in range(rope)], 1)
-    packed = pack(batch)
-    assert packed.forms["position_ids",].kind == "padded"
-    view = BatchView.cat([BatchView.of(packed)[4:], BatchView.of(packed[:4])])
-    assert_same(view.materialize("position_ids"), taken(batch[[4, 5, 6, 0, 1, 2, 3]], "position_ids"))
-    assert_same(view.materialize(), batch[[4, 5, 6, 0, 1, 2, 3]])
-
-
-def test_pads_that_differ_by_row() -> None:
-    """`advantages * mask` leaves -0.0 in some rows; a batch of one sign meets one of both."""
-    mixed, clean = rollout(), rollout()
-    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0])[:, None]
-    mixed["advantages"] = signs * (mixed["attention_mask"][:, samples.PROMPT :] != 0)
-    packs = [pack(mixed), pack(clean)]
-    assert packs[0].table.pads_of_rows(packs[0].numbers["advantages",]) is not None
-    assert packs[1].table.pads_of_rows(packs[1].numbers["advantages",]) is None
-    for order in ([0, 1], [1, 0]):
-        view = BatchView.cat([BatchView.of(packs[place]) for place in order])
-        both = torch.cat([(mixed, clean)[place] for place in order])
-        for rows in (range(14), [13, 2, 2, 7], [1, 2, 3], [9, 8], []):
-            want = oracle.take_rows(both, list(rows))
-            assert_same(view[list(rows)].materialize("advantages"), taken(want, "advantages"))
-            assert_same(unnest(view[list(rows)].materialize(format="nested")), want)
-    for old, new, batch in ((0, mixed, mixed), (1, mixed, mixed), (0, clean, clean)):
-        fresh = pack(TensorDict({"advantages": new["advantages"]}, [7]), like=packs[old])
-        view = BatchView.of(packs[old]).with_fields(fresh)
-        assert_same(view[[6, 2, 2]].materialize(), oracle.take_rows(batch, [6, 2, 2]))
-        assert_same(unnest(view.materialize(format="nested")), batch)
 
 
 # -------------------------------------------------------------------- objects
@@ -625,16 +463,6 @@ def test_selected_fields_know_their_rows() -> None:
             BatchView.of(new)[::-1].with_fields(view.with_fields(new).select("new"))
 
 
-def test_fields_that_cannot_be_selected() -> None:
-    view = BatchView.of(pack(rollout()))
-    with pytest.raises(LayoutError, match=r"^BatchView.select: no field is named; expected at least one."):
-        view.select()
-    with pytest.raises(FieldError, match=r'^BatchView.select: no field "gone" in the batch; it has .*advantages'):
-        view.select("gone")
-    with pytest.raises(LayoutError, match=r"^BatchView.select: a field is \['x'\]; expected a name"):
-        view.select(["x"])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("base", ["advantages", "returns"])
 def test_a_field_whose_base_was_replaced_keeps_its_values(base: str) -> None:
     batch, packed = derived()
@@ -658,96 +486,57 @@ def test_a_field_whose_base_was_replaced_keeps_its_values(base: str) -> None:
 
 # -------------------------------------------------------------------- with_fields
 
-PADDED: dict[str, tuple[str, int, Any]] = {
-    "prompts": ("prompt", 1, samples.PAD),
-    "responses": ("response", 1, samples.PAD),
-    "input_ids": ("sequence", 1, samples.PAD),
-    "attention_mask": ("sequence", 1, 0),
-    "position_ids": ("sequence", 1, oracle.EDGE),
-    "response_mask": ("response", 1, 0),
-    "advantages": ("response", 1, 0),
-    "returns": ("response", 1, 0),
-    "values": ("response", 1, 0),
-    "entropys": ("sequence", 1, 0),
+
+FRESH = {
+    "prompts": ("prompt", torch.int64, samples.PAD),
+    "input_ids": ("sequence", torch.int64, samples.PAD),
+    "position_ids": ("sequence", torch.int64, samples.EDGE),
+    "advantages": ("response", torch.float32, 0),
+    "returns": ("response", torch.float32, 0),
+    "entropys": ("sequence", torch.float32, 0),
 }
 
 
-CHANGED = [*sorted(PADDED.keys() - {"attention_mask", "responses", "response_mask"}), "reward_baselines", "temperature"]
-
-
-def made(part: Part, name: str, seed: int) -> Any:
-    """Other values for one field of a part."""
-    count = len(part.batch)
-    if name == "temperature":
-        return NonTensorData(seed // 10, batch_size=[count])
-    if name == "reward_baselines":
-        return torch.arange(count, dtype=torch.float32) + seed
-    axis, _, pad = part.padded[name]
-    mask = part.batch["attention_mask"]
-    rows = [(sum(row[: part.prompt]), sum(row[part.prompt :])) for row in mask.tolist()]
-    dtype = torch.int64 if name in ("input_ids", "prompts", "position_ids") else torch.float32
-    where = {"rows": rows, "prompt": part.prompt, "response": part.response, "seed": seed}
-    return samples.of(axis, dtype, samples.EDGE if pad is oracle.EDGE else pad, **where)
-
-
-def with_rows(part: Part, rows: list[int]) -> Part:
-    return Part(oracle.take_rows(part.batch, rows), part.prompt, part.response, part.padded)
-
-
-def with_values(part: Part, fresh: dict[str, Any]) -> Part:
-    """As TensorDict does it: known names keep their places, new ones come last."""
-    batch = TensorDict({**dict(part.batch.items()), **fresh}, part.batch.batch_size)
-    return Part(batch, part.prompt, part.response, part.padded)
+def with_values(batch: TensorDict, names: list[str], seed: int) -> TensorDict:
+    """The batch with other values of some fields: known names keep their places, new ones come last."""
+    fresh: dict[str, Any] = {"reward_baselines": torch.arange(len(batch)) + seed * 0.5}
+    fresh["temperature"] = NonTensorData(seed // 10, batch_size=[len(batch)])
+    prompt = batch["prompts"].shape[1]
+    columns = {"prompt": slice(None, prompt), "response": slice(prompt, None), "sequence": slice(None)}
+    for name, (axis, dtype, pad) in FRESH.items():
+        mask = batch["attention_mask"][:, columns[axis]]
+        fresh[name] = samples.field(mask.bool().tolist(), dtype, pad, seed=seed, width=mask.shape[1])
+    data = {name: batch.get(name) for name in batch.keys()} | {name: fresh[name] for name in names}  # noqa: SIM118
+    return TensorDict(data, batch.batch_size)
 
 
 @quiet
-@given(st.data())
-def test_fields_are_added_and_rows_moved_in_any_order(data: st.DataObject) -> None:
-    names = st.lists(st.sampled_from(CHANGED), min_size=1, max_size=3, unique=True)
-    plan, last = data.draw(st.lists(names, max_size=2)), data.draw(names)
+@given(st.lists(rollouts(), min_size=1, max_size=2), st.data())
+def test_fields_are_added_and_rows_moved_in_any_order(parts: list[TensorDict], data: st.DataObject) -> None:
     store = Store()
-    views, parts = [], []
-
-    def moved(view: BatchView, part: Part) -> tuple[BatchView, Part]:
-        steps, left = data.draw(operations(len(view)))
-        return after(view, steps), with_rows(part, left)
-
-    def added(view: BatchView, part: Part, some: list[str], seed: int) -> tuple[BatchView, Part]:
-        fresh = {name: made(part, name, seed) for name in some}
-        new = pack(TensorDict(fresh, part.batch.batch_size), like=view.to_packed("attention_mask", get=store.get))
-        new_view = store.put(new) if data.draw(st.booleans()) else data.draw(st.sampled_from([new, BatchView.of(new)]))
-        return view.with_fields(new_view), with_values(part, fresh)
-
-    for number in range(data.draw(st.integers(1, 2))):
-        prompt, response = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
-        rows = data.draw(st.lists(st.tuples(st.integers(0, prompt), st.integers(0, response)), max_size=3))
-        every = samples.rollout(rows, prompt, response)
-        batch = every.select(*sorted(PADDED.keys() - {"returns", "values", "entropys"}), "reward_baselines")
-        batch.set("temperature", NonTensorData(0.7, batch_size=[len(rows)]))
-        batch.set("global_token_num", NonTensorData([p + r for p, r in rows], batch_size=[len(rows)]))
-        part, view = Part(batch, prompt, response, PADDED), BatchView.of(pack(batch))
+    names = st.lists(st.sampled_from([*FRESH, "reward_baselines", "temperature"]), min_size=1, max_size=3, unique=True)
+    plan = data.draw(st.lists(names, max_size=2))
+    views = []
+    for number, part in enumerate(parts):
+        part = part.exclude("returns", "entropys")
+        view = BatchView.of(pack(part))
         for step, some in enumerate(plan):
-            view, part = moved(view, part)
-            view, part = added(view, part, some, 10 * step + number)
+            ops = data.draw(row_ops(len(part), max_size=2))
+            view = after(view, ops)
+            part = with_values(
+                oracle.take_rows(part, rows_after(ops, len(part), even_chunks=True)), some, 10 * step + 1
+            )
+            like = view.to_packed("attention_mask", "prompts", "responses", get=store.get)
+            new = pack(taken(part, *some), like=like)
+            fields = store.put(new) if data.draw(st.booleans()) else new
+            view = view.with_fields(fields)
         views.append(view)
-        parts.append(part)
+        parts[number] = part
     view = BatchView.cat(views)
-    padded = {name: form for name, form in PADDED.items() if name in parts[0].batch.keys()}  # noqa: SIM118
-    for part in parts:
-        part.padded = padded
-    whole = Part(joined_by_hand(parts), max(p.prompt for p in parts), max(p.response for p in parts), PADDED)
-    assert_same_rows(view.materialize(get=store.get), whole.batch)
-    view, whole = moved(view, whole)
-    view, whole = added(view, whole, last, 50)
-    view, whole = moved(view, whole)
-    store.take_counts()
-    assert_same_rows(view.materialize(get=store.get), whole.batch)
-    assert max(store.take_counts(), default=0) <= 1
-    assert_same_rows(unnest(view.materialize(get=store.get, format="nested")), whole.batch)
-    some = data.draw(st.lists(st.sampled_from(list(whole.batch.keys())), min_size=1, unique=True))
-    assert_same_rows(view.materialize(*some, get=store.get), taken(whole.batch, *some))
-    assert_same_rows(unnest(view.materialize(*some, get=store.get, format="nested")), taken(whole.batch, *some))
-    assert list(view.materialize(get=store.get).keys()) == ["/".join(path) for path in view.order]
+    want = decompress(PackedBatch.cat([pack(part) for part in parts]))
+    assert list(want.keys()) == ["/".join(path) for path in view.order]
+    ops = data.draw(row_ops(len(want), max_size=2))
+    checked(after(view, ops), oracle.take_rows(want, rows_after(ops, len(want), even_chunks=True)), store, data)
 
 
 def test_a_replaced_field_keeps_its_place_and_new_ones_come_last() -> None:
@@ -803,7 +592,7 @@ def test_jagged_fields_of_their_own() -> None:
 
     view = BatchView.cat([BatchView.of(own(2, 0, 3)), BatchView.of(own(1, 4))])
     assert view.lengths("own (jagged)").tolist() == [2, 0, 3, 1, 4]
-    seen = view.sort_by_length("own (jagged)").materialize()
+    seen = view.take(np.argsort(view.lengths("own (jagged)"), kind="stable")).materialize()
     assert [row.tolist() for row in samples.row_list(seen["own"])] == [[], [0], [0, 1], [20, 21, 22], [10, 11, 12, 13]]
     assert seen["x"].tolist() == [1, 0, 0, 2, 1]
     fresh = compress(TensorDict({"own": samples.jagged([torch.ones(size) for size in (1, 1, 0, 2, 5)])}, [5]))
@@ -872,7 +661,7 @@ def test_references_are_released_with_the_view() -> None:
     packed, ref = pack(rollout()), Ref()
     alive = [weakref.ref(packed), weakref.ref(ref)]
     here, there = BatchView.of(packed), BatchView.at(ref, BatchMeta.of(packed))
-    views = [BatchView.cat([here, there])[3:11].sort_by_length()]
+    views = [BatchView.cat([here, there])[3:11][::-1]]
     views.append(views[0].with_fields(compress(TensorDict({"x": torch.zeros(8)}, [8]))))
     for view in views:
         view.materialize(get=lambda refs, found=packed: [found for _ in refs])
@@ -929,7 +718,7 @@ def test_nothing_is_changed() -> None:
     packed = pack(batch)
     view = BatchView.of(packed)
     before = packed.to_bytes()
-    for some in (view[::2], view.repeat(2), view.sort_by_length(), view.with_fields(pack(batch))):
+    for some in (view[::2], view[[0, 0, 3]], view.with_fields(pack(batch))):
         out = some.materialize()
         for value in out.values():
             if isinstance(value, torch.Tensor):
@@ -945,67 +734,30 @@ def test_nothing_is_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "seen"),
+    "found",
     [
-        (lambda batch: pack(batch[:6]), r"PackedBatch\(rows=6"),
-        (lambda batch: pack(batch.exclude("returns")), r"PackedBatch\(rows=7"),
-        (lambda batch: pack(batch.clone().set("returns", batch["returns"].double())), r"PackedBatch\(rows=7"),
-        (lambda batch: pack(batch)[::-1], r"PackedBatch\(rows=7"),
-        (lambda batch: pack(rollout(response=9)), r"PackedBatch\(rows=7"),
-        (lambda batch: batch, "a TensorDict; expected a PackedBatch. Put what compress returned"),
-        (lambda batch: None, "None; expected a PackedBatch"),
+        lambda batch: pack(batch[:6]),
+        lambda batch: pack(batch.exclude("returns")),
+        lambda batch: pack(batch.clone().set("returns", batch["returns"].double())),
+        lambda batch: pack(batch)[::-1],
+        lambda batch: pack(rollout(response=9)),
+        lambda batch: batch,
     ],
-    ids=["rows", "fields", "dtype", "lengths", "width", "no packed batch", "nothing"],
+    ids=["rows", "fields", "dtype", "lengths", "width", "no packed batch"],
 )
-def test_a_reference_to_something_else(found: Any, seen: str) -> None:
+def test_a_reference_to_something_else(found: Any) -> None:
     batch = rollout()
     view = BatchView.at(Ref(), BatchMeta.of(pack(batch)))
-    with pytest.raises(LayoutError, match=rf"^BatchView\.materialize: a reference resolved to {seen}") as caught:
+    with pytest.raises(LayoutError, match=r"^BatchView\.materialize: a reference resolved to "):
         view[2:4].materialize("prompts", get=lambda refs: [found(batch)])
-    if "expected a Packed" not in str(caught.value):
-        assert str(caught.value).endswith(
-            "; expected 7 rows with the fields and lengths of its BatchMeta. Give BatchView.at the BatchMeta of that "
-            "batch."
-        )
 
 
-def test_a_reference_to_other_rows_where_nothing_lies_under_a_mask() -> None:
-    view = BatchView.at(Ref(), BatchMeta.of(numbers(10)))
-    assert rows_of_others(view, numbers(10)[::-1]) == list(range(10))[::-1], "whose values nobody knows"
-    with pytest.raises(LayoutError, match=r"a reference resolved to PackedBatch\(rows=9, .*; expected 10 rows with"):
-        rows_of_others(view, numbers(9))
-
-
-def rows_of_others(view: BatchView, found: PackedBatch) -> list[int]:
-    return view.materialize("x", get=lambda refs: [found])["x"].tolist()
-
-
-def test_what_get_must_do() -> None:
-    store = Store()
-    view = BatchView.cat([store.put(pack(rollout())), store.put(pack(rollout())), BatchView.of(pack(rollout()))])
-    with pytest.raises(LayoutError) as caught:
-        view.materialize()
-    assert str(caught.value) == (
-        "BatchView.materialize: 2 packed batches are not in this process, and get is None; expected a function that "
-        "fetches them. Pass get=ray.get."
-    )
-    with pytest.raises(
-        LayoutError, match=r"^BatchView\.materialize: get gave 1 packed batches for 2 references; expected one"
-    ):
-        view.materialize(get=lambda refs: store.get(refs)[:1])
-    assert len(view.materialize("uid", get=lambda refs: tuple(store.get(refs)))) == 21
-    assert len(view[14:].materialize()) == 7, "its rows are here"
+def test_rows_that_are_here_need_no_get() -> None:
+    view = BatchView.cat([Store().put(pack(rollout())), BatchView.of(pack(rollout()))])
+    assert len(view[7:].materialize()) == 7
 
 
 # -------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("rows", "seen"), [(2, "the whole number 2"), (np.int64(-1), "the whole number -1"), ("x", 'the name "x"')]
-)
-def test_an_index_that_names_no_rows(rows: Any, seen: str) -> None:
-    with pytest.raises(LayoutError, match=rf"^BatchView: the index is {seen}; expected rows\. "):
-        BatchView.of(numbers())[rows]
 
 
 def unlike(kind: str) -> list[TensorDict]:
@@ -1024,28 +776,15 @@ def unlike(kind: str) -> list[TensorDict]:
     }[kind]
 
 
-UNLIKE = {
-    "fields": "fields ['x', 'y'] are not in every view; expected the same fields. Add them with with_fields first.",
-    "dtype": "field \"x\" has dtypes ['float32', 'float16']; expected one. Cast before packing.",
-    "padded dtype": "field \"p\" has dtypes ['float32', 'int64']; expected one. Cast before packing.",
-    "shape": 'field "d" has elements of shape [(3,), (4,)]; expected one. Bring the batches to one shape before',
-    "object": 'field "d" is object and tensor; expected one kind. Pack the same fields.',
-    "node": 'field "d" is node and tensor; expected one kind. Pack the same fields.',
-    "dims": "the batch has batch dims [(), (3,)] behind its rows; expected the same.",
-    "dims below": 'the sub-batch "d" has batch dims [(), (3,)] behind its rows; expected the same.',
-}
-
-
-@pytest.mark.parametrize("kind", UNLIKE)
+@pytest.mark.parametrize("kind", ["fields", "dtype", "padded dtype", "shape", "object", "node", "dims", "dims below"])
 def test_what_cannot_be_joined_is_known_at_once(kind: str) -> None:
     """Both lie elsewhere, and nothing is fetched; nor where one of them gives no rows."""
     registry = {"m": MaskNestingSpec("m"), "p": MaskNestingSpec("m")}
     store = Store()
     a, b = [store.put(compress(batch, registry=registry, ignore_dense_fields=["d"])) for batch in unlike(kind)]
     for views in ([a, b], [a[:0], b], [a, b[0:0]]):
-        with pytest.raises(LayoutError) as caught:
+        with pytest.raises(LayoutError, match=r"^BatchView\.cat: "):
             BatchView.cat(views)
-        assert str(caught.value).startswith(f"BatchView.cat: {UNLIKE[kind]}")
 
 
 @quiet
@@ -1068,37 +807,17 @@ def test_a_dense_field_of_another_width_is_known_at_once() -> None:
 
 
 def test_fields_that_do_not_fit_the_view() -> None:
-    batch = rollout()
-    view = BatchView.of(pack(batch))
-    for other, name in (
-        (BatchView.of(pack(batch)[::-1]), "prompt|sequence|response"),
-        (BatchView.of(pack(rollout(response=7))), "sequence|response"),
-    ):
-        with pytest.raises(
-            LayoutError, match=rf'^BatchView\.with_fields: layout "({name})" has other widths or rows of other'
-        ) as caught:
+    view = BatchView.of(pack(rollout()))
+    for other in (BatchView.of(pack(rollout())[::-1]), BatchView.of(pack(rollout(response=7)))):
+        with pytest.raises(LayoutError, match=r'^BatchView\.with_fields: layout "'):
             view.with_fields(other)
-        assert str(caught.value).endswith("Compress the new fields with like=, or give their mask beside them.")
     deep = compress(TensorDict({"d": torch.zeros(7, 3)}, [7, 3]), ignore_dense_fields=["d"])
-    with pytest.raises(LayoutError) as caught:
-        view.with_fields(deep)
-    assert str(caught.value) == (
-        "BatchView.with_fields: the fields have batch dims (3,) behind their rows; the view has (). Give the "
-        "TensorDict the same batch dims before packing."
-    )
     below = [compress(TensorDict({"in": TensorDict({}, dims)}, [7])) for dims in ([7], [7, 3])]
-    with pytest.raises(
-        LayoutError, match=r'^BatchView\.with_fields: the fields of "in" have batch dims \(3,\) behind their rows'
-    ):
-        BatchView.of(below[0]).with_fields(below[1])
-
-
-def test_rows_that_are_no_batch_dim() -> None:
-    packed = compress(TensorDict({"x": torch.zeros(3)}, []))
-    with pytest.raises(
-        LayoutError, match=r"batch_size \[\], so its rows are not a batch dim\. Give the TensorDict batch_size"
-    ):
-        BatchView.of(packed)
+    for base, fields in ((view, deep), (BatchView.of(below[0]), below[1])):
+        with pytest.raises(LayoutError, match=r"^BatchView\.with_fields: the fields .*have batch dims \(3,\) behind"):
+            base.with_fields(fields)
+    with pytest.raises(LayoutError, match=r"batch_size \[\], so its rows are not a batch dim"):
+        BatchView.of(compress(TensorDict({"x": torch.zeros(3)}, [])))
 
 
 def test_the_limit_of_what_is_materialized() -> None:

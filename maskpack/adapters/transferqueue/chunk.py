@@ -135,7 +135,7 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     return Chunk(packed_rows(values, rows, _HINTS, call), turned), schema
 
 
-def _is_padded(columns: Mapping[str, _Column]) -> bool:
+def _is_padded(columns: Mapping[str, _PutField]) -> bool:
     mask = columns.get("attention_mask")
     if mask is None or not isinstance(mask.given, Tensor) or mask.given.is_nested or mask.given.dim() != 2:
         return False
@@ -145,7 +145,7 @@ def _is_padded(columns: Mapping[str, _Column]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Column:
+class _PutField:
     """One value for each row.
 
     Attributes:
@@ -188,9 +188,9 @@ class _Column:
         return told | {"shape": torch.Size(shapes[0]), "per_sample_shapes": shapes}
 
 
-def _column(name: str, value: Any, rows: int, call: str) -> _Column:
+def _column(name: str, value: Any, rows: int, call: str) -> _PutField:
     if not isinstance(value, Tensor):
-        return _Column(_objects(name, value, rows, call))
+        return _PutField(_objects(name, value, rows, call))
     if value.size(0) != rows:
         raise LayoutError(
             f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give as many rows '
@@ -200,26 +200,26 @@ def _column(name: str, value: Any, rows: int, call: str) -> _Column:
     if value.is_nested:
         return _nested(value, rows)
     if value.layout != torch.strided:
-        return _Column(list(value.unbind()))
+        return _PutField(list(value.unbind()))
     if value.dim() == 1:
-        return _Column(value)
+        return _PutField(value)
     spec = _PADDED.find((name,))
     turned = value.dim() == 3 and spec is not None and spec.ragged_dim == -1
     line = value.transpose(1, 2) if turned else value
     lengths = np.full(rows, line.shape[1], np.int64)
-    return _Column(value, line.reshape(rows * line.shape[1], *line.shape[2:]), lengths, turned)
+    return _PutField(value, line.reshape(rows * line.shape[1], *line.shape[2:]), lengths, turned)
 
 
-def _nested(value: Any, rows: int) -> _Column:
+def _nested(value: Any, rows: int) -> _PutField:
     bounds = offsets_of(value).to(torch.int64).numpy() if is_regular(value) else None
     if bounds is not None and bounds[0] == 0 and bounds[-1] == value.values().shape[0]:
-        return _Column(value, value.values(), np.diff(bounds), as_nested=True)
+        return _PutField(value, value.values(), np.diff(bounds), as_nested=True)
     parts = list(value.unbind())
     alike = len({(part.shape[0], part.dim()) for part in parts}) == 1
     if parts[0].dim() == 2 and alike:
         lengths = np.array([part.shape[1] for part in parts], np.int64)
-        return _Column(value, torch.cat([part.T for part in parts]), lengths, turned=True, as_nested=True)
-    return _Column(parts, as_nested=True)
+        return _PutField(value, torch.cat([part.T for part in parts]), lengths, turned=True, as_nested=True)
+    return _PutField(parts, as_nested=True)
 
 
 def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
@@ -244,7 +244,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
     Rows of one dim or more are a jagged tensor, if torch can hold them in one; fields of equal row lengths share their
     offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
     """
-    parts = [_Decoded.of(piece) for piece in pieces]
+    parts = [_DecodedPiece.of(piece) for piece in pieces]
     jagged: dict[bytes, list[tuple[str, Tensor]]] = {}
     out: dict[str, Any] = dict.fromkeys(fields)
     for name in fields:
@@ -286,7 +286,7 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class _Decoded:
+class _DecodedPiece:
     """A piece with its tensors decoded.
 
     Attributes:
@@ -299,7 +299,7 @@ class _Decoded:
     turned: frozenset[str]
 
     @classmethod
-    def of(cls, piece: Piece) -> _Decoded:
+    def of(cls, piece: Piece) -> _DecodedPiece:
         batch, rows = piece.chunk.packed, len(piece.chunk)
         forms = [form for form in batch.schema.forms if form.dtype is not None]
         padded = [form for form in forms if form.kind == "padded"]
@@ -340,7 +340,7 @@ def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int
     return torch.cat(line), lengths
 
 
-def _rows(parts: Sequence[_Decoded], name: str, rows: int) -> list[Any]:
+def _rows(parts: Sequence[_DecodedPiece], name: str, rows: int) -> list[Any]:
     """The rows of a field one by one, in the order of the call."""
     out: list[Any] = [None] * rows
     for part in parts:

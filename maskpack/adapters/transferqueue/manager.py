@@ -81,11 +81,11 @@ def start(conf: Any) -> list[Any]:
     units = start_units(strategies_of_nodes(count, required_node_resource=resource), secret)
     infos = ray.get([unit.address.remote() for unit in units])
     with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": Units(infos, secret)}
+        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret)}
     return units
 
 
-class Units:
+class StorageUnits:
     """The storage units of a run. TransferQueue hands it to each process with its configuration; that the class is from
     this package is what registers the backend there.
 
@@ -102,7 +102,7 @@ class MaskpackStorageManager(StorageManager):
     """The storage manager of the backend `Maskpack`: keeps samples of TransferQueue as packed chunks."""
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
-        self._units: Units = config["units"]
+        self._units: StorageUnits = config["units"]
         self._requests, self._answers = (Seal(self._units.secret, direction) for direction in (REQUEST, ANSWER))
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)

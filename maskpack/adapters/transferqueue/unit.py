@@ -50,7 +50,7 @@ class _Held:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _LargeHolds:
     """A large tensor that chunks of any unit refer to: for how many puts, and what it is, once a writer brought it."""
 
     holds: int = 0
@@ -69,7 +69,7 @@ class Samples:
 
     chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
     rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
-    large: dict[bytes, _Kept] = field(default_factory=dict[bytes, _Kept])
+    large: dict[bytes, _LargeHolds] = field(default_factory=dict[bytes, _LargeHolds])
     _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
     """Small chunks of each kind that are to be joined."""
     _next: int = 0
@@ -240,7 +240,7 @@ class Samples:
     def hold(self, wanted: Counter[bytes]) -> list[bytes]:
         """Announces puts that refer to large tensors; returns those whose bits are not here yet."""
         for digest, count in wanted.items():
-            self.large.setdefault(digest, _Kept()).holds += count
+            self.large.setdefault(digest, _LargeHolds()).holds += count
         return [digest for digest in wanted if self.large[digest].stored is None]
 
     def store(self, given: dict[bytes, Large]) -> None:

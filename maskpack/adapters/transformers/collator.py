@@ -276,9 +276,4 @@ def _integers(number: int, sample: Mapping[str, Any], name: str, tokens: int | N
         raise LayoutError(
             f'{_CALL}: sample {number} has a field "{name}" of {line.dtype}; expected integers. Fix the dataset.'
         )
-    if line.dtype == torch.uint64 and line.numel() and bool((line.view(torch.int64) < 0).any()):
-        raise LayoutError(
-            f'{_CALL}: sample {number} has a field "{name}" with numbers above those of int64; expected token ids. Fix '
-            "the dataset."
-        )
     return line.long()

@@ -21,7 +21,7 @@ import re
 import weakref
 from collections.abc import Callable, Sequence
 from traceback import walk_tb
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from maskpack.adapters.transformers import passes
+from maskpack.adapters.transformers.forwards import Forward
+from maskpack.adapters.transformers.refusals import Refusal
 from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 
@@ -51,92 +53,68 @@ class CompiledParts:
         """`changing` leaves rotary embeddings out, because they depend on the longest row."""
         who = type(model).__name__
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
-            raise ReplayError(
-                f"replayable: compile=True with {who}, in which FullyShardedDataParallel flattens weights; expected "
-                "fully_shard, or none. Leave compile out."
-            )
+            raise Refusal.COMPILED_FSDP(model=who)
         kinds = cast("tuple[Any, ...]", (*type(model).__mro__, *type(base).__mro__))
         homes = {kind.__module__.partition(".")[0] for kind in kinds}
-        shared: dict[Any, _Forward] = {}
+        shared: dict[Any, PartForward] = {}
         self._base: nn.Module = base
-        self._forwards: list[tuple[nn.Module, _Forward]] = []
+        self._forwards: list[tuple[nn.Module, PartForward]] = []
         parts: list[tuple[str, Any]] = list(base.named_modules())
         for name, part in parts:
             kind = cast("Any", type(part))
             end = _PART.search(kind.__name__)
-            rotates = _ROTARY in _names_of(kind.forward)
+            inner = inspect.unwrap(kind.forward)
+            rotates = _ROTARY in _names_of(inner)
             if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
                 continue
             runs: list[Any] = [vars(part).get("forward", kind.forward)]
-            runs += [] if end else [kind.forward.__globals__[_ROTARY]]
+            runs += [] if end else [inner.__globals__[_ROTARY]]
             if not homes.issuperset(map(_package_of, runs)):
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
-                raise ReplayError(
-                    f"replayable: compile=True, but {name} ({kind.__name__}) of {who} has a replaced forward, or is "
-                    "already compiled; expected the forward of its class. Leave compile out."
-                )
+                raise Refusal.REPLACED(part=f"{name} ({kind.__name__}) of {who}", remedy="Leave compile out")
             weights: dict[str, Tensor] = dict(part.named_parameters())
             key = kind.forward, *((key, tuple(weight.shape)) for key, weight in weights.items())
             if key not in shared:
-                shared[key] = _Forward(kind, len(shared), rotates=not end)
+                shared[key] = PartForward(kind, len(shared), rotates=not end)
             self._forwards.append((part, shared[key]))
         if not self._forwards:
-            raise ReplayError(
-                f"replayable: compile=True, but {who} has no norm, MLP or rotary embedding whose class has a known "
-                "name, and code of the package of the model; expected classes such as RMSNorm, LayerNorm, MLP or "
-                "RotaryEmbedding. Leave compile out."
-            )
+            raise Refusal.NOTHING_COMPILED(model=who)
 
     def need_outside(self, names: Sequence[str]) -> None:
         """Raises ReplayError for parts of the base model, by name, that lie within a compiled one."""
         compiled = {id(inner) for part, _ in self._forwards for inner in part.modules()}
         within = [name for name in names if id(self._base.get_submodule(name)) in compiled]
         if within:
-            raise ReplayError(
-                f"replayable: compile=True compiles {within[0]}, a router, whose experts the batch gives; expected a "
-                "router outside of MLPs. Leave compile or routed_experts out."
-            )
+            raise Refusal.COMPILED_ROUTER(part=within[0])
 
     def install(self) -> None:
-        if _compiled.get(self._base) != weakref.ref(self):
-            restore(self._base)
-            for part, forward in self._forwards:
-                part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
-            _compiled[self._base] = weakref.ref(self)
+        _compiled.add(self._base)
+        for part, forward in self._forwards:
+            forward.install(part)
 
 
-_compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[CompiledParts]] = weakref.WeakKeyDictionary()
-"""Base models whose parts have a `forward` of ours, and whose it is; without those that are copies."""
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Base models of which some parts may be compiled. To look for these takes long in a model with many parts."""
 
 
-def restore_if_compiled(base: Any) -> None:
+def restore_parts(base: nn.Module) -> None:
     if base in _compiled:
-        restore(base)
+        _compiled.discard(base)
+        PartForward.restore(base)
 
 
-def restore(base: Any) -> None:
-    """Gives all parts the `forward` of their class back."""
-    _compiled.pop(base, None)
-    parts: list[nn.Module] = list(base.modules())
-    for part in parts:
-        forward = vars(part).get("forward")
-        if isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward):
-            del part.forward
-
-
-class _Forward:
+class PartForward(Forward):
     """What `part.forward(...)` calls, for all parts of one kind and shape."""
-
-    __name__ = "forward"  # by which methods are pickled
 
     def __init__(self, kind: Any, number: int, *, rotates: bool) -> None:
         self._own, self._who = kind.forward, kind.__name__
         if rotates:
-            plain = self._own.__globals__[_ROTARY]
+            inner = inspect.unwrap(self._own)
+            plain = inner.__globals__[_ROTARY]
             rotate = functools.partial(self._run, self._compiled(plain, f"{_ROTARY}_{number}"))
-            names = {**self._own.__globals__, _ROTARY: rotate}
-            self._replaying: Callable[..., Any] = _copied(self._own, self._own.__code__, names)
+            names = {**inner.__globals__, _ROTARY: rotate}
+            self._replaying: Callable[..., Any] = _copied(inner, inner.__code__, names)
         else:
             compiled = self._compiled(self._own, f"{self._who}_{number}")
             self._replaying = functools.partial(self._run, compiled)
@@ -177,11 +155,7 @@ class _Forward:
     def _failure(self, error: Exception) -> ReplayError:
         cause = getattr(error, "inner_exception", error)
         said = str(cause).strip().partition("\n")[0][:300]
-        return ReplayError(
-            f"replayable: torch.compile failed for {self._who} ({type(cause).__name__}: {said}); expected a part that "
-            "it supports, and a compiler on this host: C++ for the CPU, Triton and C for a GPU. Install it, or leave "
-            "compile out."
-        )
+        return Refusal.COMPILER(part=self._who, error=f"{type(cause).__name__}: {said}")
 
 
 @functools.cache

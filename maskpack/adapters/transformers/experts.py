@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from maskpack.adapters.transformers import passes
+from maskpack.adapters.transformers.forwards import Forward
 from maskpack.adapters.transformers.layers import Place, listen, place_of, told
-from maskpack.errors import ReplayError
+from maskpack.adapters.transformers.refusals import Refusal
 from maskpack.replay.routes import RoutedExperts
 
 NAME = "routed_experts"
@@ -49,35 +50,26 @@ class Routers:
         places = [place.number for _, place in found]
         if not found or len(set(places)) < len(places):
             seen = [name for name, _ in found]
-            raise ReplayError(
-                f"replayable: routed_experts with {self._who}, in whose layers {seen or 'no part'} choose experts by "
-                "torch.topk; expected one router in a layer. Leave routed_experts out."
-            )
+            raise Refusal.ROUTERS(model=self._who, seen=seen or "no part")
         self.names, self.count = [name for name, _ in found], len(found)
         experts = next((number for name in _NUMBERS if (number := getattr(config, name, None))), None)
-        self._parts: list[tuple[Any, _Forward]] = []
+        self._parts: list[tuple[Any, RouterForward]] = []
         for nth, (name, place) in enumerate(found):
             listen(place.layer)
             part: Any = base.get_submodule(name)
-            if "forward" in vars(part) and not _is_ours(part):
-                raise ReplayError(
-                    f"replayable: routed_experts with {self._who}, whose router {name} has a replaced forward; "
-                    "expected the forward of its class. Remove what replaced it, such as hooks of accelerate."
-                )
-            forward = _Forward(f"{self._who}.{name}", nth, place.number, self.count, experts)
+            if "forward" in vars(part) and not RouterForward.has(part):
+                raise Refusal.REPLACED(part=f"{name} of {self._who}", remedy="Leave routed_experts out")
+            forward = RouterForward(f"{self._who}.{name}", nth, place.number, self.count, experts)
             self._parts.append((part, forward))
 
     def install(self) -> None:
         for part, forward in self._parts:
-            part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
+            forward.install(part)
 
     def check(self, routes: RoutedExperts) -> None:
         """Raises ReplayError for the experts of another number of layers."""
         if routes.ids.shape[1] not in (self.count, self._layers):
-            raise ReplayError(
-                f'replayable: field "routed_experts" has {routes.ids.shape[1]} layers; expected those of '
-                f"{self._who}: {self._layers}, or the {self.count} that have a router. Fix the producer."
-            )
+            raise Refusal.ROUTES(model=self._who, seen=routes.ids.shape[1], layers=self._layers, routers=self.count)
 
 
 def _found(base: Any, layers: int) -> Iterator[tuple[str, Place]]:
@@ -99,23 +91,8 @@ def _calls_topk(kind: Any) -> bool:
     return any(isinstance(one, FunctionType) and "topk" in one.__code__.co_names for one in own)
 
 
-def restore(base: Any) -> None:
-    """Gives all routers the forward of their class back."""
-    parts: list[Any] = list(base.modules())
-    for part in parts:
-        if _is_ours(part):
-            del part.forward
-
-
-def _is_ours(part: Any) -> bool:
-    forward = cast("dict[str, Any]", vars(part)).get("forward")
-    return isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward)
-
-
-class _Forward:
+class RouterForward(Forward):
     """What `router.forward(...)` calls: while the forward of its class runs, topk chooses the experts of the batch."""
-
-    __name__ = "forward"  # by which methods are pickled
 
     def __init__(self, who: str, nth: int, layer: int, routers: int, experts: int | None) -> None:
         self.who, self.nth, self.layer, self.routers, self.experts = who, nth, layer, routers, experts
@@ -128,10 +105,8 @@ class _Forward:
         with _Chosen(self, routes.ids[:, column], routes.highest) as mode:
             out = own(part, *args, **kwargs)
         if mode.taken != 1:
-            raise ReplayError(
-                f"{self.who}: {mode.taken} calls of topk chose experts, of {mode.seen}; expected one, of k = "
-                f"{mode.ids.shape[1]} experts for {mode.ids.shape[0]} tokens. This router cannot replay the experts of "
-                "the batch: leave routed_experts out."
+            raise Refusal.TOPK(
+                self.who, taken=mode.taken, seen=mode.seen, experts=mode.ids.shape[1], tokens=mode.ids.shape[0]
             )
         running = passes.current()
         if running is not None:
@@ -144,7 +119,7 @@ class _Chosen(TorchFunctionMode):
     scores there. Scores that were masked before, such as those of groups that the router did not choose, are those
     from before the mask: the batch has chosen."""
 
-    def __init__(self, router: _Forward, ids: Tensor, highest: int) -> None:
+    def __init__(self, router: RouterForward, ids: Tensor, highest: int) -> None:
         super().__init__()
         self.router, self.ids, self.highest = router, ids, highest
         self.taken = 0
@@ -165,18 +140,12 @@ class _Chosen(TorchFunctionMode):
         if not fits or k != chosen or self.router.experts not in (None, x.shape[-1]):
             return out
         if self.highest >= x.shape[-1]:
-            raise ReplayError(
-                f'{self.router.who}: field "{NAME}" has the expert {self.highest}; expected ids below '
-                f"{x.shape[-1]}, its experts. Check that the field is of this model."
-            )
+            raise Refusal.EXPERT(self.router.who, highest=self.highest, experts=x.shape[-1])
         self.taken += 1
         ids = self.ids.to(torch.int64).view(out.indices.shape)
         indices = ids.where(ids >= 0, out.indices)
         scores = next((before for masked, before in reversed(self._unmasked) if masked is x), x)
         values = scores.gather(-1, indices)
         if len(self.seen) > 1 and scores is x and bool(((values == 0) | values.isneginf()).any()):
-            raise ReplayError(
-                f"{self.router.who}: the router masked scores of experts that the batch has chosen; expected a mask "
-                "that replay can see, by masked_fill. Leave routed_experts out."
-            )
+            raise Refusal.MASKED_SCORES(self.router.who)
         return cast("Any", torch.return_types).topk((values, indices))

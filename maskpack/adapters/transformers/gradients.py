@@ -29,7 +29,7 @@ _QUERIES = 64
 """The number of queries whose outputs are differentiated, spread over the row. A long row has too many scores."""
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call of packed attention: query, key and value, bounds, and the other arguments."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -42,13 +42,13 @@ class Call(NamedTuple):
         return *(x.shape[1:] for x in self.tensors), self.options["window"], self.options["softcap"]
 
 
-def error(calls: Iterable[Call], inputs: PackedInputs, row: IntArray) -> float:
+def error(calls: Iterable[AttentionCall], inputs: PackedInputs, row: IntArray) -> float:
     """The largest error of the gradients of a row, which is given by its tokens among the inputs; 0 of a token alone.
     For a shard, all ranks must call."""
     return max((_error(call, inputs, row) for call in calls if row.size > 1), default=0.0)
 
 
-def _error(call: Call, inputs: PackedInputs, row: IntArray) -> float:
+def _error(call: AttentionCall, inputs: PackedInputs, row: IntArray) -> float:
     leaves = [x.detach().requires_grad_() for x in call.tensors]
     with torch.enable_grad():
         out = packed_attention(leaves[0], leaves[1], leaves[2], call.bounds, call.longest, **call.options)

@@ -20,7 +20,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MethodType
 from typing import Any, cast
 
 import numpy as np
@@ -30,9 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from maskpack.adapters.transformers import layers, passes
+from maskpack.adapters.transformers.forwards import Forward
+from maskpack.adapters.transformers.refusals import PADDED, Refusal, may_refuse
 from maskpack.core.arguments import IntArray
 from maskpack.core.index import cumulated, ranges
-from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 from maskpack.ops.prefix_attention import gather_rows
 from maskpack.replay.inputs import PackedInputs
@@ -43,7 +43,7 @@ _TOKENWISE = {"moe", "mlp"}
 """Kinds of layers by `config.layer_types`: those that attend alone, that carry state, and that do neither."""
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What the forward of an attention layer reads to attend through transformers' interface."""
-_CACHES = ("cache_params", "past_key_values", "past_key_value", "layer_past")
+_CACHES = ("cache", "cache_params", "past_key_values", "past_key_value", "layer_past")
 _CACHED = (*_CACHES, "use_cache")
 """Arguments for a cache, one of which a mixer takes."""
 _NONE = (*_CACHES, "attention_mask", "conv_mask", "mamba_attention_mask", "mamba_mask", "padding_mask", "mask")
@@ -60,7 +60,6 @@ _PROBED = (9, 70)
 _CLOSE = {torch.float32: 5e-3, torch.float64: 1e-6}
 """The largest difference of a token's outputs from those of its row alone, both as root mean squares. 0.05 in half
 precision. Rounding alone stays below; a token of another row is of order 1."""
-_PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
 
 
 # -------------------------------------------------------------------- rows
@@ -187,14 +186,14 @@ class Mixers:
     def __init__(self, model: Any, base: Any, config: Any) -> None:
         self._who = type(model).__name__
         self._kinds = _kinds_of(config)
-        self._found: dict[str, tuple[nn.Module, _Forward]] = {}
+        self._found: dict[str, tuple[nn.Module, MixerForward]] = {}
         self._empty: list[int] = []
         self._outer: list[str] = []
         self.attending, self.count = int(config.num_hidden_layers), 0
         if set(self._kinds) <= _ATTENDING:
             return
         self.attending = 0
-        forwards: dict[Any, _Forward] = {}
+        forwards: dict[Any, MixerForward] = {}
         for number, layer in _layers_of(model, base, len(self._kinds)):
             kind = self._kinds[number]
             attends = any(_attends(part) for part in layer.modules())
@@ -203,7 +202,7 @@ class Mixers:
             self._outer += [f"layer {number}, {name}" for name in outer]
             for name, part in inner:
                 name = f"layer {number}, {name}"
-                self._found[name] = part, forwards.setdefault(_key_of(part), _Forward(part))
+                self._found[name] = part, forwards.setdefault(_key_of(part), MixerForward(part))
                 layers.listen(_told_layer(layer, part))
                 _watch(part)
             self.count += len(inner)
@@ -220,31 +219,18 @@ class Mixers:
         who = self._who
         unknown = sorted(set(self._kinds) - _ATTENDING - _CARRYING - _TOKENWISE)
         if unknown:
-            raise ReplayError(
-                f"replayable: {who} has layers of kind {', '.join(unknown)}; expected full or sliding attention. Such "
-                f"layers carry tokens of one row into the next. {_PADDED}"
-            )
+            raise Refusal.LAYERS(model=who, kinds=", ".join(unknown))
         numbers = [number for number, kind in enumerate(self._kinds) if kind in _CARRYING]
         missing = self._empty if self.count else numbers
         if missing:
             number = min(missing)
-            raise ReplayError(
-                f"replayable: {who} has layers of kind {self._kinds[number]}, but layer {number} has no mixer; "
-                f"expected a part within it that takes hidden states and one of {', '.join(_CACHED)}, and does not "
-                f"attend. Such layers carry tokens of one row into the next. {_PADDED}"
-            )
+            raise Refusal.NO_MIXER(model=who, kind=self._kinds[number], number=number, names=", ".join(_CACHED))
         if self._outer:
-            raise ReplayError(
-                f"replayable: {self._outer[0]} of {who} takes a cache, and so does a part within it; expected only the "
-                f"innermost part to carry state, because that part runs on rows. {_PADDED}"
-            )
+            raise Refusal.TWO_MIXERS(part=self._outer[0], model=who)
         for name, (part, _) in self._found.items():
             _check_part(f"{name} of {who}", part)
         if inputs is not None and inputs.context is not None and self.count:
-            raise ReplayError(
-                f"replayable: {who} has layers that carry state ({next(iter(self._found))}), and rows are divided over "
-                "a context group; expected layers with attention only, which exchange tokens. Leave context_group out."
-            )
+            raise Refusal.MIXERS_IN_CONTEXT(model=who, part=next(iter(self._found)))
 
     def rows(self, inputs: PackedInputs) -> MixerRows | None:
         """What layers are told; None for a model without mixers."""
@@ -252,38 +238,19 @@ class Mixers:
 
     def install(self) -> None:
         for part, forward in self._found.values():
-            if not _is_ours(part):
-                part.forward = MethodType(forward, part)  # a deep copy of it belongs to the copy of the part
+            if not MixerForward.has(part):
+                forward.install(part)
 
     def check_run(self, packed: passes.Pass) -> None:
         """Raises ReplayError if a layer neither attended through the interface nor ran its mixers."""
         if packed.attended < self.attending:
-            raise ReplayError(
-                f"replayable: {self._who} attended {packed.attended} times in {self.attending} layers; expected every "
-                f"layer to attend through transformers' attention interface. {_PADDED}"
-            )
+            raise Refusal.ATTENDED(model=self._who, seen=packed.attended, layers=self.attending)
         if packed.mixed < self.count:
-            raise ReplayError(
-                f"replayable: {self._who} ran {packed.mixed} of {self.count} parts that carry state; expected all to "
-                f"run. {_PADDED}"
-            )
+            raise Refusal.MIXED(model=self._who, seen=packed.mixed, count=self.count)
 
     def ways(self) -> dict[str, str]:
         """How each mixer runs: "bounds", or "rows" with why; "not run yet"."""
         return {name: forward.way for name, (_, forward) in self._found.items()}
-
-
-def restore(base: Any) -> None:
-    """Gives all mixers the `forward` of their class back."""
-    parts: list[Any] = list(base.modules())
-    for part in parts:
-        if _is_ours(part):
-            del part.forward
-
-
-def _is_ours(part: nn.Module) -> bool:
-    forward = vars(part).get("forward")
-    return isinstance(forward, MethodType) and isinstance(forward.__func__, _Forward)
 
 
 def _watch(part: Any) -> None:
@@ -295,12 +262,8 @@ def _watch(part: Any) -> None:
 def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
     """A forward pre-hook of mixers: the forward of their class would carry tokens of one row into the next. It fires if
     a backward pass runs layers again (gradient checkpointing) after `release`."""
-    if KEYWORD in layers.told() and not _is_ours(part):
-        raise ReplayError(
-            f"{type(part).__name__}: packed rows reached the model's own forward, which carries state from one row to "
-            "the next; expected maskpack's forward. Run the backward pass before release(), and before "
-            "MASKPACK_PACKED_REPLAY=0."
-        )
+    if KEYWORD in layers.told() and not MixerForward.has(part):
+        raise Refusal.RELEASED(type(part).__name__, part="forward, which carries state from one row to the next")
 
 
 def _kinds_of(config: Any) -> list[str]:
@@ -356,27 +319,18 @@ def _key_of(part: nn.Module) -> Any:
 
 
 def _check_part(name: str, part: nn.Module) -> None:
-    if "forward" in vars(part) and not _is_ours(part):
-        raise ReplayError(
-            f"replayable: {name} ({type(part).__name__}), which carries state, has a replaced forward; expected the "
-            f"forward of its class. Remove what replaced it, such as hooks of accelerate. {_PADDED}"
-        )
+    if "forward" in vars(part) and not MixerForward.has(part):
+        raise Refusal.REPLACED(part=f"{name} ({type(part).__name__})", remedy=f"Replay it {PADDED}")
     for inner in part.modules():
         if inner is not part and isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            raise ReplayError(
-                f"replayable: a part within {name} is sharded by itself ({type(inner).__name__}); expected its layer "
-                "to be: ranks call such parts as often as their rows have groups, and would wait for each other. Shard "
-                "whole layers."
-            )
+            raise Refusal.SHARDED_PART(part=name, kind=type(inner).__name__)
 
 
 # -------------------------------------------------------------------- the forward of a mixer
 
 
-class _Forward:
+class MixerForward(Forward):
     """What `mixer.forward(...)` calls while the model replays, for all mixers of one kind and shape."""
-
-    __name__ = "forward"  # by which methods are pickled
 
     def __init__(self, part: nn.Module) -> None:
         kind = cast("Any", type(part))
@@ -401,16 +355,9 @@ class _Forward:
         if (
             running is not None and getattr(rows, "lengths", None) is not own
         ):  # FSDP copies arguments that are dataclasses
-            raise ReplayError(
-                f"{self._who}: the model does not pass the rows on to its layers; expected {KEYWORD} beside "
-                f"cu_seq_lens_q. {_PADDED}"
-            )
+            raise Refusal.NOT_PASSED(self._who, what="the rows", parts="layers", keyword=KEYWORD, without=PADDED)
         if not isinstance(rows, MixerRows):
-            raise ReplayError(
-                f"{self._who}: the layer did not receive {KEYWORD}; expected the rows that packed tokens belong to. "
-                "Call response_log_probs or response_values, or give the model its own layers back before it runs on "
-                "padded rows or generates: replayable(model).release()."
-            )
+            raise Refusal.NOT_RECEIVED(self._who, part="layer", keywords=KEYWORD)
         given = self._given(part, args, kwargs, rows)
         if running is not None:
             running.mixed += 1
@@ -427,16 +374,10 @@ class _Forward:
         hidden = given.get(self._input)
         if not isinstance(hidden, Tensor) or hidden.shape[:2] != (1, rows.tokens):
             seen = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-            raise ReplayError(
-                f"{self._who}: {self._input} is {seen}; expected hidden states [1, {rows.tokens}, H] of packed rows. "
-                f"{_PADDED}"
-            )
+            raise Refusal.MIXER_INPUT(self._who, name=self._input, seen=seen, tokens=rows.tokens)
         odd = [name for name in _NONE if given.get(name) is not None]
         if odd:
-            raise ReplayError(
-                f"{self._who}: a layer that carries state got {', '.join(odd)}; expected packed rows alone, without "
-                f"a mask or a cache. Pass use_cache=False and no mask. {_PADDED}"
-            )
+            raise Refusal.MIXER_GIVEN(self._who, names=", ".join(odd))
         return given
 
     # ---------------------------------------------------------------- two ways
@@ -509,18 +450,12 @@ class _Forward:
         raise self._odd(name, x, rows)
 
     def _odd(self, name: str, x: Tensor, rows: MixerRows) -> ReplayError:
-        return ReplayError(
-            f"{self._who}: {name} is {tuple(x.shape)}; expected entries of {rows.tokens} tokens, [1, T, ...] or "
-            f"[n, 1, T, ...], which can be cut into rows. {_PADDED}"
-        )
+        return Refusal.MIXER_ENTRY(self._who, name=name, seen=tuple(x.shape), tokens=rows.tokens)
 
     def _check_out(self, out: Any, shape: tuple[int, int]) -> None:
         if not isinstance(out, Tensor) or out.shape[:2] != shape:
             seen = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise ReplayError(
-                f"{self._who}: made {seen} of hidden states [{shape[0]}, {shape[1]}, H]; expected outputs of as many "
-                f"rows and tokens, first in a tuple. {_PADDED}"
-            )
+            raise Refusal.MIXER_OUTPUT(self._who, seen=seen, rows=shape[0], longest=shape[1])
 
     # ---------------------------------------------------------------- which way
 
@@ -549,7 +484,7 @@ class _Forward:
             try:
                 seen, again = (_outputs(self._by_bounds(part, x, rows)) for x in (both, other))
             except Exception as error:
-                if isinstance(error, torch.AcceleratorError) or out_of_memory(error) is not None:
+                if not may_refuse(error):
                     raise
                 return f"rows: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
             truth = _outputs(self._by_rows(part, both, rows))

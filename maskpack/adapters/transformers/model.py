@@ -40,9 +40,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from maskpack.adapters.transformers import compiled, experts, gradients, mixers, passes, vision
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
+from maskpack.adapters.transformers.forwards import Forward
 from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
+from maskpack.adapters.transformers.refusals import PADDED, Refusal, may_refuse
 from maskpack.core.arguments import IntArray, flag, said
 from maskpack.errors import ReplayError
 from maskpack.ops import Logits, packed_log_probs
@@ -58,13 +60,12 @@ _CHANGING = ("dynamic", "longrope")
 _DROPOUT_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _RANDOM = re.compile("^(?!classifier|summary).*(drop|jitter)")
 """Options of dropout and noise, which some models apply without a layer of it; those of other heads have no effect."""
-_PADDED = "Replay it padded: MASKPACK_PACKED_REPLAY=0."
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
 """The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
 bounds hold for hidden states in units of their root mean square."""
-_FIRST, _LATER, _SHARED = 1, 2, 3
+FIRST, LATER, SHARED = 1, 2, 3
 """What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
 _COMPARED = 512
 """The number of tokens at either end of a row that are compared. All logits of a long row may not fit on a GPU."""
@@ -84,27 +85,20 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention of a layer: query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
     bounds, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-    who = type(module).__name__
-    running = passes.current()
-    if running is not None and not running.own and (not isinstance(bounds, Tensor) or longest is None):
-        raise ReplayError(f"{who}: the model does not pass the bounds of rows on to its attention. {_PADDED}")
+    who, running = type(module).__name__, passes.current()
+    told = None if running is None or running.own else running
     if not isinstance(bounds, Tensor) or longest is None:
-        raise ReplayError(
-            f"{who}: the attention did not receive cu_seq_lens_q and max_length_q; expected the bounds of packed rows. "
-            "Call response_log_probs or response_values, or give the model its own attention back before it runs on "
-            "padded rows or generates: replayable(model).release()."
-        )
+        keywords = "cu_seq_lens_q and max_length_q"
+        if told is None:
+            raise Refusal.NOT_RECEIVED(who, part="attention", keywords=keywords)
+        raise Refusal.NOT_PASSED(who, what="the bounds of rows", parts="attention", keyword=keywords, without=PADDED)
     tree, group = kwargs.get("prefix_tree"), kwargs.get("context_group")
-    if running is not None and not running.own and tree is not running.tree:
-        raise ReplayError(
-            f"{who}: the model does not pass the tree of shared prefixes on to its attention; expected prefix_tree "
-            "beside cu_seq_lens_q. Replay it without share_prefixes."
-        )
-    if running is not None and not running.own and group is not running.group:
-        raise ReplayError(
-            f"{who}: the model does not pass the context-parallel group on to its attention; expected context_group "
-            "beside cu_seq_lens_q. Replay it without context_group."
-        )
+    for what, given, wanted, keyword, option in (
+        ("the tree of shared prefixes", tree, told and told.tree, "prefix_tree", "share_prefixes"),
+        ("the context-parallel group", group, told and told.group, "context_group", "context_group"),
+    ):
+        if told is not None and given is not wanted:
+            raise Refusal.NOT_PASSED(who, what=what, parts="attention", keyword=keyword, without=f"without {option}")
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     odd = sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in _KNOWN)
     odd += ["a mask"] if attention_mask is not None else []
@@ -112,30 +106,20 @@ def attention(
     odd += ["attention that is not causal"] if not causal else []
     odd += [f"{query.shape[0]} batch rows"] if query.shape[0] != 1 else []
     if odd:
-        raise ReplayError(
-            f"{who}: packed attention with {', '.join(odd)}; expected causal attention of one batch row of packed rows "
-            "and nothing else. Pass no mask, set attention_dropout to 0, or replay padded: MASKPACK_PACKED_REPLAY=0."
-        )
-    hidden_window = _window(module) if sliding_window is None else None
-    if hidden_window is not None:
+        raise Refusal.ATTENTION(who, what=", ".join(odd))
+    window = _window(module) if sliding_window is None else None
+    if window is not None:
         longest_row = longest if tree is None else max(longest, int(tree.lengths.max()))
-        if longest_row > hidden_window:
-            raise ReplayError(
-                f"{who}: the layer has a window of {hidden_window} tokens that it does not pass to its attention, and "
-                f"a row has {longest_row}; expected sliding_window. {_PADDED}"
-            )
+        if longest_row > window:
+            raise Refusal.WINDOW(who, window=window, longest=longest_row)
     if key.shape[2] != query.shape[2]:
-        raise ReplayError(
-            f"{who}: {key.shape[2]} keys for {query.shape[2]} queries; expected as many: a cache was in use. Pass "
-            "use_cache=False."
-        )
+        raise Refusal.KEYS(who, keys=key.shape[2], queries=query.shape[2])
     if running is not None:
         running.attended += 1
         running.softcap = softcap if softcap is not None else running.softcap
     dtype = value.dtype  # rotary tables widen queries and keys under autocast
-    size = max(
-        query.shape[-1], value.shape[-1]
-    )  # of multi-head latent attention, values are narrower: zeros add nothing
+    # values of multi-head latent attention are narrower: zeros add nothing
+    size = max(query.shape[-1], value.shape[-1])
     given = (
         widened(query[0].transpose(0, 1).to(dtype), size),
         widened(key[0].transpose(0, 1).to(dtype), size),
@@ -145,7 +129,7 @@ def attention(
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window,
         "softcap": softcap, "tree": tree, "group": group,
     }  # fmt: skip
-    passes.note(gradients.Call(given, bounds, int(longest), options))
+    passes.note(gradients.AttentionCall(given, bounds, int(longest), options))
     out = packed_attention(*given, bounds, int(longest), **options)
     return out[None, ..., : value.shape[-1]].contiguous(), None  # some models take a view of it
 
@@ -161,10 +145,7 @@ def _only_bounds(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     given = {**given, **given.get("kwargs", {})}
     if given.get("attention_mask") is not None:
-        raise ReplayError(
-            f"{type(module).__name__}: packed attention received an attention_mask; expected bounds only. Pass none, "
-            "or give the model its own attention back for padded rows: replayable(model).release()."
-        )
+        raise Refusal.MASK(type(module).__name__)
 
 
 def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,10 +153,7 @@ def _own_without_bounds(module: nn.Module, _args: tuple[Any, ...], kwargs: dict[
     pass runs layers again (gradient checkpointing) after `release`."""
     config: Any = getattr(module, "config", None)
     if "cu_seq_lens_q" in kwargs and getattr(config, "_attn_implementation", NAME) != NAME:
-        raise ReplayError(
-            f"{type(module).__name__}: packed rows reached the model's own attention; expected maskpack's attention. "
-            "Run the backward pass before release(), and before MASKPACK_PACKED_REPLAY=0."
-        )
+        raise Refusal.RELEASED(type(module).__name__, part="attention")
 
 
 def _window(module: nn.Module) -> int | None:
@@ -224,12 +202,7 @@ class Replayable:
         compiles = flag(compile, "compile", "replayable", ReplayError)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
-            raise ReplayError(
-                f"replayable: got {said(model)}; expected a model of transformers. Pass the model itself. For PEFT "
-                "with adapters in its layers, pass get_base_model(). Shard with fully_shard, which does not wrap the "
-                "model. Instead of a DistributedDataParallel, pass the model that it wraps, and average the gradients "
-                "yourself, because it averages only in its own forward and backward pass."
-            )
+            raise Refusal.NO_MODEL(seen=said(model))
         self.model = model
         self._output: Any = cast("Any", model).get_output_embeddings()
         whole = self._output is None and vision.sees(model)  # its decoder takes text alone
@@ -240,15 +213,13 @@ class Replayable:
         self._attention_cap: float | None = None
         _check_kind(model, self._base, self._output)
         _check_root(model)
-        mixers.restore(self._base)
-        experts.restore(self._base)
+        Forward.restore(cast("nn.Module", self._base))
         self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
             self._scale, self._softcap = curve_of(model, self._base, self._output)
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._mixers)
         self._groups = _groups_of(model)
-        compiled.restore(self._base)
         changing = any(_changes(self._config))
         self._parts = CompiledParts(model, self._base, changing) if compiles else None
         self._watch()
@@ -267,7 +238,7 @@ class Replayable:
     def _take(self) -> None:
         passes.take(self.model, self._config)
         if self._parts is None:
-            compiled.restore_if_compiled(self._base)
+            compiled.restore_parts(self._base)
         else:
             self._parts.install()
         self._mixers.install()
@@ -279,9 +250,7 @@ class Replayable:
         a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while another
         thread replays the model."""
         passes.release(self.model, self._config)
-        compiled.restore(self._base)
-        mixers.restore(self._base)
-        experts.restore(self._base)
+        Forward.restore(self._base)
         return self.model
 
     @property
@@ -299,10 +268,7 @@ class Replayable:
         """The device on which the embedding layer runs."""
         weight = next(self.model.get_input_embeddings().parameters())
         if weight.is_meta:
-            raise ReplayError(
-                f"replayable: the weights of {type(self.model).__name__} are on the meta device; expected weights. "
-                "Load the model first."
-            )
+            raise Refusal.META(model=type(self.model).__name__)
         return _device_of(weight)
 
     @property
@@ -320,10 +286,7 @@ class Replayable:
     def _whole(self, *, weight: bool) -> Layer:
         """The output layer with gathered tensors; without `weight`, that one may be a shard."""
         if self._output is None:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} has no output layer that scores tokens; expected one for "
-                "log-probs. Use response_values, or load it as a causal language model."
-            )
+            raise Refusal.NO_HEAD(model=type(self.model).__name__)
         check_layer(self.model, self._output)
         gathered: list[Any] = []
         for part in (self._output, self.model):
@@ -332,10 +295,7 @@ class Replayable:
                 gathered.append(part)
         layer = Layer.of(self._output)
         if layer.is_sharded(weight=weight):
-            raise ReplayError(
-                f"replayable: the output layer of {type(self.model).__name__} is sharded; expected its whole weight "
-                "after a forward pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
-            )
+            raise Refusal.SHARDED_HEAD(model=type(self.model).__name__)
         if gathered and not torch.is_grad_enabled():  # no backward pass would shard it again
             layer = layer.copied(weight=weight)
             for part in gathered:
@@ -383,11 +343,7 @@ class Replayable:
 
     def _check_routed(self, done: passes.Pass, routes: RoutedExperts | None) -> None:
         if routes is not None and self._routers is not None and done.routed != self._routers.count:
-            raise ReplayError(
-                f"replayable: {done.routed} routers of {type(self.model).__name__} took the experts of the batch; "
-                f"expected {self._routers.count}. The model does not pass them on to its layers: leave routed_experts "
-                "out."
-            )
+            raise Refusal.ROUTED(model=type(self.model).__name__, seen=done.routed, count=self._routers.count)
 
     def _check(self, inputs: PackedInputs, group: dist.ProcessGroup | None) -> dict[str, Any]:
         """The images and videos that the model is given. Raises ReplayError for inputs that replay does not support, on
@@ -397,21 +353,15 @@ class Replayable:
             _check_layers(self.model, self._base, self._mixers, inputs)
             _check_rows(self.model, self._config, inputs.position_ids, inputs.longest_row)
             if group is not None and inputs.media is not None:
-                raise ReplayError(
-                    "replayable: rows with images or videos came with context_group; expected text alone, whose tokens "
-                    "ranks divide. Leave context_group out."
-                )
+                raise Refusal.MEDIA_IN_CONTEXT()
             media = vision.given_media(self.model, self._base, self._config, inputs)
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
         except ReplayError:
-            _most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
+            most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
             raise
-        if _most_of(groups, 0, inputs.input_ids.device):
-            raise ReplayError(
-                "replayable: another rank of the context group cannot run these rows; expected all ranks to. Look for "
-                "the error there."
-            )
+        if most_of(groups, 0, inputs.input_ids.device):
+            raise Refusal.OTHER_RANK()
         return media
 
     def dense_hidden(
@@ -444,13 +394,9 @@ class Replayable:
         would gather the weights of the vision tower alone."""
         if not self._groups or not vision.sees(self._base):
             return
-        some, none = (bool(_most_of(self._groups, one, device)) for one in (media is not None, media is None))
+        some, none = (bool(most_of(self._groups, one, device)) for one in (media is not None, media is None))
         if some and none:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} is sharded, and some ranks have rows with images or videos, "
-                f"others text alone{'' if media is not None else ', as this one'}; expected the same on all ranks, "
-                "which run the vision tower together. Give each micro-batch such a row."
-            )
+            raise Refusal.SOME_MEDIA(model=type(self.model).__name__, this="" if media is not None else ", as this one")
 
     def _find_ranks(self) -> None:
         """Finds the process groups of a model that was sharded after `replayable`."""
@@ -463,11 +409,7 @@ class Replayable:
         if not isinstance(self.model, FSDPModule) or self._base is self.model:
             return self._base(**given, use_cache=False).last_hidden_state
         if self._output is None:
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} is sharded, with a head that replay does not know; expected "
-                "its base model as the root of the sharding. Shard and replay the base model, and apply its head "
-                "separately."
-            )
+            raise Refusal.UNKNOWN_HEAD(model=type(self.model).__name__)
         return states_of(self.model, self._output, given | {"use_cache": False})
 
     def self_check(self, inputs: PackedInputs, hidden: Tensor, again: bool = False) -> None:
@@ -488,24 +430,27 @@ class Replayable:
             *(inputs.media is not None, inputs.routed_experts is not None, hidden.requires_grad),
         )
         before = self._checked.get(path, 0)
-        if before == (_SHARED if inputs.share_prefixes else _LATER) and not again:
+        if before == (SHARED if inputs.share_prefixes else LATER) and not again:
             return
         row, tokens, proof = _row_to_compare(inputs)
         groups = self._groups if inputs.context is None else (*self._groups, inputs.context.group)
-        proof = int(_most_of(groups, proof, hidden.device))
+        proof = int(most_of(groups, proof, hidden.device))
         if proof == 0 or (proof <= before and not again):
             return
         if packed:
             self.need_same_cap()
         off = self._distance(inputs, hidden, row, tokens)
-        worst = _most_of(groups, off, hidden.device)
+        worst = most_of(groups, off, hidden.device)
         if not worst <= TOLERANCE[dtype]:
             what = "hidden states" if self._output is None else "log-probs"
+            remedy = f"Replay it {PADDED}" if packed else "Use its own forward"
             seen = f"{worst:.3g} on another rank" if off <= TOLERANCE[dtype] else f"{off:.3g}"
-            raise ReplayError(
-                f"replayable: {'packed' if packed else 'padded'} {what} of {type(self.model).__name__} are off by "
-                f"{seen} from its own forward of the same row; expected at most {TOLERANCE[dtype]}. Replay of this "
-                f"model is incorrect, or dropout is on. {_PADDED if packed else 'Use its own forward.'}"
+            raise Refusal.OFF(
+                what=f"{'packed' if packed else 'padded'} {what}",
+                model=type(self.model).__name__,
+                off=seen,
+                most=TOLERANCE[dtype],
+                remedy=remedy,
             )
         if packed and hidden.requires_grad:
             self._check_gradients(inputs, tokens, groups, dtype)
@@ -516,25 +461,16 @@ class Replayable:
         with torch.no_grad(), passes.noting() as calls:
             self.hidden(inputs)
         off = gradients.error(calls.values(), inputs, row)
-        worst = _most_of(groups, off, inputs.input_ids.device)
+        worst = most_of(groups, off, inputs.input_ids.device)
         if not worst <= gradients.TOLERANCE[dtype]:
             seen = f"{worst:.3g} on another rank" if off <= gradients.TOLERANCE[dtype] else f"{off:.3g}"
-            raise ReplayError(
-                f"replayable: gradients of packed attention in {type(self.model).__name__} are off by {seen} of their "
-                f"norm from those of the same row alone; expected at most {gradients.TOLERANCE[dtype]}. Its attention "
-                f"kernel is incorrect for these tensors: use another one. {_PADDED}"
-            )
+            raise Refusal.GRADIENTS_OFF(model=type(self.model).__name__, off=seen, most=gradients.TOLERANCE[dtype])
 
     def need_same_cap(self) -> None:
         """Raises ReplayError if packed attention was told a soft cap that the model's own attention ignores."""
         own = passes.own_of(self._config._attn_implementation)
         if self._attention_cap is not None and own is not None and _ignores_caps(own):
-            raise ReplayError(
-                f"replayable: {type(self.model).__name__} has a soft cap of {self._attention_cap:g} in its attention. "
-                f'Packed rows apply it; padded rows do not, because attn_implementation="{own}" ignores it. Expected '
-                "the same of both. Packed rows are right: the cap is a part of the model. Load the model with "
-                'attn_implementation="eager"; if it never runs padded, pass self_check=False.'
-            )
+            raise Refusal.CAP(model=type(self.model).__name__, cap=self._attention_cap, own=own)
 
     def _distance(self, inputs: PackedInputs, hidden: Tensor, number: int, row: IntArray) -> float:
         """The largest difference of a row, given by its number in the batch and its tokens among the inputs, from its
@@ -589,8 +525,10 @@ def _ignores_caps(name: str) -> bool:
     qkv = torch.linspace(-1, 1, 3 * 2 * 16, device="cpu").view(3, 1, 1, 2, 16).unbind()
     try:
         seen: list[Tensor] = [function(layer, *qkv, None, scaling=1.0, softcap=cap)[0] for cap in (None, 0.5)]
-    except Exception:  # one that refuses caps, or runs on a GPU alone: the forward of the model says so
-        return False
+    except Exception as error:
+        if not may_refuse(error):
+            raise
+        return False  # it refuses caps, or runs on a GPU alone: the forward of the model says so
     return torch.equal(*seen)
 
 
@@ -611,7 +549,7 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
             lengths = np.where(media.of_row[tree.order] >= 0, 1 + lengths, 0)
         row = int(tree.order[lengths.argmax()])
         tokens = tree.of_row_token[tree.row_offsets[row] : tree.row_offsets[row + 1]]
-        proof = _SHARED if lengths.max() > 1 or media is None else _LATER
+        proof = SHARED if lengths.max() > 1 or media is None else LATER
     elif inputs.num_tokens:
         lengths = np.diff(inputs.bounds)
         if media is not None:
@@ -621,7 +559,7 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
             place = int(lengths.argmax())
         row = place if media is None else int(media.rows[place])
         tokens = np.arange(int(inputs.bounds[place]), int(inputs.bounds[place + 1]))
-        proof = _LATER if place else _FIRST
+        proof = LATER if place else FIRST
     else:
         return 0, np.zeros(0, np.int64), 0
     return row, tokens, proof if tokens.size > 1 else 0
@@ -632,36 +570,26 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
 
 def _check_kind(model: Any, base: Any, output: Any) -> None:
     """Checks the kind of a model, for packed and padded rows."""
-    who = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ReplayError(f"replayable: {who} has an encoder and a decoder; expected a causal model. Use another.")
+        raise Refusal.ENCODER(model=type(model).__name__)
     if output is not None and base is model:
-        raise ReplayError(
-            f"replayable: {who} has no model of hidden states within; expected one in "
-            f'"{model.base_model_prefix}". Its log-probs have to come from its own forward.'
-        )
+        raise Refusal.NO_BASE(model=type(model).__name__, prefix=model.base_model_prefix)
 
 
 def _check_layers(model: Any, base: Any, mixers: Mixers, inputs: PackedInputs | None = None) -> None:
     """Checks that the layers support packed rows, and these inputs."""
     mixers.check(inputs)
     if "position_ids" not in inspect.signature(base.forward).parameters and not mixers.pure:
-        raise ReplayError(
-            f"replayable: {type(base).__name__} takes no position_ids; expected them, row by row. {_PADDED}"
-        )
+        raise Refusal.NO_POSITIONS(model=type(base).__name__)
 
 
 def _check_rows(model: Any, config: Any, positions: Tensor, longest: int) -> None:
     """Checks the rows of a call, or of the shard of a rank. One synchronisation on CUDA if the model has rotary
     positions that change."""
-    who = type(model).__name__
     for kind, limit in _changes(config):
         longest = max(longest, int(positions.max()) + 1 if positions.numel() else 0)  # positions may begin above 0
         if longest > limit:
-            raise ReplayError(
-                f"replayable: {who} has rotary positions of kind {kind}, which change for all rows where one is longer "
-                f"than {limit} tokens; a row, or the tail of multiple_of, has {longest}. Keep all within {limit}."
-            )
+            raise Refusal.ROPE(model=type(model).__name__, kind=kind, limit=limit, longest=longest)
 
 
 def check_dropout(model: Any, base: Any, config: Any) -> None:
@@ -678,11 +606,7 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
         given |= {name: value for name, value in seen.items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
     if layers or options:
-        raise ReplayError(
-            f"replayable: {type(model).__name__} has dropout ({', '.join([*layers[:4], *options])}) and is in train "
-            "mode; expected none: rows that share a token would share its random numbers. Set it to 0, or call "
-            "eval()."
-        )
+        raise Refusal.DROPOUT(model=type(model).__name__, names=", ".join([*layers[:4], *options]))
 
 
 def _changes(config: Any) -> Iterator[tuple[str, int]]:
@@ -702,11 +626,7 @@ def _changes(config: Any) -> Iterator[tuple[str, int]]:
 def _check_root(model: nn.Module) -> None:
     """Raises ReplayError for a part of a sharded model, whose weights only the root gathers."""
     if getattr(model, "_is_fsdp_managed_module", False) and not isinstance(model, FSDPModule):
-        raise ReplayError(
-            f"replayable: {type(model).__name__} lies inside a module that FSDP shards; expected the root of the "
-            "sharding, which gathers the weights. Shard with fully_shard, the layers and then the model, and pass the "
-            "model."
-        )
+        raise Refusal.NOT_THE_ROOT(model=type(model).__name__)
 
 
 def _groups_of(model: nn.Module) -> tuple[Any, ...]:
@@ -735,7 +655,7 @@ def _device_of(weight: Tensor) -> torch.device:
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:
+def most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:
     """The largest number of all ranks; NaN counts as infinity. Every rank of the groups must call it."""
     if not groups:
         return number

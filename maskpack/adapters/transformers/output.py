@@ -24,11 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from maskpack.core.tensors import out_of_memory
-from maskpack.errors import ReplayError
+from maskpack.adapters.transformers.refusals import Refusal, may_refuse
 from maskpack.ops import Logits
 
-_OWN = "Its log-probs have to come from its own forward."
 _LORA = ("lora_A", "lora_B", "lora_dropout", "scaling", "active_adapters", "disable_adapters", "merged")
 """What LoRA around a layer has in PEFT, beside base_layer."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -82,18 +80,11 @@ def check_layer(model: Any, output: Any) -> None:
     who, kind = type(model).__name__, cast("Any", type(output))
     sharded = FSDPModule in kind.__mro__
     if FSDPModule not in type(model).__mro__ and (sharded or isinstance(getattr(output, "weight", None), DTensor)):
-        raise ReplayError(
-            f"replayable: the output layer of {who} is sharded; expected its whole weight after a forward "
-            "pass. Shard the model too, as the root: fully_shard of its parts, then of the model."
-        )
+        raise Refusal.SHARDED_HEAD(model=who)
     if _is_lora(output):
         _check_lora(who, output)
     elif not _is_plain(output) or kind.forward is not nn.Linear.forward:
-        raise ReplayError(
-            f"replayable: the output layer of {who} is a {kind.__module__}.{kind.__name__}, or has hooks; expected "
-            "torch.nn.Linear, whose weight and bias say all, or LoRA of PEFT around it. Merge other adapters of the "
-            "output layer, or leave it without one."
-        )
+        raise Refusal.HEAD(model=who, kind=f"{kind.__module__}.{kind.__name__}")
 
 
 def _is_lora(output: Any) -> bool:
@@ -120,10 +111,7 @@ def _check_lora(who: str, output: Any) -> None:
         for name in _on(output):
             seen = seen or _odd_adapter(output, name)
     if seen is not None:
-        raise ReplayError(
-            f"replayable: the output layer of {who} has LoRA with {seen}; expected lora_B(lora_A(x)) * scaling beside "
-            f"torch.nn.Linear. {remedy}."
-        )
+        raise Refusal.LORA(model=who, seen=seen, remedy=remedy)
 
 
 def _odd_adapter(output: Any, name: str) -> str | None:
@@ -211,10 +199,7 @@ def curve_of(model: Any, base: Any, output: Any) -> tuple[float, float | None]:
         want = [scale * z if softcap is None else softcap * math.tanh(scale * z / softcap) for z in _POINTS]
         if all(math.isclose(x, y, rel_tol=1e-5, abs_tol=1e-9) for x, y in zip(seen, want, strict=True)):
             return scale, softcap
-    raise ReplayError(
-        f"replayable: the forward of {type(model).__name__} makes {[float(f'{x:.4g}') for x in seen]} of the logits "
-        f"{[*_POINTS]}; expected a positive scale, and softcap * tanh(x / softcap) after it. {_OWN}"
-    )
+    raise Refusal.CURVE(model=type(model).__name__, seen=[float(f"{x:.4g}") for x in seen], given=[*_POINTS])
 
 
 def _outputs(model: Any, base: Any, output: Any) -> list[float]:
@@ -244,28 +229,16 @@ def _outputs(model: Any, base: Any, output: Any) -> list[float]:
         with torch.no_grad():
             logits = cast("Tensor", outer.forward(input_ids=ids, use_cache=False, return_dict=True).logits)
     except Exception as error:
-        if out_of_memory(error) is not None:
+        if not may_refuse(error, AttributeError, LookupError):
             raise
-        raise ReplayError(
-            f"replayable: the forward of {who} failed on given logits with {type(error).__name__}: {error}; expected "
-            f"the base model, then the output layer, then a scale or cap. {_OWN}"
-        ) from error
+        raise Refusal.FORWARD_FAILED(model=who, error=f"{type(error).__name__}: {error}") from error
     if asked and (len(reached) != 1 or not torch.equal(reached[0].double().reshape(-1), hidden.reshape(-1))):
-        raise ReplayError(
-            f"replayable: the forward of {who} changes hidden states before its output layer; expected those of the "
-            f"base model as they are. {_OWN}"
-        )
+        raise Refusal.STATES(model=who)
     if logits.shape != given.shape:
-        raise ReplayError(
-            f"replayable: the forward of {who} makes logits {tuple(logits.shape)} of the output layer's "
-            f"{tuple(given.shape)}; expected as many. {_OWN}"
-        )
+        raise Refusal.LOGITS(model=who, seen=tuple(logits.shape), given=tuple(given.shape))
     found = logits[0].double()
     if not torch.equal(found, found[:, :1].expand_as(found)):
-        raise ReplayError(
-            f"replayable: the forward of {who} changes the logits of some tokens and not of others; expected the same "
-            f"scale and cap for all. {_OWN}"
-        )
+        raise Refusal.SOME_LOGITS(model=who)
     return cast("list[float]", found[:, 0].tolist())
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from maskpack.adapters.transformers import experts, mixers
+from maskpack.adapters.transformers.refusals import Refusal
 from maskpack.core.arguments import IntArray
-from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.media import Media
@@ -29,10 +29,9 @@ _BOUNDS = (
     *(experts.NAME, mixers.KEYWORD),
 )
 """What replay passes to the text layers."""
-_OWN = "Its log-probs have to come from its own forward."
 
 
-class Kind(NamedTuple):
+class _MediaKind(NamedTuple):
     """The options that have the ids of its places, and the names of its tensors."""
 
     name: str
@@ -41,16 +40,16 @@ class Kind(NamedTuple):
     grid: str
 
 
-KINDS = (
-    Kind("image", ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw"),
-    Kind("video", ("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw"),
+_MEDIA = (
+    _MediaKind("image", ("image_token_id", "image_token_index"), "pixel_values", "image_grid_thw"),
+    _MediaKind("video", ("video_token_id", "video_token_index"), "pixel_values_videos", "video_grid_thw"),
 )
 _AUDIO = ("audio_token_id", "audio_token_index")
 
 
 def sees(base: Any) -> bool:
     """Whether a model takes images or videos."""
-    return any(kind.pixels in inspect.signature(base.forward).parameters for kind in KINDS)
+    return any(kind.pixels in inspect.signature(base.forward).parameters for kind in _MEDIA)
 
 
 def text_model(base: Any) -> nn.Module:
@@ -80,16 +79,13 @@ def _no_bounds(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def need_text(model: Any, config: Any, ids: Tensor) -> None:
     """Raises ReplayError if ids have places of images, videos or audio. One synchronisation on CUDA if the model has
     such ids."""
-    names = [*_AUDIO, *(name for kind in KINDS for name in kind.ids)]
+    names = [*_AUDIO, *(name for kind in _MEDIA for name in kind.ids)]
     _need_none(model, _ids_of(model, config, names), ids, "text alone: the batch has no pixels of these rows")
 
 
 def _need_none(model: Any, places: set[int], ids: Tensor, expected: str) -> None:
     if places and bool(torch.isin(ids, torch.tensor(sorted(places), device=ids.device)).any()):
-        raise ReplayError(
-            f"replayable: input_ids contain placeholders of images, video or audio of {type(model).__name__} (ids "
-            f"{sorted(places)}); expected {expected}. Give them in multi_modal_inputs. Of audio, {_OWN.lower()}"
-        )
+        raise Refusal.PLACEHOLDERS(model=type(model).__name__, ids=sorted(places), expected=expected)
 
 
 def _ids_of(model: Any, config: Any, names: Sequence[str]) -> set[int]:
@@ -130,32 +126,19 @@ def _check_model(model: Any, base: Any, media: Media, sections: bool) -> None:
     who = type(model).__name__
     taken = inspect.signature(base.forward).parameters
     if not sees(base):
-        raise ReplayError(
-            f"replayable: the batch has images or videos ({', '.join(media.names)}), and {who} takes text alone; "
-            "expected a model that takes them. Drop these fields, or replay another model."
-        )
+        raise Refusal.TEXT_ALONE(model=who, names=", ".join(media.names))
     if odd := [name for name in media.names if name not in taken]:
-        raise ReplayError(
-            f"replayable: the batch has {', '.join(odd)} of images or videos, which {type(base).__name__} does not "
-            f"take by name; expected {', '.join(name for kind in KINDS for name in kind[2:] if name in taken)}. Drop "
-            "what the model does not need."
-        )
+        known = [name for kind in _MEDIA for name in kind[2:] if name in taken]
+        raise Refusal.MEDIA(model=type(base).__name__, names=", ".join(odd), known=", ".join(known))
     if "token_type_ids" in taken or hasattr(model, "create_masks_for_generate"):
-        raise ReplayError(
-            f"replayable: {who} makes its own masks, in which tokens of an image may attend to later tokens; expected "
-            f"causal attention in rows with images. Replay its rows of text alone. Of these, {_OWN.lower()}"
-        )
+        raise Refusal.OWN_MASKS(model=who)
     if callable(getattr(base, "get_rope_index", None)) and not sections:
-        raise ReplayError(
-            f"replayable: {who} has position ids of several sections (M-RoPE), and rows with images or videos have one "
-            "number a token; expected position_ids [B, 3, S] or [B, 4, S] in the batch, as get_rope_index of the model "
-            "makes them. Keep them in the batch."
-        )
+        raise Refusal.M_ROPE(model=who)
 
 
 def _marked(model: Any, config: Any, ids: Tensor) -> list[Any]:
-    """For each of KINDS, the bools on the host that say which ids are its places. One synchronisation on CUDA."""
-    found = [_ids_of(model, config, kind.ids) for kind in KINDS]
+    """For each of _MEDIA, the bools on the host that say which ids are its places. One synchronisation on CUDA."""
+    found = [_ids_of(model, config, kind.ids) for kind in _MEDIA]
     places = [torch.isin(ids, torch.tensor(sorted(one), dtype=ids.dtype, device=ids.device)) for one in found]
     return list(torch.stack(places).cpu().numpy())
 
@@ -172,16 +155,13 @@ def _counts(marked: Any, inputs: PackedInputs) -> IntArray:
 def _check_rows(model: Any, media: Media, counts: Sequence[IntArray]) -> None:
     """Raises ReplayError unless each row has a place for each feature of its images, and of its videos."""
     who, merge = type(model).__name__, getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None)
-    for kind, of_rows in zip(KINDS, counts, strict=True):
+    for kind, of_rows in zip(_MEDIA, counts, strict=True):
         ratio: tuple[int, int] | None = None  # places and images of a row, where all images have as many places
         alike = media.names == [kind.pixels]
         for row, places in zip(media.rows.tolist(), of_rows.tolist(), strict=True):
             pixels, patches = media.entries(row, kind.pixels), media.patches_of(row, kind.grid)
             if patches is not None and patches != pixels:
-                raise ReplayError(
-                    f"replayable: row {row} has {pixels} patches in {kind.pixels}, and {kind.grid} says {patches}; "
-                    "expected as many. Fix the producer."
-                )
+                raise Refusal.PATCHES(row=row, seen=pixels, pixels=kind.pixels, grid=kind.grid, said=patches)
             expected: int | str = places
             if patches is not None and merge:
                 expected = patches // merge**2
@@ -191,10 +171,8 @@ def _check_rows(model: Any, media: Media, counts: Sequence[IntArray]) -> None:
                 ratio = ratio or (places, pixels)
                 expected = places if places * ratio[1] == pixels * ratio[0] else f"{pixels * ratio[0] / ratio[1]:g}"
             if places != expected:
-                raise ReplayError(
-                    f"replayable: row {row} has {places} {kind.name} tokens in its ids, and media of {pixels} entries "
-                    f"({kind.pixels}); expected {expected} tokens for {who}. Media have to stay with their rows, and "
-                    "ids have to keep all places: fix the producer."
+                raise Refusal.PLACES(
+                    row=row, seen=places, kind=kind.name, entries=pixels, pixels=kind.pixels, wanted=expected, model=who
                 )
 
 
@@ -206,10 +184,7 @@ def _once(model: Any, tree: PrefixTree, marked: Any) -> Iterator[int]:
         places = tokens[marked[tokens]]
         known = seen[places]
         if known.any() and not known.all():
-            raise ReplayError(
-                f"replayable: row {row} shares some places of its images or videos with another row, but not all, for "
-                f"{type(model).__name__}; expected all or none of rows with equal media. Leave share_prefixes out."
-            )
+            raise Refusal.SOME_PLACES(row=row, model=type(model).__name__)
         if places.size and not known.any():
             seen[places] = True
             yield row

@@ -1,6 +1,6 @@
 """verl: packed dispatch for its trainers, its fields, and the functions of the mask-nesting proposal.
 
-protocol.py   pack, unpack: a DataProto or TensorDict in packed form, and back bit for bit
+protocol.py   compress, decompress: a DataProto or TensorDict in packed form, and back bit for bit
 dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
 here          nesting of a DataProto or TensorDict; pickles
 """
@@ -20,11 +20,10 @@ from maskpack.adapters.verl.dispatch import (
     mask_nesting_dispatch,
     packed_endpoint,
 )
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, pack, unpack, wrong_kind
+from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, wrong_kind
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
-from maskpack.nesting import nest as nesting
-from maskpack.nesting import response
+from maskpack.nesting import nest, response
 
 __all__ = [
     "VERL_FIELDS",
@@ -32,15 +31,15 @@ __all__ = [
     "MaskNestingSpec",
     "PackedFuture",
     "PackedProto",
+    "compress",
     "configure",
+    "decompress",
     "mask_nesting_dispatch",
     "nest_batch_by_mask",
-    "pack",
     "packed_endpoint",
     "pickle_data_protos",
     "select_and_pad_to_response",
     "unnest_batch_by_mask",
-    "unpack",
 ]
 
 # -------------------------------------------------------------------- nesting
@@ -48,12 +47,12 @@ __all__ = [
 
 def nest_batch_by_mask(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
     """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
-    return _renewed(data, lambda batch: nesting.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask")
+    return _renewed(data, lambda batch: nest.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask")
 
 
 def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:
     """`maskpack.unnest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
-    return _renewed(data, lambda batch: nesting.unnest_batch_by_mask(batch, *fields), "unnest_batch_by_mask")
+    return _renewed(data, lambda batch: nest.unnest_batch_by_mask(batch, *fields), "unnest_batch_by_mask")
 
 
 def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingRegistry = VERL_FIELDS) -> TensorDict:
@@ -91,16 +90,16 @@ def pickle_data_protos(**options: Any) -> Callable[[], None]:
     pickled as before.
 
     Args:
-        options: options of `pack`.
+        options: options of `compress`.
 
     Returns:
         A function that undoes this.
     """
-    pack(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
+    compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
     before = copyreg.dispatch_table.get(DataProto)
 
     def reduced(data: Any) -> tuple[Any, ...]:
-        return unpack, (pack(data, **options),)
+        return decompress, (compress(data, **options),)
 
     def undo() -> None:
         if before is None:

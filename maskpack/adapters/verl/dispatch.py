@@ -1,6 +1,6 @@
 """Packed batches in the dispatch of verl: a dispatch mode for `@register`, and a decorator for the method under it.
 
-    group.method(data)  -- dispatch_fn: pack, cut, put once for each DP rank -->  RankCall     @packed_endpoint: unpack,
+    group.method(data)  -- dispatch_fn: pack, cut, put once for each DP rank -->  RankRows     @packed_endpoint: unpack,
                         <-- collect_fn: unpack, then the rule of verl -----------  PackedProto  run the method, pack
 
 verl decides which rank gets which rows, which ranks are collected from, and how results are joined.
@@ -19,7 +19,7 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, pack, unpack
+from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
@@ -43,7 +43,7 @@ class MaskNestingConfig:
         strict_mask_nesting: raise if a field stays padded on its way to the workers. Results are verified, too, but a
             field of a result that no mask covers stays padded.
         registry: None stands for VERL_FIELDS.
-        pad_token_id, verify, codec: options of `pack`.
+        pad_token_id, verify, codec: options of `compress`.
     """
 
     use_mask_nesting: bool = False
@@ -87,7 +87,7 @@ class MaskNestingConfig:
 
     def pack(self, data: Any) -> PackedProto:
         """Packs an argument of a worker method."""
-        return pack(
+        return compress(
             data,
             registry=self._fields(),
             pad_token_id=self.pad_token_id,
@@ -104,9 +104,9 @@ class MaskNestingConfig:
         }  # fmt: skip
         with not_strict():
             try:
-                return pack(data, like=like, **options)
+                return compress(data, like=like, **options)
             except LayoutError:
-                return pack(data, **options)
+                return compress(data, **options)
 
 
 _ON = MaskNestingConfig(use_mask_nesting=True)
@@ -127,7 +127,7 @@ def configure(group: Any, config: MaskNestingConfig) -> Any:
 # -------------------------------------------------------------------- messages
 
 
-class RankCall:
+class RankRows:
     """The rows of one DP rank, for a method under `@packed_endpoint`. In any other method, every use of it raises.
 
     Attributes:
@@ -170,7 +170,7 @@ def mask_nesting_dispatch(
 
     Raises:
         LayoutError: in calls, for an argument that is not a batch and for rows that verl would not divide; and the
-            errors of `pack`.
+            errors of `compress`.
     """
     if mesh_name is not None and not isinstance(mesh_name, str):
         raise LayoutError(
@@ -233,7 +233,7 @@ def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfi
 
 
 def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
-    """The parts of an argument: RankCalls for a batch, and the chunks of verl for anything else that it can divide."""
+    """The parts of an argument: RankRowss for a batch, and the chunks of verl for anything else that it can divide."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
         if not _is_chunkable(value):
             raise _no_batch(value, "a DataProto, a TensorDict, a PackedProto, or what else verl cuts")
@@ -255,9 +255,9 @@ def _chunks(value: Any, ranks: int) -> Sequence[Any]:
     return chunks
 
 
-def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankCall]:
+def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankRows]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [RankCall(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
+    return [RankRows(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _sizes(value: Any, ranks: int) -> list[int]:
@@ -296,7 +296,7 @@ def _from_all(group: Any, output: Sequence[Any]) -> Any:
 
 
 def _opened(result: Any) -> Any:
-    return unpack(result) if isinstance(result, PackedProto) else result
+    return decompress(result) if isinstance(result, PackedProto) else result
 
 
 class PackedFuture(_protocol.DataProtoFuture):
@@ -348,7 +348,7 @@ def packed_endpoint(
         def update_actor(self, data): ...
 
     Args:
-        format, device: options of `unpack`.
+        format, device: options of `decompress`.
 
     Batches that arrive unpacked (the switch is off, a direct call, a future) are passed on, and so are their results. A
     rank that its mesh does not collect from returns None.
@@ -382,20 +382,20 @@ def packed_endpoint(
 
 def _given(
     args: Sequence[Any], kwargs: Mapping[str, Any], format: Target | None, device: torch.device | str | None
-) -> tuple[list[Any], dict[str, Any], list[RankCall]]:
-    """The arguments with decoded batches, and the RankCalls among them."""
-    calls = [value for value in (*args, *kwargs.values()) if isinstance(value, RankCall)]
+) -> tuple[list[Any], dict[str, Any], list[RankRows]]:
+    """The arguments with decoded batches, and the RankRowss among them."""
+    calls = [value for value in (*args, *kwargs.values()) if isinstance(value, RankRows)]
 
     def one(value: Any) -> Any:
-        if not isinstance(value, RankCall):
+        if not isinstance(value, RankRows):
             return value
         with _MEMORY.used():
-            return unpack(value._packed, format=format, device=device)  # type: ignore[reportPrivateUsage]
+            return decompress(value._packed, format=format, device=device)  # type: ignore[reportPrivateUsage]
 
     return [one(value) for value in args], {name: one(value) for name, value in kwargs.items()}, calls
 
 
-def _reply(worker: Any, result: Any, calls: Sequence[RankCall]) -> Any:
+def _reply(worker: Any, result: Any, calls: Sequence[RankRows]) -> Any:
     if not calls:
         return result
     first = cast("Any", calls[0])

@@ -1,7 +1,7 @@
 """The batches of verl, packed.
 
-    DataProto   batch, non_tensor_batch, meta_info   --pack-->  PackedProto  --unpack-->  DataProto
-    TensorDict  padded, jagged, or some of each      --pack-->  PackedProto  --unpack-->  TensorDict
+    DataProto   batch, non_tensor_batch, meta_info   --compress-->  PackedProto  --decompress-->  DataProto
+    TensorDict  padded, jagged, or some of each      --compress-->  PackedProto  --decompress-->  TensorDict
 
 Tensors are stored in a PackedBatch. This module adds what verl's batches have beyond that: metadata that every part
 keeps whole, numpy arrays of objects, and nested tensors that are ragged along their last dim.
@@ -23,7 +23,7 @@ from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
 from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
@@ -54,7 +54,7 @@ VERL_FIELDS = RL_FIELDS | {
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class ArrayColumn:
     """An entry of `non_tensor_batch`: an array whose first dim is the rows.
 
     Attributes:
@@ -66,18 +66,18 @@ class Column:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, array: Any) -> Column:
+    def of(cls, array: Any) -> ArrayColumn:
         if type(array) is not np.ndarray:
             raise LayoutError(
-                f"pack: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert it; "
-                "everything beyond a plain array would be lost."
+                f"compress: a column of non_tensor_batch is a {type(array).__name__}; expected numpy.ndarray. Convert "
+                "it; everything beyond a plain array would be lost."
             )
         if array.dtype != object:
             return cls(np.array(array), array.shape[1:])
         cells = [list(row.flat) for row in array] if array.ndim > 1 else list(array)
         return cls(Objects(cells, 1).stowed(), array.shape[1:])
 
-    def take(self, rows: list[int]) -> Column:
+    def take(self, rows: list[int]) -> ArrayColumn:
         return replace(self, values=self.values.take(rows) if isinstance(self.values, Objects) else self.values[rows])
 
     def array(self) -> Any:
@@ -139,21 +139,21 @@ class OddJagged:
 
 @dataclass(frozen=True, eq=False)
 class PackedProto:
-    """The immutable packed form of a DataProto or a TensorDict. Build one with `pack`.
+    """The immutable packed form of a DataProto or a TensorDict. Build one with `compress`.
 
     Attributes:
         kind: the class of the DataProto; None for a TensorDict.
         rows: the tensors and, of a TensorDict, its Python objects; None for a DataProto without `batch`.
         columns: the `non_tensor_batch`.
         meta_info: of a DataProto. As in verl, every part keeps it whole.
-        odd: how nested tensors that are regular in `rows` differed; `unpack` restores them.
+        odd: how nested tensors that are regular in `rows` differed; `decompress` restores them.
         wide: batch-wide tensors of a TensorDict, such as `indices`. As in verl, every part keeps them whole.
         nested: whether the batch was a result of `nest_batch_by_mask`.
     """
 
     kind: Any
     rows: PackedBatch | None
-    columns: Mapping[str, Column]
+    columns: Mapping[str, ArrayColumn]
     meta_info: Objects
     odd: Mapping[Path, OddJagged]
     wide: Mapping[Path, PackedBatch]
@@ -183,68 +183,52 @@ class PackedProto:
         )
 
 
-def pack(
+def compress(
     data: Any,
     *,
     registry: Registry = VERL_FIELDS,
-    pad_token_id: int | None = None,
     strict_mask_nesting: bool = False,
     ignore_dense_fields: Iterable[Key] = (),
-    verify: Verify = "always",
-    on_loss: OnLoss = "keep",
-    codec: str | None = None,
     like: PackedProto | None = None,
+    **options: Any,
 ) -> PackedProto:
     """Encodes a DataProto or a TensorDict as a PackedProto: padded and jagged fields and Python objects, in any mix.
 
     Args:
         data: a DataProto or a TensorDict. It is not changed.
+        registry, strict_mask_nesting, ignore_dense_fields: as for `maskpack.compress`.
         like: packed rows whose layouts replace the masks that `data` does not have. It must be padded, with as many
             rows.
-        registry, pad_token_id, ...: as for `maskpack.compress`.
+        options: further keywords of `maskpack.compress`.
 
     Raises:
         CoverageError, LossyPadError, LayoutError, RegistryError: as `maskpack.compress`. Strict mode also checks for
             tensors in `non_tensor_batch` and `meta_info`.
     """
-    options = Options.of("pack", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
-    options = options.of_this_process()
-
-    def compressed(parts: _Parts) -> PackedBatch:
-        batch = parts.batch
-        # a jagged field with the row lengths of `like` would come back padded
-        alike = like is not None and not parts.jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
-        return packing.compress(
-            batch,
-            registry=options.registry,
-            pad_token_id=pad_token_id,
-            strict_mask_nesting=strict_mask_nesting,
-            ignore_dense_fields=options.ignore,
-            verify=verify,
-            on_loss=on_loss,
-            like=like.rows if like is not None and alike else None,
-            codec=codec,
+    strict: dict[str, Any] = {"strict_mask_nesting": strict_mask_nesting, "ignore_dense_fields": ignore_dense_fields}
+    kind: Any = None
+    batch, columns, meta_info = data, dict[str, ArrayColumn](), Objects({}, 0)
+    if isinstance(data, DataProto):
+        _check_objects(
+            data, Options.of("compress", registry, None, strict_mask_nesting, ignore_dense_fields, "always", "keep")
         )
-
-    if isinstance(data, TensorDictBase):
-        parts = _Parts.of(data)
-        rows = compressed(parts)
-        return PackedProto(None, rows, {}, Objects({}, 0), parts.odd, parts.wide, has(data, LAYOUTS), rows.num_rows)
-    if not isinstance(data, DataProto):
-        raise wrong_kind("pack", data)
-    if options.strict:
-        _check_objects(data, options)
-    columns = {name: Column.of(array) for name, array in data.non_tensor_batch.items()}
-    meta_info = Objects(data.meta_info, 0).stowed()
-    if data.batch is None:
-        return PackedProto(type(data), None, columns, meta_info, {}, {}, False, len(data))
-    parts = _Parts.of(data.batch)
-    rows = compressed(parts)
-    nested = has(data.batch, LAYOUTS)
-    return PackedProto(type(data), rows, columns, meta_info, parts.odd, parts.wide, nested, rows.num_rows)
+        batch, kind = data.batch, cast("Any", type(data))
+        columns = {name: ArrayColumn.of(array) for name, array in data.non_tensor_batch.items()}
+        meta_info = Objects(data.meta_info, 0).stowed()
+        if batch is None:
+            return PackedProto(kind, None, columns, meta_info, {}, {}, False, len(data))
+    if not isinstance(batch, TensorDictBase):
+        raise wrong_kind("compress", data)
+    parts = _Parts.of(batch)
+    # a jagged field with the row lengths of `like` would come back padded
+    alike = like is not None and not parts.jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
+    above = like.rows if like is not None and alike else None
+    rows = packing.compress(parts.batch, registry=registry, like=above, **strict, **options)
+    nested = has(batch, LAYOUTS)
+    return PackedProto(kind, rows, columns, meta_info, parts.odd, parts.wide, nested, rows.num_rows)
 
 
-def unpack(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
+def decompress(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
     """Restores the DataProto or TensorDict bit for bit, with the rows of `packed`. It shares no memory with `packed`.
 
     Args:
@@ -254,8 +238,8 @@ def unpack(packed: PackedProto, *, format: Target | None = None, device: torch.d
     """
     if not isinstance(packed, PackedProto):
         raise LayoutError(
-            f"unpack: got a {type(packed).__name__}; expected a PackedProto. Pass what pack returned; a PackedBatch is "
-            "restored by maskpack.decompress."
+            f"decompress: got a {type(packed).__name__}; expected a PackedProto. Pass what compress of this module "
+            "returned; maskpack.decompress restores a PackedBatch."
         )
     batch = None if packed.rows is None else _decoded(packed, packed.rows, format, device)
     if packed.kind is None:
@@ -336,12 +320,14 @@ def _is_wide(value: Any) -> bool:
 
 
 def _check_objects(data: Any, options: Options) -> None:
+    if not options.of_this_process().strict:
+        return
     hidden: list[Any] = []
     for name, value in (*data.non_tensor_batch.items(), ("meta_info", data.meta_info)):
         spec = options.registry.find((name,))
         if path_of(name) not in options.ignore and (spec is None or spec.mask is not None):
             hidden += hidden_tensors((name,), value)
-    check_strict("pack", hidden)
+    check_strict("compress", hidden)
 
 
 def wrong_kind(call: str, data: Any) -> LayoutError:

@@ -28,6 +28,7 @@ from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
+from maskpack.layout.row_layout import host_spans, min_length
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.nesting.signs import with_signs
@@ -101,7 +102,7 @@ def _decode(
     out.tables.update(kept.span_tables(sent))
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
-        made = jagged_all([values[path] for path in paths], offsets, layout.min_length, layout.max_length)
+        made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
 
@@ -130,7 +131,7 @@ def _run(
 ) -> Tensor:
     """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept: `kept`, and the bounds
     of all layouts. It has no entries otherwise."""
-    from maskpack.packed.cuda import kernel as _decode_kernel
+    from maskpack.packed.cuda import kernel  # Triton is imported on first use
 
     first = sum(map(_entries_for, kept))
     size = first + len(table.names) * (table.rows + 1) if is_kept else 0
@@ -153,7 +154,7 @@ def _run(
     if programs:
         there = staging[:end].to(staged.device, non_blocking=True)
         with torch.cuda.device_of(staged):
-            _decode_kernel.launch(staged, there, used, len(recipe.jobs), programs)
+            kernel.launch(staged, there, used, len(recipe.jobs), programs)
     return own
 
 
@@ -174,7 +175,7 @@ class _FirstTables:
         self.sizes: dict[Any, int] = {"constants": constants.size}
         self.has_layouts = forms is not None
         layouts = packed.layouts.items()
-        self._lines = {name: lines_of(layout.table, layout.width) for name, layout in layouts if self.has_layouts}
+        self._lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts if self.has_layouts}
         alike: dict[bytes, list[str]] = {}
         for name, (_, splits) in self._lines.items():
             alike.setdefault(splits.tobytes(), []).append(name)

@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
 from maskpack.core.pads import EDGE, Pad, pad_words
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
@@ -64,7 +64,7 @@ class DevicePlan:
         forms = forms_of(tensors, found.rows)
         if scanned is None or cuts is None or forms is None or found.row_pads or found.root.more_dims is None:
             return None
-        if any((np.diff(layout.table.splits) > 1).any() for layout, _ in scanned.values()):
+        if any((np.diff(host_spans(layout).splits) > 1).any() for layout, _ in scanned.values()):
             return None  # the next batch is likely to have such rows, too
         numbers = {path: number for number, path in enumerate(found.entries)}
         entries = [found.entries[form.path] for form in tensors]
@@ -81,10 +81,8 @@ class DevicePlan:
             assert line is not None
             if layout >= 0:
                 mask_of[at], low, width = cuts[layout]
-                mode = line.pad_mode if own.offset == 0 else encode_job.UNSEEN  # once for all columns of a field
-                units[at] = own._replace(
-                    row_stride=line.row_stride, low=max(low, 0), width=width, pad_mode=mode, pad=line.pad
-                )
+                line = line if own.offset == 0 else line | {"pad_mode": encode_job.UNSEEN}  # once for all columns
+                units[at] = own._replace(low=max(low, 0), width=width, **line)
         return cls(
             schema,
             forms,
@@ -120,43 +118,34 @@ class DevicePlan:
         if found.left:
             return None
         self.forms.uses += 1
-        return found.table.as_compact(), self.schema
+        return found.table, self.schema
 
     def _layouts(self, counts: Sequence[Any], entries: Sequence[Any]) -> dict[str, RowLayout]:
         wholes: list[RowLayout] = []
         for own, (at, anchor) in zip(counts, self.masks, strict=True):
             bounds = cumulated(own[0].astype(np.int64))
-            wholes.append(RowLayout.of_host(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
+            wholes.append(layout_of_core(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
         return {
             name: wholes[mask] if low == WHOLE else wholes[mask].narrow(low, low + width)
             for name, mask, low, width in self.cuts
         }
 
 
-@dataclass(frozen=True)
-class _Line:
-    """How the kernels read a padded tensor."""
-
-    row_stride: int = 0
-    pad_mode: int = encode_job.UNSEEN
-    pad: int = 0
-
-
-def _line(form: FieldForm, x: Tensor, trusted: bool) -> _Line | None:
-    """How the kernels read a tensor; None if they cannot."""
+def _line(form: FieldForm, x: Tensor, trusted: bool) -> dict[str, int] | None:
+    """How the kernels read a tensor, as in `Unit`; None if they cannot."""
     assert form.dtype is not None
     if form.kind == "dense":
-        return _Line() if form.layout is None and x.is_contiguous() else None
+        return {} if form.layout is None and x.is_contiguous() else None
     items = words_of_one(form)
     together = x.dim() >= 2 and x[:1].is_contiguous() and x.stride(1) == items
     if form.kind != "padded" or form.ragged_dim != 1 or form.dtype.itemsize > 8 or not together or not items:
         return None
     if x.shape[1] * items > MOST:
         return None
-    pad = form.pads[0]
+    line, pad = {"row_stride": x.stride(0)}, form.pads[0]
     if trusted:
-        return _Line(x.stride(0))
+        return line
     if pad is EDGE:
-        return _Line(x.stride(0), encode_job.BY_EDGE)
+        return line | {"pad_mode": encode_job.BY_EDGE}
     held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-    return _Line(x.stride(0), encode_job.CONSTANT, held[0]) if held is not None and len(held) == 1 else None
+    return line | {"pad_mode": encode_job.CONSTANT, "pad": held[0]} if held is not None and len(held) == 1 else None

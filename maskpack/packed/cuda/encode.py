@@ -28,7 +28,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
-from maskpack.packed.table import Encoded, Table, device_forms, stored_alone, wholes_first
+from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {
     *(native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA),
@@ -45,7 +45,7 @@ WORDS, COUNTS, ROWS, BOUNDS, _BOOLS = (
 )
 
 
-class _Form(NamedTuple):
+class UnitForm(NamedTuple):
     """The form of a unit, as in `Unit`."""
 
     kind: int
@@ -54,7 +54,7 @@ class _Form(NamedTuple):
     bytes: int = 0
 
     @classmethod
-    def of(cls, table: Table, at: int) -> _Form:
+    def of(cls, table: Table, at: int) -> UnitForm:
         """The form of an entry."""
         entry = table.entries[at]
         kind, size = int(entry["kind"]), int(entry["size"])
@@ -103,25 +103,25 @@ class KnownForms:
     order: list[int]
     names: tuple[str, ...]
     kinds: list[int]
-    inner: list[list[_Form]]
+    inner: list[list[UnitForm]]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
     _recipes: dict[Any, EncodeRecipe] = field(default_factory=dict[Any, EncodeRecipe])
 
     @classmethod
-    def of(cls, encoded: Encoded) -> KnownForms:
+    def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
-        inner: list[list[_Form]] = [[] for _ in kinds]
+        inner: list[list[UnitForm]] = [[] for _ in kinds]
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
             if entry["kind"] == native.CONCAT:
                 kinds[place] = native.CONCAT
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
-            inner[place] = [_Form.of(table, part) for part in table.parts(at)]
+            inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
         return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
@@ -135,7 +135,7 @@ class KnownForms:
             self.misses[place] = self.misses.get(place, 0) + 1
             self.stale |= self.misses[place] == 1
 
-    def renewed(self, encoded: Encoded) -> KnownForms:
+    def renewed(self, encoded: EncodedTable) -> KnownForms:
         """The forms of a later batch, which the host encoded."""
         new = KnownForms.of(encoded)
         new.misses = self.misses if self.stale else {}
@@ -258,7 +258,7 @@ def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     return device_forms.get(_key(tensors, rows))
 
 
-def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: Encoded) -> None:
+def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if _device_of(values) is not None and rows:
         key = _key(tensors, rows)
@@ -305,13 +305,13 @@ class Encoder:
     def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
         """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
         device, n even, on the host. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels  # Triton is imported on first use
+        from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
         count, width = len(self._units), len(Stat._fields)
         fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
         size = count * self._rows * width
         stats = fresh(size, dtype=torch.int64, device=self._device)
-        kernels.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
+        encode_kernel.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
         out = self._pinned(size + sum(x.numel() // 2 for x in others))
         out[:size].copy_(stats, non_blocking=True)
         ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
@@ -331,7 +331,7 @@ class Encoder:
         row_pads: Mapping[int, Words],
     ) -> OnDevice:
         """The table of all fields that fit their form. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel as kernels
+        from maskpack.packed.cuda import encode_kernel
 
         recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
         stored, head = stored_alone(layouts, rows)
@@ -349,7 +349,7 @@ class Encoder:
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
         sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
-        kernels.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
+        encode_kernel.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
         odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]
@@ -360,8 +360,8 @@ class Encoder:
         kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
         places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
-        table = Table(rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body)
-        table.__dict__["layouts"] = dict(layouts)
+        own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
+        table = Table(*own, known=dict(layouts), is_compact=not left)
         odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
         return OnDevice(table, numbers, odd_ones, [recipe.places[at] for at in sorted(left)])
 

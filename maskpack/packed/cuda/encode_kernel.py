@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from maskpack.core import native
-from maskpack.packed.cuda import encode_job as job
+from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.kernel import _number, _store
 
-UNIT, STAT = tl.constexpr(len(job.Unit._fields)), tl.constexpr(len(job.Stat._fields))
+UNIT, STAT = tl.constexpr(len(encode_job.Unit._fields)), tl.constexpr(len(encode_job.Stat._fields))
 (
     KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
     HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
-) = (tl.constexpr(place) for place in range(len(job.Unit._fields)))  # fmt: skip
+) = (tl.constexpr(place) for place in range(len(encode_job.Unit._fields)))  # fmt: skip
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
     tl.constexpr(kind)
     for kind in (
@@ -31,10 +31,14 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
         native.SPARSE, native.CONCAT,
     )
 )  # fmt: skip
-BLOCK, NEAR_BIT = tl.constexpr(job.BLOCK), tl.constexpr(job.NEAR_BIT)
-MISFIT, ODD, NEAR_USED = tl.constexpr(job.MISFIT), tl.constexpr(job.ODD), tl.constexpr(job.NEAR_USED)
-STRAY, BY_EDGE = tl.constexpr(job.STRAY), tl.constexpr(job.BY_EDGE)
-WRITTEN, LEFT_OUT = tl.constexpr(job.WRITTEN), tl.constexpr(job.LEFT_OUT)
+BLOCK, NEAR_BIT = tl.constexpr(encode_job.BLOCK), tl.constexpr(encode_job.NEAR_BIT)
+MISFIT, ODD, NEAR_USED = (
+    tl.constexpr(encode_job.MISFIT),
+    tl.constexpr(encode_job.ODD),
+    tl.constexpr(encode_job.NEAR_USED),
+)
+STRAY, BY_EDGE = tl.constexpr(encode_job.STRAY), tl.constexpr(encode_job.BY_EDGE)
+WRITTEN, LEFT_OUT = tl.constexpr(encode_job.WRITTEN), tl.constexpr(encode_job.LEFT_OUT)
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _WARPS = 4
@@ -442,7 +446,7 @@ def measure(units: Tensor, tables: Tensor, stats: Tensor, count: int, rows: int)
         stats: int64 [count, rows, STAT].
     """
     with torch.cuda.device_of(units):
-        _measure[(count * rows,)](units, tables, stats, rows, CHUNK=job.CHUNK, num_warps=_WARPS)
+        _measure[(count * rows,)](units, tables, stats, rows, CHUNK=encode_job.CHUNK, num_warps=_WARPS)
 
 
 def write(units: Tensor, tables: Tensor, places: Tensor, body: Tensor, count: int, rows: int, differing: int) -> None:
@@ -455,4 +459,4 @@ def write(units: Tensor, tables: Tensor, places: Tensor, body: Tensor, count: in
         differing: where the byte of each unit is that becomes 1 if a row is not equal to the row that it must equal.
     """
     with torch.cuda.device_of(units):
-        _write[(count * rows,)](units, tables, places, body, rows, differing, CHUNK=job.CHUNK, num_warps=_WARPS)
+        _write[(count * rows,)](units, tables, places, body, rows, differing, CHUNK=encode_job.CHUNK, num_warps=_WARPS)

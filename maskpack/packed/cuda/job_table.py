@@ -1,8 +1,8 @@
 """What the decode kernel is told: jobs, one for each tensor (or column of one) that it writes.
 
-A job is a row of int64: its first program, then a Target, then a Source. Tables are int64 arrays that lie one behind
-the other; a job names one by the place of its first entry, -1 for none. Encoded arrays lie in the body; a job names one
-by its first byte there, -1 for none.
+A job is a row of int64: its first program, then a JobTarget, then a JobSource. Tables are int64 arrays that lie one
+behind the other; a job names one by the place of its first entry, -1 for none. Encoded arrays lie in the body; a job
+names one by its first byte there, -1 for none.
 
     row b of the target --(layout)--> place in the row, in words --(encoding)--> the word
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FLAT, LINEAR, BITMAP, SPARSE, BLOCKS, TABLE = range(6)
+BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK, FROM_TABLE = range(6)
+"""How a word is found; the first five are also in core.c."""
 HEAD, TAIL = 1, 2
 CHUNK = 1024
 """Words that a program writes at once."""
@@ -19,7 +20,7 @@ SPAN = 16 * CHUNK
 """Words of a row that one program writes: what it has read of its job and its row serves for all of them."""
 
 
-class Target(NamedTuple):
+class JobTarget(NamedTuple):
     """Where the words of a job go.
 
     Attributes:
@@ -66,17 +67,17 @@ class Target(NamedTuple):
     group: int = 1
 
 
-class Source(NamedTuple):
+class JobSource(NamedTuple):
     """How a word is found.
 
-    FLAT    data[begin + place] + number
-    LINEAR  piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and data[p]
-            once for each place in the piece
-    BITMAP  more[bit]
-    SPARSE  more[...] where data, the places of a row, has this one; 0 elsewhere
-    BLOCKS  more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added to
-            the word of another source
-    TABLE   the table itself
+    BY_PLACE    data[begin + place] + number
+    BY_PIECE    piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and
+                data[p] once for each place in the piece
+    BY_BIT      more[bit]
+    BY_SEARCH   more[...] where data, the places of a row, has this one; 0 elsewhere
+    BY_BLOCK    more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added
+                to the word of another source
+    FROM_TABLE  the table itself
 
     Attributes:
         kind: one of these.
@@ -91,7 +92,7 @@ class Source(NamedTuple):
             two; words before each piece but the last of a row, cumulated over all rows; and what they add up to. Of
             blocks, `pieces` is a table of 512 times the place of each in `numbers`, plus its words.
         numbers: array of the bits of blocks.
-        near: table of another Source, whose words the distances are added to.
+        near: table of another JobSource, whose words the distances are added to.
     """
 
     kind: int
@@ -110,5 +111,5 @@ class Source(NamedTuple):
     near: int = -1
 
 
-JOB = 1 + len(Target._fields) + len(Source._fields)
+JOB = 1 + len(JobTarget._fields) + len(JobSource._fields)
 """Entries of a job."""

@@ -1,7 +1,7 @@
 """What the decode kernel does for the fields of a batch: its jobs.
 
-    entry of a field ------(core.c)--> Source
-    form of a field  ----------------> Target: the tensor, its layout, its pads      both together are a job
+    entry of a field ------(core.c)--> JobSource
+    form of a field  ----------------> JobTarget: the tensor, its layout, its pads      both together are a job
 
 A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them. A
 recipe has the jobs of all batches of one kind; the sizes of a batch, and the places of its arrays, tables and tensors,
@@ -24,7 +24,7 @@ from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table
-from maskpack.packed.cuda.job_table import Source, Target
+from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
 from maskpack.packed.table import Table, words_of_one
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MOST = (1 << 31) - job_table.CHUNK
 """Words of a row that the kernel can count."""
 _KIND = [native.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
 """What a recipe depends on, among the numbers of an entry."""
-_SPANS, _SPAN, _ITEMS = (1 + Target._fields.index(name) for name in ("spans", "span", "items"))
+_SPANS, _SPAN, _ITEMS = (1 + JobTarget._fields.index(name) for name in ("spans", "span", "items"))
 _TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(native.AXIS_NUMBERS)
 recipes: Latest[DecodeRecipe] = Latest()
 
@@ -46,7 +46,7 @@ class EntryPart(NamedTuple):
     part: int
 
 
-class Entry(NamedTuple):
+class EntryNumbers(NamedTuple):
     """The first numbers of ENTRY of core/native.py."""
 
     kind: int
@@ -58,9 +58,9 @@ class Entry(NamedTuple):
     second: int
 
 
-def entries_of(table: Table) -> list[Entry]:
+def entries_of(table: Table) -> list[EntryNumbers]:
     """The entries of a table, in plain numbers."""
-    return [Entry._make(line[: len(Entry._fields)]) for line in table.entries.tolist()]
+    return [EntryNumbers._make(line[: len(EntryNumbers._fields)]) for line in table.entries.tolist()]
 
 
 def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[EntryPart]:
@@ -68,7 +68,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     at, entries = int(table.fields[number]), entries_of(table)
     found = [EntryPart(at, 0)]
     if entries[at].kind == native.CONCAT:
-        found = [EntryPart(entries[at].first, job_table.HEAD), EntryPart(entries[at].second, job_table.TAIL)]
+        found = [EntryPart(entries[at].first, HEAD), EntryPart(entries[at].second, TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
@@ -84,7 +84,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
+def _is_near_columns(entries: Sequence[EntryNumbers], at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
     while entries[at].kind == native.BLOCKS and entries[at].second >= 0:
         at = entries[at].second
@@ -93,7 +93,7 @@ def _is_near_columns(entries: Sequence[Entry], at: int) -> bool:
     return False
 
 
-def _words_of_column(entry: Entry) -> int:
+def _words_of_column(entry: EntryNumbers) -> int:
     return entry.items // entry.second if entry.kind == native.COLUMNS else 1
 
 
@@ -149,7 +149,7 @@ class DecodeRecipe:
         sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
         lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
         rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
-        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, job_table.SPAN)
+        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
         programs = cumulated(rows * lines[:, _SPANS])
         lines[:, 0] = programs[:-1]
@@ -187,9 +187,11 @@ class _RecipeWriter:
 
     def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
         self._entries = entries_of(self.table)
-        copy = Target(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
+        copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
         self._job(
-            copy, {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)}, Source(job_table.TABLE, data=0)
+            copy,
+            {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)},
+            JobSource(job_table.FROM_TABLE, data=0),
         )
         self._rows.append((True, False))
         taken: list[FieldForm] = []
@@ -209,17 +211,17 @@ class _RecipeWriter:
             np.array([*self._wanted], np.int64).reshape(-1, 2),
             self._with_pads,
             np.array(self._jobs, np.int64),
-            np.array([job * job_table.JOB + place for job, place, _, _ in self._cells], np.int64),
+            np.array([job * JOB + place for job, place, _, _ in self._cells], np.int64),
             np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
             np.array(self._sources, np.int64),
             np.array([single for single, _ in self._rows], np.bool_),
             np.array([dense for _, dense in self._rows], np.bool_),
         )
 
-    def _job(self, target: Target, numbers: dict[str, tuple[str, int]], source: Source | None = None) -> None:
+    def _job(self, target: JobTarget, numbers: dict[str, tuple[str, int]], source: JobSource | None = None) -> None:
         """Adds a job. `numbers` of its target are added for each batch, by their group and their place in it."""
         for name, (group, at) in numbers.items():
-            self._cells.append((len(self._jobs), 1 + Target._fields.index(name), group, at))
+            self._cells.append((len(self._jobs), 1 + JobTarget._fields.index(name), group, at))
         self._jobs.append([0, *target, *(source or [0] * native.SOURCE_NUMBERS)])
 
     def _axis(self, name: str | None, number: int) -> tuple[str, int]:
@@ -270,7 +272,7 @@ class _RecipeWriter:
                 pad, turn = pads, pad_items
                 if entry.kind == native.COLUMNS and group == 1:
                     pad, turn = pads + (column & pad_items), 0
-                target = Target(
+                target = JobTarget(
                     max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
                     own if entry.kind == native.COLUMNS else inner, *runs, pad, pad_row,

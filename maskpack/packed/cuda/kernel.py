@@ -15,21 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.packed.cuda import job_table as jobs
+from maskpack.packed.cuda import job_table
 
-JOB = tl.constexpr(jobs.JOB)
-FLAT, LINEAR, BITMAP, SPARSE, BLOCKS = (
-    tl.constexpr(kind) for kind in (jobs.FLAT, jobs.LINEAR, jobs.BITMAP, jobs.SPARSE, jobs.BLOCKS)
-)
-HEAD, TAIL = tl.constexpr(jobs.HEAD), tl.constexpr(jobs.TAIL)
+JOB = tl.constexpr(job_table.JOB)
+BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK = (tl.constexpr(kind) for kind in range(job_table.FROM_TABLE))
+HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
 (
     FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
     PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, SOURCE,
-) = (tl.constexpr(place) for place in range(2 + len(jobs.Target._fields)))  # fmt: skip
+) = (tl.constexpr(place) for place in range(2 + len(job_table.JobTarget._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
-) = (tl.constexpr(place) for place in range(len(jobs.Source._fields)))  # fmt: skip
+) = (tl.constexpr(place) for place in range(len(job_table.JobSource._fields)))  # fmt: skip
 
 
 # -------------------------------------------------------------------- numbers of any size
@@ -87,13 +85,13 @@ def _bound(tables, table, unit, row):
 
 
 @triton.jit
-def _flat(body, source, begin, place, mask):
+def _by_place(body, source, begin, place, mask):
     size = tl.load(source + DATA_SIZE)
     return _number(body + tl.load(source + DATA) + begin * size, size, place, mask) + tl.load(source + NUMBER)
 
 
 @triton.jit
-def _linear(body, tables, source, stored, first, place, mask):
+def _by_piece(body, tables, source, stored, first, place, mask):
     piece = place * 0
     start = place * 0
     words = place.to(tl.int64) * 0
@@ -117,14 +115,14 @@ def _linear(body, tables, source, stored, first, place, mask):
 
 
 @triton.jit
-def _bitmap(body, source, size, first, place, mask):
+def _by_bit(body, source, size, first, place, mask):
     byte = tl.load(body + tl.load(source + DATA) + first + (place >> 3), mask=mask, other=0)
     bit = (byte.to(tl.int32) >> (place & 7)) & 1
     return _number(body + tl.load(source + MORE), size, bit, mask)
 
 
 @triton.jit
-def _sparse(body, source, size, first, count, place, mask):
+def _by_search(body, source, size, first, count, place, mask):
     wide = tl.load(source + DATA_SIZE)
     places = body + tl.load(source + DATA) + first * wide
     at = _at_most(places, wide, count, 0, place, mask) - 1
@@ -134,7 +132,7 @@ def _sparse(body, source, size, first, count, place, mask):
 
 
 @triton.jit
-def _blocks(body, tables, source, size, first, place, mask):
+def _by_block(body, tables, source, size, first, place, mask):
     """The words of blocks, or distances; and which are distances. Above FEW words, a block has eight lanes."""
     block = first + (place >> 8)
     place = place & 255
@@ -168,17 +166,17 @@ def _of_source(body, tables, source, size, row, place, mask):
     first = _bound(tables, begins, unit, stored)
     kind = tl.load(source + KIND)
     apart = place < 0
-    if kind == FLAT:
-        words = _flat(body, source, first, place, mask)
-    elif kind == LINEAR:
-        words = _linear(body, tables, source, stored, first, place, mask)
-    elif kind == BITMAP:
-        words = _bitmap(body, source, size, first, place, mask)
-    elif kind == SPARSE:
+    if kind == BY_PLACE:
+        words = _by_place(body, source, first, place, mask)
+    elif kind == BY_PIECE:
+        words = _by_piece(body, tables, source, stored, first, place, mask)
+    elif kind == BY_BIT:
+        words = _by_bit(body, source, size, first, place, mask)
+    elif kind == BY_SEARCH:
         count = _bound(tables, begins, unit, stored + 1) - first
-        words = _sparse(body, source, size, first, count, place, mask)
-    elif kind == BLOCKS:
-        words, apart = _blocks(body, tables, source, size, first, place, mask)
+        words = _by_search(body, source, size, first, count, place, mask)
+    elif kind == BY_BLOCK:
+        words, apart = _by_block(body, tables, source, size, first, place, mask)
     else:
         words = tl.load(tables + tl.load(source + DATA) + place, mask=mask, other=0)
     return words, apart
@@ -351,10 +349,10 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
 
 
 def launch(body: Tensor, tables: Tensor, jobs_at: int, count: int, programs: int) -> None:
-    """Runs `programs` programs of `count` jobs.
+    """Runs `programs` programs of `count` job_table.
 
     Args:
         body: uint8, the encoded arrays.
         tables: int64, the tables, and the jobs from the entry `jobs_at` on; on the same device.
     """
-    _decode[(programs,)](body, tables, jobs_at, count, CHUNK=jobs.CHUNK, num_warps=_WARPS)
+    _decode[(programs,)](body, tables, jobs_at, count, CHUNK=job_table.CHUNK, num_warps=_WARPS)

@@ -44,8 +44,6 @@ _MOST_SPARE = 1 << 36
 _NO_BYTES = np.zeros(0, np.uint8)
 _OBJECTS: type[Any] = getattr(tensordict, "NonTensorDataBase", NonTensorData)
 """The class of Python objects in a TensorDict; tensordict 0.8 has one kind of them."""
-_ARRAYS: dict[str, int | None] = {"tensor": 1, "array": 1, "pickle": None}
-"""The members of an object that name arrays, and how many; None for a list of any length."""
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
 _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim", "pad"),
@@ -210,9 +208,6 @@ class _MessageReader:
         records = squeezed.get("arrays")
         check_records(self._arrays, records, call)
         self._claim(size_of(records), "the compressed arrays")
-        idle = {number for number, record in enumerate(records) if record is not None} - _named(self._manifest)
-        if idle:
-            fail(call, f"compressed arrays {brief(sorted(idle))} that nothing refers to", "none")
         self._arrays = restored_arrays(self._arrays, records, call)
         return name
 
@@ -416,24 +411,6 @@ def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
         return pad_tensor(pad, dtype) is not None
     except (OverflowError, RuntimeError, TypeError):
         return False
-
-
-def _named(manifest: dict[str, Any]) -> set[int]:
-    """The numbers of all arrays that a manifest names; whether they fit is checked elsewhere."""
-    body = manifest.get("body")
-    named: list[Any] = [0, *(cast("list[Any]", body) if isinstance(body, list) else [])]
-    todo: list[Any] = [manifest.get("fields")]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, list):
-            todo += cast("list[Any]", item)
-        elif isinstance(item, dict):
-            for name, part in cast("dict[str, Any]", item).items():
-                if name in _ARRAYS:
-                    parts = cast("list[Any]", part) if isinstance(part, list) else [part]
-                    named += parts[: _ARRAYS[name]]
-                todo.append(part)
-    return {number for number in named if type(number) is int}
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:

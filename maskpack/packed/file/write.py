@@ -18,6 +18,7 @@ from maskpack.core.pads import ANY_ZERO, Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import show
+from maskpack.layout.row_layout import host_spans
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.file.codec import MOST, as_sent, compressed_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, VERSIONS, Message, layout_bytes
@@ -71,7 +72,7 @@ def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> in
     spans: list[int] = []
     for stored, name in zip(table.stored, table.names, strict=True):
         part = stored["kind"] == native.PART
-        spans.append(spans[int(stored["parent"])] if part else table.layouts[name].num_spans)
+        spans.append(spans[int(stored["parent"])] if part else host_spans(table.layouts[name]).starts.size)
     wanted = layout_bytes(table.stored.size, table.rows, sum(spans)) - FREE_BYTES
     return max(wanted, -(-size_of(records) // MOST)) - sum(array.nbytes for array in arrays)
 

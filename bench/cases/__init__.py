@@ -1,0 +1,1 @@
+"""One module, or one folder, a case; none imports another. `bench.harness.registry` finds them."""

@@ -1,0 +1,207 @@
+"""Bytes on the wire, and the time to encode and decode, for a workload, and for every variant of the reference one.
+
+Bytes are those of a pickle (protocol 5), out-of-band buffers included. The rivals: the padded TensorDict, and the
+mask-nested one of the usual code. Every variant must come back bit for bit, or the
+case raises. Times are processor time of one thread, which other processes disturb less than the clock on the wall,
+beside one read and one write of the padded bytes, a copy of the nested ones (harness.floors), and on workloads
+compressors over the padded buffers, in the same rounds.
+
+Workloads are measured again with two threads, by the clock on the wall, and for the memory that compress takes; the
+reference one also with eight times as many rows, and in small batches.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from tensordict import TensorDict
+
+import maskpack
+from bench.cases.payload import small
+from bench.harness import floors
+from bench.harness.measure import (
+    bits,
+    interleaved,
+    peak_bytes,
+    progress,
+    require_same,
+    tensors,
+    torch_threads,
+    wire_bytes,
+)
+from bench.harness.registry import case
+from bench.harness.report import Ratio, Row, times, without_targets
+from bench.rivals import nesting
+from bench.rivals.compressors import RIVALS, encode_checked
+from bench.workloads import PAD_ID, VARIANTS, WORKLOADS, batch_of
+from maskpack.packed.sizes import figures
+
+_SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
+_SMALLER_WITH_CODEC = {"reference": ">= 66"}
+_FASTER, _SMALLER_THAN = {"zstd level 1": ">= 6"}, {"zstd level 1": "<= 0.69"}  # rival / maskpack, and bytes over its
+_FILL = 0.084
+_MORE_ROWS = 8
+_ALWAYS, _NEVER = "compress, verify=always", "compress, verify=never"
+_PADDED, _NESTED = "decompress, padded", "decompress, nested"
+_READ, _WRITE, _COPY = "one read of the padded bytes", "one write of the padded bytes", "memcpy of the nested values"
+_RATIOS = (
+    (_ALWAYS, _READ, "<= 1.25"),
+    (_NEVER, _ALWAYS, "<= 0.42"),
+    (_NESTED, _COPY, "<= 1.4"),
+    (_PADDED, _WRITE, "<= 0.9"),
+)
+
+Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields
+
+
+@case(
+    "payload",
+    help="bytes on the wire, time to pack and to unpack, beside compressors",
+    on="cpu",
+    workloads=True,
+    groups=VARIANTS,
+    tiny={"rows": 5, "scale": 0.016, "only": ("reference", "routed-experts")},
+)
+def run(
+    rows: int,
+    rounds: int,
+    *,
+    workload: str = "reference",
+    scale: float = 1.0,
+    only: Sequence[str] = VARIANTS,
+) -> list[Row]:
+    """A workload, of the reference one `only` some variants. Raises NotExact if a batch does not come back as it was,
+    from maskpack or from a compressor."""
+    report: list[Row] = []
+    for variant in only if workload == "reference" else [workload]:
+        progress(f"payload {variant}: {rows} rows")
+        batch = batch_of(variant, rows, scale=scale)
+        name = f"payload {variant}"
+        with torch_threads(1), warnings.catch_warnings():
+            # that fields travel dense is a row of the report
+            warnings.simplefilter("ignore", maskpack.errors.MaskpackWarning)
+            packed = maskpack.compress(batch, pad_token_id=PAD_ID)
+            check_round_trip(name, batch, packed)
+            check_round_trip(f"{name}, zstd", batch, replace(packed, codec="zstd"))
+            encoded = encode_checked(tensors(batch)) if variant in WORKLOADS else {}
+            report += _sizes(name, variant, batch, packed, encoded)
+            report += _times(name, variant, batch, packed, encoded, rounds)
+            if variant in WORKLOADS:
+                report += _memory(name, batch, "<= 0.01")
+                report += _two_threads(f"{name}, two threads", batch, rounds)
+            if variant != "reference":
+                continue
+            del batch, packed, encoded
+            batch = batch_of(variant, rows * _MORE_ROWS, scale=scale)
+            report += _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
+            del batch
+            report += small.measured()
+    return report if workload == "reference" else without_targets(report)
+
+
+def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch) -> None:
+    """Raises NotExact unless `packed`, sent and received, gives back the batch: padded, and nested then unnested."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    arrived = pickle.loads(stream, buffers=buffers)
+    require_same(f"{case}, decompress", maskpack.decompress(arrived), batch)
+    nested = maskpack.decompress(arrived, format="nested")
+    require_same(f"{case}, decompress nested, unnest", maskpack.unnest_batch_by_mask(nested), batch)
+
+
+def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded) -> list[Row]:
+    rows = batch.batch_size[0]
+    padded = wire_bytes(batch) / rows
+    jagged = wire_bytes(nesting.nest(batch)) / rows
+    ours, small = wire_bytes(packed) / rows, wire_bytes(replace(packed, codec="zstd")) / rows
+    dense = maskpack.dense_fields(batch, maskpack.RL_FIELDS, pad_token_id=PAD_ID)
+    report = [
+        Row(case, "tensors, padded", sum(tensor.nbytes for tensor in tensors(batch)) / rows, "bytes/row"),
+        Row(case, "wire, padded", padded, "bytes/row"),
+        Row(case, "wire, mask-nested jagged", jagged, "bytes/row"),
+        Row(case, "wire, maskpack", ours, "bytes/row"),
+        Row(case, "wire, maskpack with zstd", small, "bytes/row"),
+        Row(case, "fields that maskpack leaves dense", len(dense), "fields"),
+        Row(case, "padded / mask-nested jagged", padded / jagged, "x"),
+        Row(case, "padded / maskpack", padded / ours, "x", _SMALLER.get(variant)),
+        Row(case, "padded / maskpack with zstd", padded / small, "x", _SMALLER_WITH_CODEC.get(variant)),
+        Row(case, "mask-nested jagged / maskpack", jagged / ours, "x"),
+    ]
+    for name, streams in encoded.items():
+        rival = sum(map(len, streams)) / rows
+        report += [
+            Row(case, f"{name} of the padded buffers", rival, "bytes/row"),
+            Row(case, f"maskpack / {name} of the padded buffers, bytes", ours / rival, "x", _SMALLER_THAN.get(name)),
+        ]
+    if "routed_experts" in batch.keys():  # noqa: SIM118
+        sizes = figures(packed, left=False).fields
+        field = next(one.wire_bytes for one in sizes if one.path == ("routed_experts",))
+        report.append(
+            Row(case, "routed_experts alone", batch["routed_experts"].nbytes / field, "x", f">= {1 / _FILL:.2f}")
+        )
+    return report
+
+
+def _times(
+    case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded, rounds: int
+) -> list[Row]:
+    fields = tensors(batch)
+    padded = [bits(field) for field in fields]
+    nested = tensors(maskpack.decompress(packed, format="nested").exclude("_maskpack"))
+    squeezed = replace(packed, codec="zstd")
+    stream = squeezed.to_bytes()
+    works: dict[str, Callable[[], object]] = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
+        _PADDED: lambda: maskpack.decompress(packed),
+        _NESTED: lambda: maskpack.decompress(packed, format="nested"),
+        "to_bytes": lambda: packed.to_bytes(),
+        "to_bytes with zstd": lambda: squeezed.to_bytes(),
+        "from_bytes with zstd": lambda: maskpack.PackedBatch.from_bytes(stream),
+        _READ: lambda: floors.read(padded),
+        _WRITE: lambda: floors.write(padded),
+        _COPY: lambda: floors.copy(nested),
+    }
+    ratios: list[Ratio] = [(*names, target if variant == "reference" else None) for *names, target in _RATIOS]
+    for name, streams in encoded.items():
+        encode, decode = f"{name} of the padded buffers, encode", f"{name} of the padded buffers, decode"
+        works[encode] = partial(RIVALS[name].encode_all, fields)
+        works[decode] = partial(RIVALS[name].decode_all, streams, fields)
+        ratios += [(encode, _ALWAYS, _FASTER.get(name)), (decode, _PADDED, _FASTER.get(name))]
+    return times(case, interleaved(works, rounds, time.process_time), ratios)
+
+
+def _two_threads(case: str, batch: TensorDict, rounds: int) -> list[Row]:
+    fields = tensors(batch)
+    works = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _READ: lambda: floors.read(fields, threads=2),
+    }
+    with torch_threads(2):
+        taken = times(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.2")])
+        return [*taken, *_memory(case, batch, None)]
+
+
+def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
+    fields = tensors(batch)
+    check_round_trip(case, batch, maskpack.compress(batch, pad_token_id=PAD_ID))
+    works = {
+        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
+        _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify="never"),
+        _READ: lambda: floors.read(fields),
+    }
+    ms = interleaved(works, rounds, time.process_time)
+    return times(case, ms, [(_ALWAYS, _READ, "<= 1.12"), (_NEVER, _ALWAYS, None)])
+
+
+def _memory(case: str, batch: TensorDict, target: str | None) -> list[Row]:
+    """Peak memory of compress beyond the packed batch, over the padded bytes."""
+    padded = sum(tensor.nbytes for tensor in tensors(batch))
+    packed = maskpack.compress(batch, pad_token_id=PAD_ID)
+    extra = peak_bytes(lambda: maskpack.compress(batch, pad_token_id=PAD_ID)) - packed.nbytes
+    return [Row(case, "peak memory of compress beyond the packed bytes / padded", extra / padded, "x", target)]

@@ -1,0 +1,240 @@
+"""Replay that computes shared prefixes once, against packed replay of whole rows.
+
+    whole rows   response_log_probs over micro-batches of a token budget, packed, nothing shared
+    shared       the same with share_prefixes, micro-batches planned with cost="prefix"
+
+Groups of a prompt and G responses, and trajectories of an agent with tools (real lengths: workloads.tau), on
+models of Qwen3's shapes; forward, and forward + backward with the layers checkpointed. Both begin with a nested batch
+on the host: trees, plans and inputs are part of what is timed, and are timed alone, too. Before anything is timed both
+are compared with a float32 model that sees each row alone. Synchronised wall time, interleaved, medians.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from bench.harness.measure import progress
+from bench.harness.passes import BOTH, FORWARD, SEVERAL, errors, once, the_device, timed
+from bench.harness.registry import case
+from bench.harness.report import Row
+from bench.rivals.attention import lone_log_probs
+from bench.workloads.models import SMALL, TINY, Counts, Shape, padded_batch
+from bench.workloads.tau import trajectories
+from maskpack import nest_batch_by_mask
+from maskpack.adapters.transformers import Replayable, replayable
+from maskpack.planning import plan_micro_batches
+from maskpack.replay import PackedInputs, prefix_tree, response_log_probs
+
+SHARED, WHOLE = "shared", "whole rows"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of `size` responses to a prompt, of 3/4 of `response` tokens to all; `least` is the target of forward +
+    backward: 0.95 of what a prototype reached."""
+
+    prompt: int
+    response: int
+    size: int
+    least: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt:,} : {self.response:,}, G = {self.size}"
+
+    def batch(self, tokens: int, vocabulary: int) -> TensorDict:
+        """About so many tokens of rows, at least two groups."""
+        count = self.size * max(2, round(tokens / (self.size * (self.prompt + self.response))))
+        responses = np.random.default_rng(0).integers(-(-3 * self.response // 4), self.response + 1, count)
+        batch = padded_batch(np.full(count, self.prompt), responses, (self.prompt, self.response), vocabulary)
+        for part in (batch["prompts"], batch["input_ids"][:, : self.prompt]):
+            part.copy_(part[:: self.size].repeat_interleave(self.size, 0))
+        return batch
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Tasks of tau-bench's airline, four trials each."""
+
+    tasks: int = 50
+    least: float | None = 1.3
+    scale: float = 1
+    name: str = "trajectories"
+
+    def batch(self, tokens: int, vocabulary: int) -> TensorDict:
+        return trajectories(vocabulary, tasks=self.tasks, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and what it is measured on."""
+
+    name: str
+    shape: Shape
+    batches: Sequence[Groups | Trajectories]
+
+
+MODELS: Mapping[str, Model] = {
+    "small": Model(
+        "Qwen3-0.6B",
+        SMALL,
+        (
+            Groups(256, 1024, 8, 1.06),
+            Groups(2048, 512, 8, 2.77),
+            Groups(2048, 512, 16, 3.3),
+            Groups(8192, 1024, 8, 3.53),
+            Groups(8192, 1024, 16, 4.47),
+        ),
+    ),
+    "large": Model(
+        "Qwen3-4B, 9 of 36 layers",
+        Shape(2560, 9, 32, 8, 128, 9728),
+        (Groups(2048, 512, 8, 2.83), Groups(8192, 1024, 8, 3.72)),
+    ),
+    "agent": Model("Qwen3-0.6B", SMALL, (Trajectories(),)),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the batches; `compared` rows are compared with a float32 model, whose error may be `slack`
+    times that of whole rows, because both are of a few rows."""
+
+    tokens: int = 131_072
+    token_budget: int = 32_768
+    compared: int = 4
+    slack: float = 1.25
+    models: Mapping[str, Model] = field(default_factory=lambda: MODELS)
+
+
+_TINY = {"large": Model("B", TINY, [Groups(20, 8, 3, 2.0), Trajectories(2, scale=0.01)])}
+
+
+@case(
+    "prefixes",
+    help="log-probs with prompts of groups, and prefixes of trajectories, computed once",
+    on="gpu",
+    rows=None,
+    groups=tuple(MODELS),
+    tiny={"sizes": Sizes(200, 60, 3, slack=5, models=_TINY)},
+)
+def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> list[Row]:
+    """A round here is three of the command line. Raises NotExact if shared prefixes are further from float32 than whole
+    rows are."""
+    sizes = sizes or Sizes()
+    device = the_device()
+    report: list[Row] = []
+    for group in only or sizes.models:
+        model = sizes.models[group]
+        causal_lm: Any = model.shape.model(device)
+        for batch in model.batches:
+            name = f"prefixes, shape of {model.name}, {batch.name}"
+            progress(name)
+            stage = Stage(causal_lm, model.shape, batch, sizes, device)
+            report += [*stage.described(name), *_errors(name, stage)]
+            for step in (FORWARD, BOTH):
+                report += _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
+            gc.collect()
+        del causal_lm
+    return report
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model on the device, and the batch that it runs on, on the host."""
+
+    causal_lm: Any
+    shape: Shape
+    of: Groups | Trajectories
+    sizes: Sizes
+    device: torch.device
+
+    @cached_property
+    def replay(self) -> Replayable:
+        return replayable(self.causal_lm)
+
+    @cached_property
+    def padded(self) -> TensorDict:
+        return self.of.batch(self.sizes.tokens, self.shape.vocabulary).exclude("uid", "response_mask")
+
+    @cached_property
+    def nested(self) -> TensorDict:
+        return nest_batch_by_mask(self.padded, pad_token_id=self.shape.vocabulary - 1)
+
+    @cached_property
+    def lengths(self) -> Counts:
+        """int64 [B]."""
+        return self.padded["attention_mask"].sum(1).numpy()
+
+    def parts(self, shares: bool) -> Iterator[TensorDict]:
+        """The micro-batches, planned anew."""
+        if not shares:
+            return plan_micro_batches(self.lengths, self.sizes.token_budget).apply(self.nested)
+        tree = prefix_tree(self.nested)
+        return plan_micro_batches(self.lengths, self.sizes.token_budget, cost="prefix", tree=tree).apply(self.nested)
+
+    def log_probs(self, shares: bool) -> Iterator[Tensor]:
+        for part in self.parts(shares):
+            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            yield out.values()
+
+    def described(self, case: str) -> list[Row]:
+        tree = prefix_tree(self.nested)
+        tokens = {shares: sum(self.inputs(shares)) for shares in (False, True)}
+        return [
+            Row(case, "rows", len(self.lengths), "rows"),
+            Row(case, "tokens of rows", tokens[False], "tokens"),
+            Row(case, "tokens of the tree / tokens of rows", tree.num_tokens / tokens[False], "x"),
+            Row(case, "tokens of rows / tokens computed", tokens[False] / tokens[True], "x"),
+        ]
+
+    def inputs(self, shares: bool) -> list[int]:
+        """Makes the inputs of all micro-batches, and no more; the tokens of each."""
+        return [
+            PackedInputs.of(part, share_prefixes=shares, device=self.device).num_tokens for part in self.parts(shares)
+        ]
+
+
+def _errors(case: str, stage: Stage) -> list[Row]:
+    """How far log-probs of some rows are off those of a float32 model that sees each row alone."""
+    model, sizes = stage.replay.release().eval(), stage.sizes
+    chosen = np.linspace(0, 2 * getattr(stage.of, "size", 4) - 1, sizes.compared).astype(np.int64).tolist()
+    few = stage.padded[chosen]
+    exact = copy.deepcopy(model).float()
+    width = few["responses"].shape[1]
+    with torch.no_grad():
+        truth = torch.cat(
+            [
+                lone_log_probs(exact, row[mask.bool()].to(stage.device), int(mask[-width:].sum()))
+                for row, mask in zip(few["input_ids"], few["attention_mask"], strict=True)
+            ]
+        )
+        seen: dict[str, Any] = {
+            name: response_log_probs(stage.replay, few, share_prefixes=name == SHARED, self_check=True)
+            for name in (SHARED, WHOLE)
+        }
+    return errors(case, {name: one.values() for name, one in seen.items()}, truth, (SHARED, WHOLE), sizes.slack)
+
+
+def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
+    runs = {
+        name: once(stage.causal_lm, lambda shares=name == SHARED: stage.log_probs(shares), backward)
+        for name in (SHARED, WHOLE)
+    }
+    target = f">= {stage.of.least}" if backward and stage.of.least else None
+    report, seconds = timed(case, runs, rounds, stage.device, [(WHOLE, SHARED, target)])
+    begin = time.perf_counter()
+    stage.inputs(True)
+    host = (time.perf_counter() - begin) / seconds[SHARED]
+    return [*report, Row(case, "tree, plan and inputs / shared", host, "x", "<= 0.03" if backward else None)]

@@ -1,0 +1,172 @@
+"""Log-probs of a workload by a tiny random model on the CPU.
+
+    padded               micro-batches of a few rows at the width of the batch, logits of the responses' width alone
+    padded, trimmed      the same, rows sorted by length, and each micro-batch cut to its longest prompt and response
+    whole rows           response_log_probs over packed micro-batches of as many tokens as padded ones have positions
+    shared               the same, prefixes that rows share computed once
+
+All lengths and widths are scaled down alike (SCALES), so that their proportions stay. Forward, and forward + backward,
+float32. Whole rows and shared begin with a nested batch: trees, plans and inputs are part of their time. Times are
+processor time of one thread, interleaved, medians. Before anything is timed the log-probs of all ways are compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from bench.harness.measure import NotExact, interleaved, progress, torch_threads
+from bench.harness.passes import BOTH, FORWARD, SEVERAL, once
+from bench.harness.registry import case
+from bench.harness.report import Row, times
+from bench.rivals.attention import padded_log_probs
+from bench.workloads import batch_of
+from bench.workloads.models import TINY, Counts, Shape
+from maskpack import nest_batch_by_mask
+from maskpack.adapters.transformers import Replayable, replayable
+from maskpack.planning import plan_micro_batches
+from maskpack.replay import prefix_tree, response_log_probs
+
+PADDED, TRIMMED, WHOLE, SHARED = "padded", "padded, trimmed", "whole rows", "shared"
+SCALES = {"reference": 1 / 16, "tau": 1 / 8, "mooncake": 1 / 64}
+ROWS, PADDED_ROWS = 64, 4
+SHAPE = Shape(64, 2, 4, 2, 16, 192, 4096)
+_APART = 1e-4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The model, and the batch: token ids are folded into the vocabulary, whose last id is the pad."""
+
+    causal_lm: Any
+    vocabulary: int
+    batch: TensorDict
+
+    @cached_property
+    def replay(self) -> Replayable:
+        return replayable(self.causal_lm)
+
+    @cached_property
+    def padded(self) -> TensorDict:
+        batch = self.batch.select("prompts", "responses", "input_ids", "attention_mask", "position_ids")
+        pad, p = self.vocabulary - 1, batch["prompts"].shape[1]
+        ids = torch.where(batch["attention_mask"] != 0, batch["input_ids"] % pad, pad)
+        return batch.update({"input_ids": ids, "prompts": ids[:, :p].clone(), "responses": ids[:, p:].clone()})
+
+    @cached_property
+    def nested(self) -> TensorDict:
+        return nest_batch_by_mask(self.padded, pad_token_id=self.vocabulary - 1)
+
+    @cached_property
+    def lengths(self) -> Counts:
+        """int64 [B]."""
+        return self.padded["attention_mask"].sum(1).numpy()
+
+    @property
+    def width(self) -> int:
+        return self.padded["input_ids"].shape[1]
+
+    def packed(self, shares: bool) -> Iterator[Tensor]:
+        """Of micro-batches that are planned anew."""
+        tree = prefix_tree(self.nested) if shares else None
+        cost = {"cost": "prefix", "tree": tree} if shares else {}
+        plan: Any = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, **cost)
+        for part in plan.apply(self.nested):
+            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            yield out.values()
+
+    @cached_property
+    def by_length(self) -> list[int]:
+        return self.lengths.argsort().tolist()
+
+    def padded_parts(self, trimmed: bool) -> Iterator[Tensor]:
+        model = self.replay.release()
+        if not trimmed:
+            yield from padded_log_probs(model, self.padded, PADDED_ROWS, scored=True)
+            return
+        for part in self.padded[self.by_length].split(PADDED_ROWS):
+            yield from padded_log_probs(model, cut(part), PADDED_ROWS, scored=True)
+
+    def works(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
+        return {
+            PADDED: lambda: self.padded_parts(trimmed=False),
+            TRIMMED: lambda: self.padded_parts(trimmed=True),
+            WHOLE: lambda: self.packed(shares=False),
+            SHARED: lambda: self.packed(shares=True),
+        }
+
+
+@case(
+    "replay-cpu",
+    help="log-probs of a workload by a tiny model on the CPU",
+    on="cpu",
+    workloads=True,
+    tiny={"rows": 5, "scale": 0.01, "shape": TINY},
+)
+def run(
+    rows: int, rounds: int, *, workload: str = "reference", scale: float | None = None, shape: Shape = SHAPE
+) -> list[Row]:
+    """Of at most ROWS rows; a round here is three of the command line. Raises NotExact if two ways give other
+    log-probs."""
+    scale = scale or SCALES[workload]
+    name = f"replay {workload}, scale 1 / {1 / scale:g}"
+    progress(name)
+    with torch_threads(1):
+        causal_lm: Any = shape.model(torch.device("cpu"), torch.float32).eval()
+        stage = Stage(causal_lm, shape.vocabulary, batch_of(workload, min(rows, ROWS), scale=scale))
+        check(name, stage)
+        real, tree = int(stage.lengths.sum()), prefix_tree(stage.nested)
+        report = [
+            Row(name, "rows", stage.lengths.size, "rows"),
+            Row(name, "padded width", stage.width, "tokens"),
+            Row(name, "real tokens / padded positions", real / stage.lengths.size / stage.width, "x"),
+            Row(name, "tokens of the tree / tokens of rows", tree.num_tokens / real, "x"),
+        ]
+        for step in (FORWARD, BOTH):
+            report += _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
+    return report
+
+
+def cut(part: TensorDict) -> TensorDict:
+    """The columns between the first and the last token of any row."""
+    p = part["prompts"].shape[1]
+    columns = part["attention_mask"].any(0).nonzero()
+    begin, end = int(columns[0]), int(columns[-1]) + 1
+    cut = {name: part[name][:, begin:end] for name in ("input_ids", "attention_mask", "position_ids")}
+    return TensorDict(
+        {**cut, "prompts": part["prompts"][:, begin:], "responses": part["responses"][:, : end - p]}, part.batch_size
+    )
+
+
+@torch.no_grad()
+def check(case: str, stage: Stage) -> None:
+    """Raises NotExact unless every way gives the log-probs of the model that sees rows padded."""
+    on = stage.padded["attention_mask"][:, -stage.padded["responses"].shape[1] :] != 0
+    wanted = torch.cat(list(stage.padded_parts(trimmed=False)))
+    trimmed = torch.zeros_like(wanted)
+    at = 0
+    for part in stage.padded_parts(trimmed=True):
+        trimmed[stage.by_length[at : at + len(part)], : part.shape[1]] = part
+        at += len(part)
+    seen: dict[str, Tensor] = {TRIMMED: trimmed[on]}
+    for name in (WHOLE, SHARED):
+        packed: Any = response_log_probs(stage.replay, stage.nested, share_prefixes=name == SHARED)
+        seen[name] = packed.values()
+    for name, log_probs in seen.items():
+        apart = float((log_probs - wanted[on]).abs().max())
+        if not apart <= _APART:
+            raise NotExact(f"{case}: log-probs of {name} are {apart:.2g} from those of {PADDED}.")
+
+
+def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
+    runs = {name: once(stage.causal_lm, parts, backward) for name, parts in stage.works().items()}
+    ms = interleaved(runs, rounds, time.process_time)
+    pairs = ((PADDED, WHOLE), (PADDED, SHARED), (TRIMMED, WHOLE), (TRIMMED, SHARED), (WHOLE, SHARED))
+    return times(case, ms, [(*pair, None) for pair in pairs])

@@ -1,0 +1,1 @@
+"""What measures and reports; it knows nothing of what is measured."""

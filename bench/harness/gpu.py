@@ -1,0 +1,168 @@
+"""What works on a GPU cost, in microseconds: on the device, until they are done, and until their call is back.
+
+    device   events around replays of a captured graph      only works that never synchronise can be captured
+    wall     the host's clock, the device idle before and after
+    host     the host's clock around the call alone, the device idle before
+
+The L2 cache is emptied before each by reading: after a write it would hold lines that go to memory while the work runs.
+Works take turns as in `measure.interleaved`; medians. Without a GPU the same code runs on the host's clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+_SYNC = "called a synchronizing CUDA operation"  # the warning of torch's sync debug mode
+_HEAD_START = 500_000  # cycles: the device waits a quarter of a millisecond, meanwhile the host queues what is timed
+_COLLECT_EVERY = 10  # rounds; a collection takes longer than many works
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one work, and its host synchronisations; `device` is None where there are any."""
+
+    device: float | None
+    wall: float
+    host: float
+    syncs: int
+
+    def over(self, other: Times) -> float:
+        """This time as a multiple of the other's, both on the device, or both by the wall."""
+        if self.device is None or other.device is None:
+            return self.wall / other.wall
+        return self.device / other.device
+
+
+class Clock:
+    """Times works on one device, in `rounds` rounds."""
+
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device = device
+        self.rounds = rounds
+        self._cuda = device.type == "cuda"
+        cache = torch.cuda.get_device_properties(device).L2_cache_size if self._cuda else 1024
+        self._cold = torch.rand(2 * cache // 4, device=device)
+        self._sum = torch.empty((), device=device)
+
+    # ---------------------------------------------------------------- all at once
+
+    def measure(self, works: Mapping[str, Work]) -> dict[str, Times]:
+        """Everything about every work. The device time is that of works without a synchronisation."""
+        syncs = {name: self.syncs(work) for name, work in works.items()}
+        device = self.device_us({name: work for name, work in works.items() if not syncs[name]})
+        wall, host = self.wall_us(works), self.host_us(works)
+        return {name: Times(device.get(name), wall[name], host[name], syncs[name]) for name in works}
+
+    # ---------------------------------------------------------------- one by one
+
+    def device_us(self, works: Mapping[str, Work]) -> dict[str, float]:
+        """Device time of works that have run before and never synchronise."""
+        return self._interleaved({name: self._captured(work) for name, work in works.items()}, self._on_device)
+
+    def wall_us(self, works: Mapping[str, Work]) -> dict[str, float]:
+        """Time until the device has done all."""
+        return self._interleaved(works, self._until_done)
+
+    def host_us(self, works: Mapping[str, Work]) -> dict[str, float]:
+        """Time until the call is back."""
+        return self._interleaved(works, self._until_back)
+
+    def syncs(self, work: Work) -> int:
+        """How often the host waits for the device. The work runs once before, which may compile."""
+        work()
+        self.synchronize()
+        with warnings.catch_warnings(record=True) as seen, self._watched():
+            warnings.simplefilter("always")
+            work()
+        return sum(_SYNC in str(warning.message) for warning in seen)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    # ---------------------------------------------------------------- one run
+
+    def _captured(self, work: Work) -> Work:
+        if not self._cuda:
+            return work
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def _on_device(self, replay: Work) -> float:
+        if not self._cuda:
+            return self._until_done(replay)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START)
+        self._empty_cache()
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+    def _until_done(self, work: Work) -> float:
+        self._empty_cache()
+        self.synchronize()
+        begin = time.perf_counter()
+        result = work()
+        self.synchronize()
+        taken = time.perf_counter() - begin
+        del result  # not timed
+        return 1e6 * taken
+
+    def _until_back(self, work: Work) -> float:
+        self._empty_cache()
+        self.synchronize()
+        begin = time.perf_counter()
+        result = work()
+        taken = time.perf_counter() - begin
+        self.synchronize()
+        del result
+        return 1e6 * taken
+
+    def _empty_cache(self) -> None:
+        torch.sum(self._cold, 0, out=self._sum)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        if not self._cuda:
+            yield
+            return
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    def _interleaved(self, works: Mapping[str, Work], once: Callable[[Work], float]) -> dict[str, float]:
+        names = list(works)
+        taken: dict[str, list[float]] = {name: [] for name in names}
+        collecting = gc.isenabled()
+        gc.disable()
+        gc.freeze()  # what was there before need not be looked at
+        try:
+            for turn in range(self.rounds + 1):
+                if turn % _COLLECT_EVERY == 0:
+                    gc.collect()
+                shift = turn % max(len(names), 1)
+                for name in names[shift:] + names[:shift]:
+                    taken[name].append(once(works[name]))
+        finally:
+            gc.unfreeze()
+            if collecting:
+                gc.enable()
+        return {name: statistics.median(times[1:]) for name, times in taken.items()}

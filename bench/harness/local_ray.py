@@ -1,0 +1,61 @@
+"""A Ray of this machine alone, and the medians of works that time themselves there."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from tensordict import TensorDict
+
+from bench.harness.measure import interleaved
+
+_STORES = 3  # sizes of the padded batch that the object store holds
+_SMALL_STORE = 2**27
+WARM = 4  # rounds, until every form has had its pages of the object store and of the actor
+
+
+def cores() -> int:
+    """Of this process. An actor gets as many CPUs: Ray gives torch in an actor as many threads as it has CPUs."""
+    return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def local_ray(batch: TensorDict, *, num_cpus: int | None = None, **more: Any) -> Iterator[None]:
+    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end.
+    `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # 15 by default: an actor would wait for all else that the machine does
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    ray.init(
+        address="local",
+        num_cpus=num_cpus or 2 * cores(),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=store_bytes(batch),
+        **more,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def store_bytes(batch: TensorDict) -> int:
+    """Of the object store."""
+    return _SMALL_STORE + _STORES * sum(field.nbytes for field in batch.values())
+
+
+def medians(works: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds of every phase of works that time themselves, in `interleaved` rounds; WARM of them do not
+    count. What `interleaved` times itself is not used: it holds the freeing in the actor."""
+    taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in works}
+    interleaved({name: lambda name=name: taken[name].append(works[name]()) for name in works}, rounds + WARM - 1)
+    return {
+        name: {phase: 1e3 * statistics.median(call[phase] for call in calls[WARM:]) for phase in calls[0]}
+        for name, calls in taken.items()
+    }

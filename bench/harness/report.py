@@ -1,0 +1,137 @@
+"""Rows of figures, the table and the JSON made of them, and where they were measured.
+
+    {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
+
+A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
+machine has its name, `gpu`, and the versions have that of triton; where transformers, TRL or TransferQueue was used,
+its.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import tensordict
+import torch
+
+import maskpack
+
+_DIGITS = {"ms": 2, "us": 1, "x": 2, "GB/s": 1, "TB/s": 2, "GiB": 2, "nats": 5, "%": 3}
+_ROOT = Path(__file__).resolve().parents[2]
+
+Ratio = tuple[str, str, str | None]
+"""Of two figures by their names, and its target."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure. `unit` is a count of something ("bytes", "bytes/row", "fields", "syncs"), a time ("ms", "us"), a rate
+    ("GB/s", "TB/s"), "%", a relative error, or "x", a ratio."""
+
+    case: str
+    name: str
+    value: float
+    unit: str
+    target: str | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the value reaches the target; None without one."""
+        if self.target is None:
+            return None
+        direction, bound = self.target.split()
+        return {">=": self.value >= float(bound), "<=": self.value <= float(bound)}[direction]
+
+
+def ratios(case: str, values: Mapping[str, float], pairs: Iterable[Ratio], what: str = "") -> list[Row]:
+    """Ratios of values, named `what` and the two names."""
+    return [Row(case, f"{what}{above} / {below}", values[above] / values[below], "x", to) for above, below, to in pairs]
+
+
+def times(
+    case: str, ms: Mapping[str, float], pairs: Iterable[Ratio] = (), targets: Mapping[str, str | None] | None = None
+) -> list[Row]:
+    """Milliseconds, and ratios of them."""
+    aims = targets or {}
+    return [*(Row(case, name, one, "ms", aims.get(name)) for name, one in ms.items()), *ratios(case, ms, pairs)]
+
+
+def without_targets(rows: Sequence[Row]) -> list[Row]:
+    """The same figures. Targets are those of the reference workload."""
+    return [replace(row, target=None) for row in rows]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, a heading for each case."""
+    width = max((len(row.name) for row in rows), default=0)
+    lines: list[str] = []
+    for before, row in zip((None, *rows), rows, strict=False):
+        if before is None or before.case != row.case:
+            lines += ["", row.case]
+        digits = _DIGITS.get(row.unit, 0)
+        line = f"  {row.name:<{width}}  {row.value:>14,.{digits}f} {row.unit:<9}"
+        if row.target is not None:
+            line += f"  target {row.target}: {'met' if row.met else 'MISSED'}"
+        lines.append(line.rstrip())
+    return "\n".join(lines[1:])
+
+
+def write_json(rows: Sequence[Row], path: Path) -> None:
+    """Everything that a results file holds."""
+    figures = [{**asdict(row), "met": row.met} for row in rows]
+    record = {"machine": machine(), "versions": versions(), "commit": commit(), "rows": figures}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """CPU model, cores of this process, memory and GPU; nothing that tells one machine from another of its kind."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory / 2**30, 1), **gpu}
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a figure depends on."""
+    kernels = {"triton": importlib.import_module("triton").__version__} if torch.cuda.is_available() else {}
+    others = {
+        name: sys.modules[name].__version__ for name in ("transformers", "trl", "transfer_queue") if name in sys.modules
+    }
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tensordict": tensordict.__version__,
+        "numpy": numpy.__version__,
+        "maskpack": maskpack.__version__,
+        **kernels,
+        **others,
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, "-dirty" behind it if files differ from it; MASKPACK_COMMIT says it where the tree
+    was copied without its history."""
+    if told := os.environ.get("MASKPACK_COMMIT"):
+        return told
+    changed = _git("status", "--porcelain")
+    return _git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,1 @@
+"""What trainers do without maskpack, by what it stands against."""

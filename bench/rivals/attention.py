@@ -1,0 +1,52 @@
+"""Log-probs without packing: by a model's own forward.
+
+padded    micro-batches of a few rows at full width with the attention mask, log_softmax and gather in the dtype of the
+          model
+dense     rows of one length, [b, n], without a mask; log-probs as maskpack's, so that attention alone differs
+lone      each row alone: what all others are compared with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from maskpack.ops import packed_log_probs
+
+
+def padded_log_probs(model: Any, batch: TensorDict, rows: int, *, scored: bool = False) -> Iterator[Tensor]:
+    """Of each micro-batch of so many rows: [rows, R] in the dtype of the model, 0 where pads are. With `scored`, logits
+    of the responses' width alone."""
+    width = batch["responses"].shape[1]
+    for part in batch.split(rows):
+        logits = model(
+            input_ids=part["input_ids"],
+            attention_mask=part["attention_mask"],
+            position_ids=part["position_ids"],
+            use_cache=False,
+            **({"logits_to_keep": width + 1} if scored else {}),
+        ).logits
+        log_p = logits[:, -width - 1 : -1].log_softmax(-1)
+        del logits
+        log_p = log_p.gather(-1, part["responses"].unsqueeze(-1)).squeeze(-1)
+        yield log_p * part["attention_mask"][:, -width:]
+
+
+def dense_log_probs(model: Any, batch: TensorDict, rows: int) -> Iterator[Tensor]:
+    """Of each micro-batch of so many rows, all as long as they are wide: [rows, R] in float32."""
+    width = batch["responses"].shape[1]
+    for part in batch.split(rows):
+        hidden = model.model(input_ids=part["input_ids"], use_cache=False).last_hidden_state
+        scored = hidden[:, -width - 1 : -1].flatten(0, 1)
+        yield packed_log_probs(scored, model.lm_head.weight, part["responses"].flatten()).view(-1, width)
+
+
+def lone_log_probs(model: Any, ids: Tensor, response: int) -> Tensor:
+    """Of one row [n], alone: [response], from logits in the dtype of the model that are reduced in float32 or wider."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).log_softmax(-1).gather(-1, ids[-response:, None])[:, 0]

@@ -1,0 +1,142 @@
+"""Models of the shapes of Qwen3 and Qwen3.5 with random weights, the FLOPs that their real tokens need, and batches of
+token ids for them.
+
+FLOPs     2 x the parameters of the layers for each token, 2 x the output layer for each response token (no other is
+          scored), 4 x layers x heads x head_dim for each pair of a token and one it sees, itself among these, in its
+          own row; the backward pass takes twice that; what checkpoints compute again does not count. A gated delta net
+          has no pairs: 8 x heads x key_dim x value_dim for each token, which decays, reads, writes and asks its state
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
+
+from bench.workloads.rows import as_batch, log_normal, token_fields
+
+Counts = npt.NDArray[np.int64]
+_GROUP = 16  # rows that share a prompt
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Qwen3 model whose output layer is its embedding."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int = 151_936
+
+    @property
+    def parameters(self) -> int:
+        """Of the layers, in matrix products: neither the embedding nor the norms."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def flops(self, lengths: Counts, responses: Counts) -> float:
+        """Of a forward pass over rows of so many tokens, the last of which are so many of the response."""
+        pairs = float((lengths * (lengths + 1)).sum()) / 2
+        return (
+            2.0 * self.parameters * float(lengths.sum())
+            + 2.0 * self.hidden * self.vocabulary * float(responses.sum())
+            + 4.0 * self.layers * self.heads * self.head_dim * pairs
+        )
+
+    def model(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+        """With random weights, made on the device, ready to checkpoint its layers while it trains."""
+        rotary = {"rope_type": "default", "rope_theta": 1e6}
+        return checkpointed(Qwen3Config(**self.sizes, rope_parameters=rotary), device, dtype)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """For a configuration of transformers."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": 40_960,
+            "tie_word_embeddings": True,
+            "attn_implementation": "sdpa",
+        }
+
+
+@dataclass(frozen=True)
+class HybridShape(Shape):
+    """Of the text model of a dense Qwen3.5, in which every fourth layer attends and the others are gated delta nets.
+    Its attention has an output gate, so that queries are twice as wide."""
+
+    delta_heads: int = 16
+    delta_dim: int = 128
+
+    @property
+    def attending(self) -> int:
+        return self.layers // 4
+
+    @property
+    def parameters(self) -> int:
+        """Of the layers, in matrix products."""
+        attention = self.hidden * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
+        delta = self.hidden * self.delta_heads * (5 * self.delta_dim + 2)
+        mlps = 3 * self.layers * self.hidden * self.intermediate
+        return self.attending * attention + (self.layers - self.attending) * delta + mlps
+
+    def flops(self, lengths: Counts, responses: Counts) -> float:
+        pairs = float((lengths * (lengths + 1)).sum()) / 2
+        state = 8.0 * (self.layers - self.attending) * self.delta_heads * self.delta_dim**2
+        return (
+            (2.0 * self.parameters + state) * float(lengths.sum())
+            + 2.0 * self.hidden * self.vocabulary * float(responses.sum())
+            + 4.0 * self.attending * self.heads * self.head_dim * pairs
+        )
+
+    def model(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+        kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(self.layers)]
+        heads = {"linear_num_key_heads": self.delta_heads, "linear_num_value_heads": self.delta_heads}
+        dims = {"linear_key_head_dim": self.delta_dim, "linear_value_head_dim": self.delta_dim}
+        return checkpointed(Qwen3_5TextConfig(**self.sizes, **heads, **dims, layer_types=kinds), device, dtype)
+
+
+def checkpointed(
+    config: Any, device: torch.device, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """A model with random weights, made on the device, ready to checkpoint its layers while it trains."""
+    torch.manual_seed(0)
+    with device:
+        model = kind.from_config(config, dtype=dtype)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def log_normal_lengths(rows: int, widths: tuple[int, int], fill: float, group: int = _GROUP) -> tuple[Counts, Counts]:
+    """int64 [B] each, of prompts and responses: both fill the same share of their widths, prompts less unevenly and
+    alike in groups."""
+    random = np.random.default_rng(0)
+    prompts = log_normal(random, -(-rows // group), 0.5, fill * widths[0], widths[0])
+    return prompts.repeat(group)[:rows], log_normal(random, rows, 1.0, fill * widths[1], widths[1])
+
+
+def padded_batch(prompts: Counts, responses: Counts, widths: tuple[int, int], vocabulary: int) -> TensorDict:
+    """Prompts padded on the left, responses on the right, by the last id of the vocabulary; the others at random."""
+    column, random = np.arange(sum(widths)), np.random.default_rng(1)
+    mask = (column >= widths[0] - prompts[:, None]) & (column < widths[0] + responses[:, None])
+    ids = np.where(mask, random.integers(0, vocabulary - 1, mask.shape), vocabulary - 1)
+    return as_batch(token_fields(ids, mask, widths[0]))
+
+
+SMALL = Shape(1024, 28, 16, 8, 128, 3072)
+"""Of Qwen3-0.6B."""
+TINY = Shape(32, 2, 4, 2, 8, 48, 97)
+"""For runs on a CPU."""

@@ -1,0 +1,542 @@
+"""What work on a device costs and where it is done: launches, copies, synchronisations, memory, fallbacks.
+test_same_rows.py tests that rows are equal."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import samples
+import torch
+from kernels import DEVICE, IS_GPU, Place, at, count_syncs, kernel_test
+from samples import PAD
+from tensordict import TensorDict
+from torch import Tensor
+
+from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack.core.bits import root_of
+from maskpack.core.latest import Latest
+from maskpack.errors import LayoutError, WireFormatError
+from maskpack.layout.jagged import jagged_all
+from maskpack.packed import table as tables
+from maskpack.packed.cuda import decode, device_plan, encode, job_table, jobs
+
+pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+gpu_test = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
+FORMATS: tuple[Any, ...] = ("padded", "nested")
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> None:
+    tables.forget()
+
+
+@pytest.fixture
+def by_kernels() -> Iterator[Place]:
+    with at("kernels") as here:
+        yield here
+
+
+def workload(seed: int = 0, **more: Any) -> TensorDict:
+    sizes = {"rows": 6, "prompt": 24, "response": 100, "fill": 0.4, "group": 3}
+    return samples.workload(seed=seed, **(sizes | more))
+
+
+def small(**more: Any) -> PackedBatch:
+    return compress(workload(**more), pad_token_id=PAD)
+
+
+def assert_decodes(packed: PackedBatch, *names: str) -> None:
+    """As the host does, bit for bit."""
+    for format in FORMATS:
+        seen = decompress(packed, *names, format=format, device=DEVICE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "uses_triton", lambda device, call: False)
+            expected = decompress(packed, *names, format=format, device="cpu")
+        oracle.assert_same_batch(seen.to("cpu"), expected)
+
+
+# -------------------------------------------------------------------- decoding: where bytes are read and written
+
+
+@kernel_test
+@pytest.mark.usefixtures("by_kernels")
+def test_offsets_are_shared_and_values_are_not() -> None:
+    packed = small()
+    nested = decompress(packed, format="nested", device=DEVICE)
+    for axis in ("prompt", "sequence", "response"):
+        own = [nested[form.path] for form in packed.schema.forms if form.layout == axis]
+        assert len({id(x.offsets()) for x in own}) == 1
+        assert own[0].offsets().untyped_storage().nbytes() < 1 << 16
+    values = [nested[form.path].values() for form in packed.schema.forms]
+    assert len({x.untyped_storage().data_ptr() for x in values}) == len(values)
+    assert isinstance(nested["returns"] - nested["advantages"], Tensor)
+    before = nested["returns"].values().clone()
+    nested["advantages"].values().fill_(9)
+    assert torch.equal(nested["returns"].values(), before)
+    unnest_batch_by_mask(nested)
+
+
+@kernel_test
+@pytest.mark.usefixtures("by_kernels")
+def test_batches_of_a_kind_share_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger ones of a kind need more room for tables."""
+    monkeypatch.setattr(jobs, "recipes", known := Latest[jobs.DecodeRecipe]())
+    packed = small(variant="negative-zeros")
+    for rows in (packed[:1], packed, packed[1:3], packed[:0]):
+        assert_decodes(rows)
+    assert len(known._known) == 4  # padded and nested, with rows and without
+    assert len({recipe.room for recipe in known._known.values()}) > 1
+
+
+@kernel_test
+@pytest.mark.usefixtures("by_kernels")
+def test_a_field_that_the_kernel_cannot_decode_takes_the_hosts_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, all_parts = small(), jobs.parts_of
+    refused = {("responses",), ("returns",)}
+    monkeypatch.setattr(jobs, "recipes", Latest())
+    monkeypatch.setattr(jobs, "parts_of", lambda *given: [] if given[2].path in refused else all_parts(*given))
+    assert_decodes(packed)
+    seen = decompress(packed, format="nested", device=DEVICE)
+    assert seen["returns"].offsets() is seen["advantages"].offsets()
+
+
+@kernel_test
+@pytest.mark.parametrize("ragged_dim", [1, 2, 3])
+def test_columns_of_several_words(ragged_dim: int) -> None:
+    """The kernel writes words of a column that lie next to each other; with the width behind them, the host does."""
+    x = torch.arange(6 * 9 * 20 * 8).reshape(6, 9, 20, 8) % 1009
+    batch = TensorDict({"mask": torch.ones(6, 9), "x": x.movedim(1, ragged_dim).contiguous()}, [6])
+    spec = MaskNestingSpec("mask", 0, ragged_dim, hints=("columns",))
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": spec})
+    assert packed.table.kind(1).startswith("columns ")
+    assert bool(jobs.parts_of(packed, packed.table, packed.tensors[1], 1, True)) == (ragged_dim < 3)
+    with at("kernels"):
+        oracle.assert_same_batch(decompress(packed, device=DEVICE).to("cpu"), batch.to("cpu"))
+
+
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch, by_kernels: Place) -> list[int]:
+    """The addresses that launches of the decode kernel read from."""
+    from maskpack.packed.cuda import kernel
+
+    seen, launch = list[int](), kernel.launch
+    monkeypatch.setattr(kernel, "launch", lambda body, *more: [seen.append(body.data_ptr()), launch(body, *more)])
+    return seen
+
+
+@kernel_test
+@pytest.mark.skipif(IS_GPU, reason="a GPU copies pinned memory; see test_one_launch_few_copies_no_sync")
+def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, bodies: list[int]) -> None:
+    packed = small()
+    packed = replace(packed, table=packed.table.own().moved(lambda size: torch.empty(size, dtype=torch.uint8).numpy()))
+    memory = root_of(packed.table.body).base
+    monkeypatch.setattr(Tensor, "is_pinned", lambda x: x.data_ptr() == memory.data_ptr())
+    for batch, straight in (
+        (packed, True),
+        (packed[:], True),
+        (packed[[3, 0]], False),
+        (PackedBatch.cat([packed, packed]), False),
+        (pickle.loads(pickle.dumps(packed)), False),
+        (PackedBatch.from_bytes(packed.to_bytes()), False),
+    ):
+        bodies.clear()
+        assert_decodes(batch)
+        assert {memory.data_ptr() <= body < memory.data_ptr() + memory.nbytes for body in bodies} == {straight}
+
+
+@kernel_test
+def test_bodies_on_the_device_are_read_where_they_lie(bodies: list[int]) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(small(), protocol=5, buffer_callback=buffers.append)
+    there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).to(DEVICE)
+    received = pickle.loads(stream, buffers=[decode.mirrored(there)])
+    assert_decodes(received)
+    assert_decodes(received[2:])
+    assert set(bodies) == {there.data_ptr()}
+    assert_decodes(received[[3, 0]])
+    assert len(set(bodies)) > 1
+
+
+def test_a_body_on_another_device_is_copied() -> None:
+    there = torch.arange(80, dtype=torch.uint8)
+    body = decode.mirrored(there)[8:40]
+    assert decode._sent(body, torch.device("cpu"))[0].data_ptr() == there.data_ptr() + 8
+    body = memoryview(body).toreadonly()
+    for array in (np.frombuffer(body, np.uint8), np.frombuffer(pickle.PickleBuffer(body), np.uint8)[4:]):
+        assert [sent.tolist() for sent in decode._sent(array, torch.device("cpu"))] == [array.tolist()] * 2
+        assert decode._sent(array, torch.device("meta"))[0].is_meta
+
+
+@kernel_test
+@pytest.mark.usefixtures("by_kernels")
+def test_a_mapped_file_that_was_written_to_is_not_decoded(tmp_path: Path) -> None:
+    """The kernel reads a copy that was checked."""
+    x = (torch.arange(600).view(2, 300) * 7919) % 1000
+    compress(TensorDict({"x": x, "s": (x % 50 == 0) * x, "r": x // 20 * 20}, [2])).save(tmp_path / "b")
+    back, data = PackedBatch.load(tmp_path / "b"), (tmp_path / "b").read_bytes()
+    assert_decodes(back)
+    begin = 8 + int.from_bytes(data[:8], "little")
+    with (tmp_path / "b").open("r+b") as opened:
+        opened.seek(begin)
+        opened.write(b"\xff" * (len(data) - begin))
+    with pytest.raises(
+        WireFormatError, match=r"^decompress: the packed bytes were written to .*; expected .*mmap=False"
+    ):
+        decompress(back, device=DEVICE)
+
+
+def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
+    pytest.importorskip("triton")
+    from maskpack.packed.cuda import kernel
+
+    names = ["first", *job_table.JobTarget._fields, "source"]
+    assert [getattr(kernel, name.upper()).value for name in names] == [*range(len(names))]
+    sources = [getattr(kernel, name.upper()).value for name in job_table.JobSource._fields]
+    assert sources == [*range(len(sources))]
+    assert len(names) - 1 + len(sources) == job_table.JOB
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 2), (7, 2, 3), (7, 0), (7, 1)])
+def test_jagged_tensors_made_together_are_as_torch_makes_them(shape: tuple[int, ...]) -> None:
+    offsets = torch.tensor([0, 3, 3, 7])
+    fields = [torch.rand(shape), torch.rand(shape).to(torch.bfloat16), torch.rand((7, 5)), torch.rand(shape) > 0.5]
+    fields.append(torch.rand((*shape[::-1],)).permute(*reversed(range(len(shape)))))
+    for x, seen in zip(fields, jagged_all(fields, offsets, 0, 4), strict=True):
+        want = torch.nested.nested_tensor_from_jagged(x, offsets, min_seqlen=0, max_seqlen=4)
+        assert (seen.shape, seen.stride(), seen.dtype) == (want.shape, want.stride(), want.dtype)
+        assert vars(seen).keys() == vars(want).keys()
+        assert torch._C._dispatch_keys(seen).has(torch._C.DispatchKey.NestedTensor)
+        assert str(torch._C._dispatch_keys(seen)) == str(torch._C._dispatch_keys(jagged_all([x], offsets, 0, 4)[0]))
+        assert seen.values().data_ptr() == x.data_ptr()
+        assert seen.offsets() is offsets
+        assert (seen._get_min_seqlen(), seen._get_max_seqlen()) == (0, 4)
+        assert torch.equal((seen.to(torch.float32) * 2).values(), x.to(torch.float32) * 2)
+        assert [row.tolist() for row in seen.unbind()] == [x[:3].tolist(), [], x[3:].tolist()]
+
+
+def test_jagged_tensors_made_together_do_not_share_what_may_change() -> None:
+    offsets = torch.tensor([0, 3, 3, 7])
+    one, other = jagged_all([torch.zeros(7), torch.ones(7)], offsets, 0, 4)
+    other._metadata_cache["max_seqlen"] = torch.zeros(9, 0)
+    assert one._get_max_seqlen() == 4
+    other += 1
+    assert one.values().tolist() == [0] * 7
+    assert other.values().tolist() == [2] * 7
+    assert pickle.loads(pickle.dumps(other)).values().tolist() == [2] * 7
+
+
+# -------------------------------------------------------------------- decoding on a GPU
+
+
+@gpu_test
+@pytest.mark.parametrize("lies", ["anywhere", "pinned", "there"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_launch_few_copies_no_sync(format: Any, lies: str) -> None:
+    packed = small(rows=32, response=1500)
+    packed = packed.pin_memory() if lies == "pinned" else packed
+    if lies == "there":
+        buffers: list[pickle.PickleBuffer] = []
+        stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+        there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).cuda()
+        packed = pickle.loads(stream, buffers=[decode.mirrored(there)])
+    decompress(packed, format=format, device="cuda")
+    with count_syncs() as syncs:
+        decompress(packed, format=format, device="cuda")
+    assert not syncs
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        decompress(packed, format=format, device="cuda")
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [name for name in names if "Memcpy HtoD" in name]
+    launched = [name for name in names if "Memcpy" not in name and "Memset" not in name]
+    assert len(copies) == (1 if lies == "there" else 2), names
+    assert all("Pinned" in name for name in copies)
+    assert len(launched) == 1, names
+    assert "decode" in launched[0]
+
+
+@gpu_test
+@pytest.mark.parametrize("pinned", [False, True])
+def test_many_in_flight_on_two_streams(pinned: bool) -> None:
+    """Staging memory goes round while copies are under way."""
+    made = [workload(rows=16, response=500 + 40 * n) for n in range(6)]
+    packed = [compress(batch, pad_token_id=PAD) for batch in made]
+    packed = [batch.pin_memory() for batch in packed] if pinned else packed
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    block = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    seen: list[list[TensorDict]] = []
+    for turn in range(4):
+        for n, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                block.fill_(turn + n)  # the copies behind it wait
+                seen.append([decompress(batch, format=FORMATS[n], device="cuda") for batch in packed])
+    del packed
+    scratch = [torch.full((1 << 20,), 0xEE, dtype=torch.uint8, pin_memory=True) for _ in range(4)]
+    torch.cuda.synchronize()
+    assert len(scratch) == 4
+    for n, group in enumerate(seen):
+        for batch, expected in zip(group, made, strict=True):
+            back = unnest_batch_by_mask(batch) if n % 2 else batch
+            oracle.assert_same_batch(back.to("cpu"), expected.to("cpu"))
+
+
+@gpu_test
+def test_no_capture() -> None:
+    packed = small()
+    decompress(packed, device="cuda")
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises(LayoutError, match=r"decompress: a CUDA graph is being captured"):
+            decompress(packed, device="cuda")
+    assert_decodes(packed)
+
+
+@gpu_test
+def test_launches_share_one_compiled_kernel() -> None:
+    from maskpack.packed.cuda import kernel
+
+    def compiled() -> int:
+        return sum(len(entry[0]) for entry in kernel._decode.device_caches.values())
+
+    assert_decodes(small(rows=5, prompt=3, response=17))
+    count = compiled()
+    assert_decodes(small(variant="multi-turn", rows=16, prompt=16, response=64))
+    assert_decodes(small(variant="m-rope", rows=1, prompt=8, response=1).pin_memory())
+    assert_decodes(small(variant="routed-experts", rows=3, prompt=5, response=33)[1:])
+    assert compiled() == count
+
+
+@gpu_test
+def test_the_last_words_of_the_longest_rows_are_written() -> None:
+    """Places behind them pass int32."""
+    from maskpack.packed.cuda import kernel
+
+    words = (1 << 31) - job_table.SPAN // 2
+    out = torch.full((words + job_table.SPAN,), 77, dtype=torch.uint8, device="cuda")
+    spans = -(-words // job_table.SPAN)
+    target = job_table.JobTarget(spans, job_table.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
+    job = [0, *target, *job_table.JobSource(job_table.BY_PIECE, begin_unit=0, data=0, data_size=1, single=1)]
+    body = torch.full((1,), 9, dtype=torch.uint8, device="cuda")
+    kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
+    assert int((out[:words] != 9).sum()) == 0
+    assert int((out[words:] != 77).sum()) == 0
+
+
+@gpu_test
+def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = small()
+    monkeypatch.setenv("MASKPACK_TRITON", "0")
+    assert not decode.decoded(packed, packed.schema.forms, True, "cuda").entries
+    assert_decodes(packed)
+
+
+@gpu_test
+def test_fields_go_home_to_their_devices() -> None:
+    batch = workload()
+    away = ("advantages", "returns")
+    packed = compress(batch.clone().update({name: batch[name].cuda() for name in away}), pad_token_id=PAD)
+    for format in FORMATS:
+        seen = decompress(packed, format=format)
+        assert {name for name in batch.keys() if seen[name].is_cuda} == {*away}  # noqa: SIM118
+    oracle.assert_same_batch(decompress(packed).to("cpu"), batch.to("cpu"))
+
+
+@gpu_test
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_another_device_than_the_current_one() -> None:
+    batch = workload()
+    seen = decompress(compress(batch, pad_token_id=PAD), device="cuda:1")
+    assert seen["input_ids"].device == torch.device("cuda:1")
+    oracle.assert_same_batch(seen.to("cpu"), batch.to("cpu"))
+
+
+# -------------------------------------------------------------------- encoding: by the kernels, or left to the host
+
+
+def assert_rows(packed: PackedBatch, batch: TensorDict) -> None:
+    seen = decompress(packed, format="nested" if any(x.is_nested for x in batch.values()) else "padded", device="cpu")
+    oracle.assert_same_batch(seen.select(*batch.keys()), batch.to("cpu"))
+
+
+LENGTHS = (3, 0, 700, 256, 1, 64, 63, 1025, 2048, 5)
+
+
+def jagged(rows: list[Any], dtype: torch.dtype) -> Tensor:
+    return samples.jagged([torch.from_numpy(np.asarray(row)).to(dtype) for row in rows])
+
+
+@kernel_test
+def test_forms_of_a_padded_batch_serve_a_nested_one(by_kernels: Place) -> None:
+    """Whose layouts come in another order."""
+    batches = [workload(seed).to(DEVICE) for seed in range(3)]
+    compress(batches[0], pad_token_id=PAD)
+    for batch in batches:
+        packed = compress(nest_batch_by_mask(batch, pad_token_id=PAD), pad_token_id=PAD)
+        assert len(by_kernels.names(packed)) >= 10
+        assert_rows(packed, batch)
+
+
+@kernel_test
+def test_what_does_not_fit_its_form_is_left_to_the_host(by_kernels: Place) -> None:
+    rng = np.random.default_rng(5)
+    steps, noise = ([f(n) for n in LENGTHS] for f in (np.arange, lambda n: rng.integers(0, 99, n)))
+    for own, names in ((steps, set[str]()), (noise, {"b"}), (noise, set[str]()), (steps, {"a", "b"})):
+        fields = {"a": jagged(own, torch.int64), "b": jagged(steps, torch.int32)}
+        batch = TensorDict(fields, batch_size=[len(LENGTHS)])
+        packed = compress(batch.to(DEVICE))
+        assert_rows(packed, batch)
+        assert by_kernels.names(packed) <= names
+    assert by_kernels.encoded[0] is None  # the host chooses
+    assert by_kernels.encoded[2] is None  # and once more, as a field did not fit
+
+
+@kernel_test
+@pytest.mark.parametrize("hashes", ["equal", "right"])
+def test_rows_are_equal_by_their_words_not_by_their_hash(
+    monkeypatch: pytest.MonkeyPatch, by_kernels: Place, hashes: str
+) -> None:
+    words = np.random.default_rng(7).integers(0, 2**31, (4, 300))
+    measured = encode.Encoder.measured
+
+    def collided(self: Any, *others: Tensor) -> Any:
+        found = measured(self, *others)
+        found[0][:, :, 6] = 1
+        return found
+
+    if hashes == "equal":
+        monkeypatch.setattr(encode.Encoder, "measured", collided)
+    for order in ([0, 0, 1, 1, 2, 2], [3, 2, 3, 2, 1, 1]):
+        rows = [*words[order]]
+        fields = {"a": jagged(rows, torch.int64), "b": jagged(rows[::-1], torch.int64)}
+        batch = TensorDict(fields, batch_size=[6])
+        packed = compress(batch.to(DEVICE))
+    assert by_kernels.names(packed) == (set() if hashes == "equal" else {"a", "b"})
+    assert_rows(packed, batch)
+
+
+@kernel_test
+def test_equal_fields_are_stored_once(by_kernels: Place) -> None:
+    for seed in range(2):
+        a = jagged([np.random.default_rng(seed).normal(size=n) for n in LENGTHS], torch.float32).to(DEVICE)
+        fields = {name: torch.nested.nested_tensor_from_jagged(a.values(), a.offsets()) for name in "abc"}
+        packed = compress(TensorDict(fields, batch_size=[len(LENGTHS)]))
+    assert by_kernels.names(packed) == {"a", "b", "c"}
+    assert len(set(packed.table.fields.tolist())) == 1
+    for name in "abc":
+        assert torch.equal(decompress(packed, format="nested", device=DEVICE)[name].values(), a.values())
+
+
+@kernel_test
+def test_odd_bools_are_refused(by_kernels: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maskpack.nesting.verify.odd_bools", lambda words: False)  # as for tensors on a GPU
+    registry = {"a": MaskNestingSpec(None)}
+    compress(TensorDict({"a": torch.tensor([[0, 1, 1]] * 4).bool().to(DEVICE)}, [4]), registry=registry)
+    odd = torch.tensor([[0, 1, 2]] * 4, dtype=torch.uint8).view(torch.bool).to(DEVICE)
+    with pytest.raises(LayoutError, match='field "a" is torch'):
+        compress(TensorDict({"a": odd}, [4]), registry=registry)
+    assert by_kernels.encoded
+
+
+@kernel_test
+def test_the_host_looks_for_better_forms_from_time_to_time(by_kernels: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_A_LOOK", 3)
+    rng = np.random.default_rng(13)
+    for number in range(7):
+        a = jagged([rng.integers(0, 9, n) for n in LENGTHS], torch.int64).to(DEVICE)
+        compress(TensorDict({"a": a}, batch_size=[len(LENGTHS)]))
+        assert (by_kernels.encoded[-1] is None) == (number in (0, 4))
+
+
+# -------------------------------------------------------------------- encoding: by a plan
+
+
+def _stray(batch: TensorDict) -> None:
+    batch["old_log_probs"][0, -1] = 1.0
+
+
+def _stray_edge(batch: TensorDict) -> None:
+    batch["position_ids"][1, 0] += 1
+
+
+def _several_spans(batch: TensorDict) -> None:
+    batch["attention_mask"][0, :] = 1
+    batch["attention_mask"][0, 1] = 0
+
+
+def _gap_in_numbers(batch: TensorDict) -> None:
+    """A gap in a mask of many numbers, which has no form that a 0 does not fit."""
+    _several_spans(batch)
+    _numbered(batch)
+
+
+def _numbered(batch: TensorDict) -> None:
+    mask = batch["attention_mask"]
+    batch["attention_mask"] = (mask != 0) * torch.randint(
+        1, 200, mask.shape, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def _noise(batch: TensorDict) -> None:
+    mask = batch["response_mask"] != 0
+    batch["advantages"] = torch.randn(mask.shape).where(mask, 0)
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    ("change", "verify"),
+    [
+        (_stray, "always"),
+        (_stray_edge, "always"),
+        (_several_spans, "always"),
+        (_several_spans, "never"),
+        (_gap_in_numbers, "never"),
+        (_noise, "always"),
+    ],
+)
+def test_a_batch_that_does_not_fit_its_plan(by_kernels: Place, change: Any, verify: Any) -> None:
+    batches = [workload(seed) for seed in range(4)]
+    change(batches[3])
+    for batch in batches[:3] if change is _gap_in_numbers else []:
+        _numbered(batch)
+    for batch in batches:
+        packed = compress(batch.to(DEVICE), pad_token_id=PAD, verify=verify)
+        assert_rows(packed, batch)
+    assert by_kernels.plans == [True, False]
+    for name, lossy in {"old_log_probs": _stray, "position_ids": _stray_edge}.items():
+        assert packed.forms[(name,)].kind == ("dense" if change is lossy else "padded")
+
+
+@kernel_test
+@pytest.mark.parametrize("reason", ["rows of several spans", "rows that are too long"])
+def test_batches_without_a_plan(by_kernels: Place, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Nothing is measured in vain for them."""
+    if reason == "rows that are too long":
+        monkeypatch.setattr(device_plan, "MOST", 123)
+    for seed in (0, 1, 0):
+        batch = workload(seed)
+        if reason == "rows of several spans":
+            _several_spans(batch)
+        assert_rows(compress(batch.to(DEVICE), pad_token_id=PAD), batch)
+    assert by_kernels.plans == []
+    assert by_kernels.encoded[-1] is not None
+
+
+@gpu_test
+def test_synchronisations() -> None:
+    batches = [workload(seed, rows=96, prompt=200, response=3000, fill=0.2).to("cuda") for seed in range(4)]
+    for batch in batches[:3]:
+        compress(batch, pad_token_id=PAD)
+    with count_syncs() as syncs:
+        packed = compress(batches[3], pad_token_id=PAD)
+    assert len(syncs) <= 2
+    assert torch.from_numpy(packed.table.body).is_pinned()

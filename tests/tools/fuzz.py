@@ -1,0 +1,157 @@
+"""Random cases of one kind, each made from its seed: `python -m tests.tools.fuzz NAME --count N --seed S`.
+
+    batches     rows of random batches on every path, against rows of the padded batch
+    core        random tables through the compiled core alone                    --library FILE
+    dispatch    random sequences of calls on a local Ray                         --nodes --threads --kills
+    queue       processes of TransferQueue die while others put and get
+    wire        broken files; what was read must decode                          --table FILE ...
+
+A case that fails is printed with the command that plays it again; the end prints what was done. `--jobs` plays cases in
+several processes, and then what hangs or ends its process is a failure, too. `--sanitize` does it with a core that is
+compiled with ASan and UBSan.
+
+A fuzzer is a module `fuzz_NAME` with `play(seed)`, which plays a case and counts what came of it, and perhaps
+`COUNT`, `options(parser)`, `session(given)`, a context in which cases are played, and `cases(given)` in place of seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NAMES = ("batches", "core", "dispatch", "queue", "wire")
+MOST_FAILURES = 5
+SECONDS = 20
+"""The longest that a case takes in a process of its own."""
+MOST_AT_ONCE = 64
+"""The MiB that --sanitize lets be reserved at once."""
+Case = tuple[str, Callable[[], Counter[str]]]
+
+
+class Found(NamedTuple):
+    """Counts of what came of cases; the failures; and the most CPU seconds that a case took, and the most MiB by which
+    one raised the peak, with its name."""
+
+    counts: Counter[str]
+    failures: list[str]
+    most: tuple[tuple[float, str], tuple[float, str]]
+
+    def with_more(self, other: Found) -> Found:
+        most = (max(self.most[0], other.most[0]), max(self.most[1], other.most[1]))
+        return Found(self.counts + other.counts, self.failures + other.failures, most)
+
+
+NOTHING = Found(Counter(), [], ((0.0, ""), (0.0, "")))
+
+
+def run(cases: Iterable[Case], now: Any = None) -> Found:
+    """Plays cases, until too many have failed. With `now`, it has the name of the case, which ends the process if it
+    hangs."""
+    found = NOTHING
+    for name, play in cases:
+        if now is not None:
+            now.value = name.encode()
+            signal.alarm(SECONDS)
+        before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        failures: list[str] = []
+        try:
+            counts = Counter(cases=1) + play()
+        except Exception:
+            counts = Counter(cases=1)
+            failures.append(f"{name}\n{traceback.format_exc()}")
+            print(failures[-1], flush=True)
+        signal.alarm(0)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
+        found = found.with_more(Found(counts, failures, ((time.process_time() - before, name), (grown, name))))
+        if len(found.failures) >= MOST_FAILURES:
+            break
+    return found
+
+
+def run_apart(jobs: Iterable[Iterable[Case]]) -> Found:
+    """The same, each in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    crew: list[Any] = []
+    for cases in jobs:
+        now = context.Array("c", 200, lock=False)
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=lambda cases, now, end: end.send(run(cases, now)), args=(cases, now, theirs))
+        process.start()
+        theirs.close()
+        crew.append((process, ours, now))
+    found = NOTHING
+    for process, ours, now in crew:
+        try:
+            found = found.with_more(ours.recv())
+        except EOFError:
+            process.join()
+            name = f"{now.value.decode()}\nexit status {process.exitcode}"
+            print(name, flush=True)
+            found = found.with_more(NOTHING._replace(failures=[name]))
+    return found
+
+
+def used() -> str:
+    """The memory and the files of this process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return f"{int(line.split()[1]) // 1024} MB resident, {len(os.listdir('/proc/self/fd'))} file descriptors"
+
+
+def main() -> int:
+    sys.path[:0] = [str(HERE.parent), *(str(path) for path in HERE.parent.iterdir() if path.is_dir())]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--count", type=int, help="cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0 for this one alone")
+    parser.add_argument("--sanitize", action="store_true")
+    fuzzer = importlib.import_module(f"fuzz_{parser.parse_known_args()[0].name}")
+    getattr(fuzzer, "options", id)(parser)
+    given = parser.parse_args()
+    if given.sanitize:
+        import sanitized
+
+        words = [word for word in sys.argv[1:] if word != "--sanitize"]
+        options = f":max_allocation_size_mb={MOST_AT_ONCE}"
+        # not with -m, which finds the package in the working directory
+        return sanitized.run(sys.executable, __file__, *words, "--jobs", str(max(given.jobs, 1)), options=options)
+    warnings.simplefilter("ignore")
+    count = getattr(fuzzer, "COUNT", 100) if given.count is None else given.count
+
+    def seeded(seed: int) -> Case:
+        return f"python -m tests.tools.fuzz {given.name} --count 1 --seed {seed}", lambda: fuzzer.play(seed)
+
+    def cases(first: int = 0, step: int = 1) -> Iterable[Case]:
+        return (seeded(seed) for seed in range(given.seed + first, given.seed + count, step))
+
+    begun = time.monotonic()
+    with getattr(fuzzer, "session", nullcontext)(given):
+        first = used()
+        if hasattr(fuzzer, "cases") and (own := fuzzer.cases(given)) is not None:
+            found = run_apart([own]) if given.jobs else run(own)
+        else:
+            found = run_apart(cases(job, given.jobs) for job in range(given.jobs)) if given.jobs else run(cases())
+        print("at most {:.2f} s of CPU ({}); the peak raised by at most {:.0f} MiB ({})".format(*sum(found.most, ())))
+        print(f"begin: {first}; end: {used()}")
+    done = dict(sorted(found.counts.items()))
+    print(f"{done}, {len(found.failures)} failed, {time.monotonic() - begun:.0f} s", flush=True)
+    return int(bool(found.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

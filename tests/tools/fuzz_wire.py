@@ -1,0 +1,460 @@
+"""The byte form.
+
+Golden files and files of random batches are taken apart with plain loops and put together wrong: bytes, members of the
+manifest, numbers of the table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was
+read must decode. Some are looked at closely: the memory of the reader, rows that move, bytes that are written again,
+and the words, which must be those that the reader in docs/wire-format.md finds. What hangs or reads outside its memory
+ends the process that looks at it: play with `--jobs`.
+
+`--table FILE` sets every number of the table of a file to the values of ODD and to its neighbour's, one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import re
+import struct
+import tracemalloc
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from maskpack import EDGE, PER_ROW, PackedBatch, compress, decompress
+from maskpack.errors import LayoutError, WireFormatError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NORM = Path(__file__).parents[2] / "docs" / "wire-format.md"
+SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
+ODD = (0, 1, -1, 2**31, 2**62)
+EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))
+VALUES = (*EXTREMES, None, True, "", "x", "mask", "int64", [], {}, [0], [[]], {"float": "inf"}, 0.5, 1e308, 2**64)
+COUNT = 20000
+LIMIT = 1 << 22
+FREE = 1 << 20
+SMALL = 1 << 15
+"""The widths and the bytes up to which the slow reader of the norm reads a message, too."""
+SOURCES = 300
+CLOSELY = 16
+"""One of so many is looked at closely."""
+
+# -------------------------------------------------------------------- a message in pieces
+
+
+@dataclass
+class Pieces:
+    """A file in pieces; what is here may be wrong."""
+
+    metadata: dict[str, Any]
+    manifest: Any
+    arrays: list[list[Any]] = field(default_factory=list)  # name, dtype, bytes: in the order of the file
+
+    @classmethod
+    def of(cls, data: bytes) -> Pieces:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        metadata = header.pop("__metadata__")
+        body = data[8 + size :]
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        arrays = [[name, e["dtype"], body[slice(*e["data_offsets"])]] for name, e in entries]
+        return cls(metadata, json.loads(metadata.pop("manifest")), arrays)
+
+    def array(self, number: int) -> list[Any]:
+        return next(entry for entry in self.arrays if entry[0].partition(".")[0] == str(number))
+
+    @property
+    def table(self) -> list[int]:
+        return integers(self.array(0)[2], 8)
+
+    @table.setter
+    def table(self, numbers: Iterable[int]) -> None:
+        self.array(0)[2] = b"".join(written(number, 8) for number in numbers)
+
+    def joined(
+        self,
+        checksum: bool = True,
+        header: Callable[[dict[str, Any]], Any] = id,
+        text: Callable[[str], str] = str,
+        manifest: Callable[[str], str] = str,
+    ) -> bytes:
+        """A file. `checksum`: one that is right, where there was one. The others change parts of it on their way."""
+        metadata = dict(self.metadata, manifest=manifest(json.dumps(self.manifest)))
+        entries: dict[str, Any] = {}
+        body = b""
+        for name, dtype, raw in self.arrays:
+            size = SIZES.get(dtype, 1)
+            entry = {"dtype": dtype, "shape": [len(raw) // size], "data_offsets": [len(body), len(body) + len(raw)]}
+            body += raw
+            entries[name] = entry
+        if checksum and "crc32" in metadata:
+            numbered = sorted(entries.items(), key=lambda item: int(item[0].partition(".")[0]))
+            lines = [f"{e['dtype']}:{e['data_offsets'][0]}:{e['data_offsets'][1]};" for _, e in numbered]
+            metadata["crc32"] = f"{zlib.crc32((metadata['manifest'] + ''.join(lines)).encode() + body):08x}"
+        whole = {"__metadata__": metadata, **entries}
+        header(whole)
+        raw = text(json.dumps(whole)).encode()
+        raw += b" " * (-(len(raw) + 8) % 64)
+        return len(raw).to_bytes(8, "little") + raw + body
+
+
+def written(number: int, size: int) -> bytes:
+    return (number % 256**size).to_bytes(size, "little")
+
+
+def integers(raw: bytes, size: int) -> list[int]:
+    return [int.from_bytes(raw[at : at + size], "little", signed=True) for at in range(0, len(raw), size)]
+
+
+NONE = (0, 1, 0)
+KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
+Place = Sequence[int]
+
+
+class Made:
+    """A message that is put together from nothing: arrays, layouts, entries and fields, one after the other."""
+
+    def __init__(self, rows: int = 1, dims: Sequence[int] | None = ()) -> None:
+        root = {"dims": None if dims is None else list(dims), "device": None}
+        self.manifest: dict[str, Any] = {"rows": rows, "root": root, "axes": [], "layouts": [], "fields": [], "body": 1}
+        self.layouts: list[int] = []
+        self.entries: list[int] = []
+        self.fields: list[int] = []
+        self.pads: list[int] = []
+        self.body = b""
+        self.more: list[list[Any]] = []
+
+    def put(self, numbers: Iterable[int], size: int = 1) -> Place:
+        raw = b"".join(written(number, size) for number in numbers)
+        at = len(self.body)
+        self.body += raw + bytes(-len(raw) % 8)
+        return at, size, len(raw) // size
+
+    def layout(self, width: int, kind: int = 0, parent: int = 0, low: int = 0, *places: Place) -> int:
+        places = (*places, NONE, NONE, NONE)[:3]
+        self.layouts += [width, 0, kind, parent, low, *(number for place in places for number in place)]
+        self.manifest["layouts"].append(f"l{len(self.manifest['layouts'])}")
+        return len(self.manifest["layouts"]) - 1
+
+    def entry(self, kind: str, *places: Place, layout: int = -1, **more: int) -> int:
+        """Of bytes, with one word an element, unless `more` says otherwise."""
+        known = {"items": 1, "size": 1, "number": 0, "first": -1, "second": -1} | more
+        places = (*places, NONE, NONE, NONE)[:3]
+        self.entries += [KINDS.index(kind), layout, *known.values(), *(n for place in places for n in place)]
+        return len(self.entries) // 16 - 1
+
+    def field(self, entry: int, kind: str = "jagged", dtype: str = "uint8", pads: Place = NONE, **more: Any) -> None:
+        name = f"f{len(self.fields)}"
+        layout, items = self.entries[16 * entry + 1 : 16 * entry + 3]
+        form: dict[str, Any] = {"path": [name], "kind": kind, "dtype": dtype, "device": "cpu"}
+        form["shape"] = [] if items == 1 else [items]
+        if layout < 0:
+            form["kind"] = "dense"
+        else:
+            form["layout"] = self.manifest["layouts"][layout]
+        self.manifest["fields"].append(form | more)
+        self.fields.append(entry)
+        self.pads += pads
+
+    def pieces(self) -> Pieces:
+        counts = [len(self.layouts) // 14, len(self.entries) // 16, len(self.fields)]
+        table = [*counts, *self.layouts, *self.entries, *self.fields, *self.pads]
+        raw = b"".join(written(number, 8) for number in table)
+        arrays = [["0.table", "I64", raw], ["1.body", "U8", self.body], *self.more]
+        return Pieces({"format": "maskpack", "version": "2"}, self.manifest, arrays)
+
+    def joined(self) -> bytes:
+        return self.pieces().joined()
+
+
+# -------------------------------------------------------------------- mutations
+
+
+def byte_mutation(data: bytes, other: bytes, rng: random.Random) -> bytes:
+    line = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        place = rng.randrange(len(line))
+        way = rng.randrange(8)
+        if way <= 1:
+            line[place] ^= 1 << rng.randrange(8)
+        elif way == 2:
+            line[place] = rng.choice((0, 255, 127, 128, rng.randrange(256), ord(rng.choice('0123456789"{}[],:-. '))))
+        elif way == 3:
+            del line[place : place + rng.choice((1, 8, 1000))]
+            line = line or bytearray(1)
+        elif way == 4:
+            begin, length = rng.randrange(len(line)), rng.choice((1, 8, 64))
+            line[place:place] = line[begin : begin + length]
+        elif way == 5:
+            del line[place:]
+            line = line or bytearray(1)
+        elif way == 6:
+            line[place // 8 * 8 : place // 8 * 8 + 8] = written(rng.choice((*EXTREMES, rng.getrandbits(64))), 8)
+        else:
+            line[place:] = other[rng.randrange(len(other)) :] or b"\0"
+    return bytes(line)
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Every container with every place in it."""
+    found: list[tuple[Any, Any]] = []
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        places = [*item] if isinstance(item, dict) else range(len(item)) if isinstance(item, list) else ()
+        found += [(item, place) for place in places]
+        todo += [item[place] for place in places]
+    return found
+
+
+def mutate(tree: Any, rng: random.Random) -> None:
+    """Changes one place of parsed JSON."""
+    places = places_in(tree)
+    if not places:
+        return
+    holder, key = rng.choice(places)
+    way = rng.randrange(5)
+    if way <= 1:
+        holder[key] = copy.deepcopy(rng.choice(VALUES))
+    elif way == 2:
+        other, place = rng.choice(places)
+        holder[key] = copy.deepcopy(other[place])
+    elif way == 3:
+        del holder[key]
+    elif isinstance(holder, dict):
+        holder[rng.choice((f"{key}x", "hints", "pickle", "json", "codec", "axis", "layout"))] = holder[key]
+    else:
+        holder.insert(key, holder[key])
+
+
+def mutate_table(pieces: Pieces, rng: random.Random) -> None:
+    line = pieces.table
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        place = rng.randrange(3, len(line)) if len(line) > 3 else rng.randrange(len(line))
+        near = rng.choice((1, -1, 2, 8, -8, line[rng.randrange(len(line))]))
+        line[place] = rng.choice((line[place] + near, near, rng.choice(EXTREMES), rng.getrandbits(64)))
+        if rng.random() < 0.1:  # a place or an entry over another
+            begin, length = rng.randrange(len(line)), rng.choice((3, 16))
+            part = line[begin : begin + length]
+            line[place : place + len(part)] = part
+    pieces.table = line
+
+
+def mutate_body(pieces: Pieces, rng: random.Random) -> None:
+    """Bytes of an array, whose size stays."""
+    array = rng.choice(pieces.arrays)
+    raw = bytearray(array[2])
+    for _ in range(rng.choice((1, 1, 2, 8)) if raw else 0):
+        raw[rng.randrange(len(raw))] = rng.choice((0, 1, 2, 127, 128, 255, rng.randrange(256)))
+    array[2] = bytes(raw)
+
+
+def mutant(sources: Sequence[bytes], seed: str) -> bytes:
+    rng = random.Random(seed)
+    source = rng.choice(sources)
+    if rng.random() < 0.15:
+        return byte_mutation(source, rng.choice(sources), rng)
+    pieces = Pieces.of(source)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        way = rng.randrange(6)
+        if way <= 1:
+            mutate(pieces.manifest, rng)
+        elif way <= 3:
+            mutate_table(pieces, rng)
+        else:
+            mutate_body(pieces, rng)
+    return pieces.joined(rng.random() < 0.9, lambda whole: mutate(whole, rng) if rng.random() < 0.05 else None)
+
+
+def golden_files() -> list[bytes]:
+    return [file.read_bytes() for file in sorted(GOLDEN.glob("*.maskpack"))]
+
+
+def random_file(kind: str, rng: np.random.Generator) -> bytes:
+    """A small batch with fields that are encoded so, of one dtype, perhaps some of its rows."""
+    from packed.test_table import FLOATS, INTEGERS, Form
+
+    dtype = rng.choice(np.array([*FLOATS, *INTEGERS], object))
+    width = int(rng.choice([1, 7, 64, 300]))
+    before, behind = rng.choice(np.array([((), ()), ((), (2,)), ((3,), ())], object))
+    form = Form(kind, width, (0, EDGE, PER_ROW)[rng.integers(3)], tuple(before), tuple(behind), (dtype,))
+    rows = [lambda: rng.random(width) < 0.7, lambda: np.arange(width) < rng.integers(width + 1), lambda: np.ones(width)]
+    mask = [rows[rng.integers(3)]().astype(bool).tolist() for _ in range(rng.integers(6))]
+    packed = compress(form.batch(mask, rng), registry=form.registry(), codec="zstd" if rng.random() < 0.1 else None)
+    first = int(rng.integers(2))
+    return packed[first:].to_bytes(checksum=rng.random() < 0.1)
+
+
+def random_files(seed: int, count: int) -> list[bytes]:
+    """Every encoding in turn."""
+    from packed.test_table import KINDS
+
+    return [random_file(KINDS[number % len(KINDS)], np.random.default_rng([seed, number])) for number in range(count)]
+
+
+def tables(file: Path) -> Iterator[tuple[str, bytes]]:
+    """A file with every number of its table set to other values."""
+    pieces = Pieces.of(file.read_bytes())
+    line = pieces.table
+    for place, number in enumerate(line):
+        for value in dict.fromkeys((*ODD, line[place - 1], line[(place + 1) % len(line)], number + 1, number - 1)):
+            pieces.table = [*line[:place], value, *line[place + 1 :]]
+            yield f"{file.stem}: number {place} is {value}", pieces.joined()
+
+
+# -------------------------------------------------------------------- the norm
+
+
+def norm() -> dict[str, Any]:
+    """The reader that the Python blocks of the norm make up."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
+        exec(compile(block, str(NORM), "exec"), names)
+    return names
+
+
+def bytes_of(x: torch.Tensor) -> bytes:
+    x = x.detach().contiguous()
+    real = torch.view_as_real(x) if x.dtype == torch.complex128 else x
+    return real.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def pad_bytes(entry: Any, count: int) -> Any:
+    """One padded element, as the norm says; numbers through torch."""
+    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
+    if pad == {"pad": "EDGE"}:
+        return "EDGE"
+    if isinstance(pad, dict) and "int" in pad:
+        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
+    if isinstance(pad, dict) and "float" in pad:
+        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
+    elif isinstance(pad, dict):
+        pad = complex(*pad["complex"])
+    wide = torch.float64 if isinstance(pad, float) else torch.complex128 if isinstance(pad, complex) else None
+    return bytes_of(torch.tensor(pad, dtype=wide).to(dtype)) * count
+
+
+def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> None:
+    """Row by row: real values, and padded forms, of each tensor of a batch."""
+    for path, (entry, rows, spans, row_pads) in norm["read"](data).items():
+        x = batch.get(path)
+        item = x.dtype.itemsize
+        raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
+        if x.is_nested:
+            assert b"".join(raw) == bytes_of(x.values())
+            assert [len(row) // item for row in raw] == (x.offsets().diff() * int(np.prod(entry["shape"]))).tolist()
+        elif entry["kind"] != "padded":
+            assert b"".join(raw) == bytes_of(x)
+        else:
+            moved = x.movedim(entry["dim"], 1)
+            element = item * int(np.prod(entry["shape"], dtype=int))
+            norm["ZERO"] = bytes(element)
+            for b, row in enumerate(raw):
+                items = [row[place : place + element] for place in range(0, len(row), element or 1)]
+                items = items if element else [b""] * sum(count for _, count in spans[b])
+                if entry["pad"] == {"pad": "ANY_ZERO"}:
+                    pad = norm["any_zero"](row_pads[b], moved.shape[1], item)
+                else:
+                    pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
+                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
+
+
+# -------------------------------------------------------------------- what must hold
+
+
+def read(data: bytes, limit: int | None) -> PackedBatch | None:
+    """The batch; None if it is refused, as it must be."""
+    try:
+        return PackedBatch.from_bytes(data, max_bytes=limit)
+    except WireFormatError as error:
+        message = str(error)
+        assert message.startswith("PackedBatch.from_bytes: "), message
+        assert "; expected " in message
+        assert len(message) < 2000
+        return None
+
+
+def outcome(data: bytes, limit: int | None = LIMIT) -> str:
+    """The name of what came of it; anything but a good end is raised."""
+    packed = read(data, limit)
+    if packed is None:
+        return "refused"
+    try:
+        decompress(packed, max_bytes=limit)
+    except LayoutError:  # a limit
+        return "accepted, not decoded"
+    return "accepted and decoded"
+
+
+def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT) -> str:
+    tracemalloc.start()
+    try:
+        packed = read(data, limit)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    restored = 2 * (limit or 0) if b"codec" in data else 0
+    assert peak < 2 * len(data) + FREE + restored, f"{peak} bytes for {len(data)}"
+    if packed is None:
+        return "refused, closely"
+    try:
+        whole = decompress(packed, max_bytes=limit)
+        decompress(packed, format="nested", max_bytes=limit)
+    except LayoutError:  # a nested form that torch does not have, a limit
+        return "accepted, not decoded"
+    assert len(packed) == whole.batch_size[0] if whole.batch_size else True
+    again = PackedBatch.from_bytes(packed.to_bytes())
+    assert packed.codec or again.to_bytes() == packed.to_bytes()
+    if whole.batch_size and 0 < len(packed) < 1000:
+        for part in (*packed.chunk(2), packed[1:], packed[0:0], packed.take([-1, 0])):
+            decompress(PackedBatch.from_bytes(part.to_bytes()))
+    narrow = all(layout.width <= SMALL for layout in packed.table.layouts.values())
+    if packed.codec or not narrow or whole.bytes() > SMALL:
+        return "accepted and decoded, closely"
+    assert_as_the_norm_says(data, whole, norm)
+    return "accepted and decoded, as the norm says"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--table", nargs="*", type=Path, help="files whose tables are changed number by number")
+
+
+_READER: dict[str, Any] = {}
+
+
+def session(given: argparse.Namespace) -> AbstractContextManager[None]:
+    torch.set_num_threads(1)
+    _READER.update(norm())
+    if not given.table:
+        sources(given.seed // COUNT)  # before processes fork
+    return nullcontext()
+
+
+@lru_cache(1)
+def sources(seed: int) -> list[bytes]:
+    return [*golden_files(), *random_files(seed, SOURCES)]
+
+
+def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Counter[str]]]] | None:
+    """Those of --table."""
+    if not given.table:
+        return None
+    return ((name, partial(closely, data)) for file in given.table for name, data in tables(file))
+
+
+def closely(data: bytes) -> Counter[str]:
+    return Counter([outcome_closely(data, _READER)])
+
+
+def play(seed: int) -> Counter[str]:
+    data = mutant(sources(seed // COUNT), str(seed))
+    return Counter([outcome(data)]) if seed % CLOSELY else closely(data)
