@@ -68,19 +68,6 @@ def test_response_fields_come_at_the_response_width(form):
 
 
 @all_forms
-def test_every_chunk_has_the_same_width(form):
-    batch = rollout(holes=True, objects=False)
-    source = form(batch)
-    whole = mp.select_and_pad_to_response(source, "responses", "old_log_probs", "input_ids")
-    bounds = [(0, 1), (1, 3), (3, 5), (5, 7)]
-    parts = [mp.select_and_pad_to_response(rows_of(source, slice(a, b)), *whole.keys()) for a, b in bounds]
-    for part, (a, b) in zip(parts, bounds, strict=True):
-        assert part["responses"].shape == (b - a, RESPONSE)
-        assert part["input_ids"].shape == (b - a, RESPONSE)
-    assert_same(torch.cat(parts), whole)
-
-
-@all_forms
 @pytest.mark.parametrize("name", ["input_ids", "attention_mask", "routed_experts", "old_log_probs"])
 def test_sequence_fields_give_their_response_columns(form, name):
     batch = rollout(objects=False)
