@@ -27,7 +27,6 @@ from tensordict import TensorDict
 import maskpack as mp
 
 B, S = len(ROWS), PROMPT + RESPONSE
-SEQUENCE_MASK = real_positions("sequence", ROWS, PROMPT, RESPONSE)
 PROMPTED = ((2, 3), (5, 6), (1, 0), (3, 4), (4, 1), (1, 6))
 """Rows with a prompt each, as extract_response needs where there is a response."""
 

@@ -142,13 +142,6 @@ def test_objects_are_told_apart(a: Any, b: Any) -> None:
     assert_exact(a, a)
 
 
-class Slotted:
-    __slots__ = ("__dict__", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
 class AlwaysEqual:
     def __init__(self, value: int) -> None:
         self.value = value
@@ -157,14 +150,6 @@ class AlwaysEqual:
 
     def __eq__(self, other: object) -> bool:
         return True
-
-
-class Items(list[Any]):
-    pass
-
-
-class Number(float):
-    pass
 
 
 @tensorclass
