@@ -1,7 +1,7 @@
 """Replay that computes shared prefixes once, against packed replay of whole rows: `python -m bench prefixes`.
 
     whole rows   response_log_probs over micro-batches of a token budget, packed, nothing shared
-    shared       the same with share_prefixes, micro-batches planned with cost="prefix"
+    shared       the same with share_prefixes, micro-batches planned with their tree
 
 Groups of a prompt and G responses, and trajectories of an agent with tools (real lengths: workloads.trajectories), on
 models of Qwen3's shapes; forward, and forward + backward with the layers checkpointed. Both begin with a nested batch
@@ -177,7 +177,7 @@ class Stage:
         if not shares:
             return plan_micro_batches(self.lengths, self.sizes.token_budget).apply(self.nested)
         tree = prefix_tree(self.nested)
-        return plan_micro_batches(self.lengths, self.sizes.token_budget, cost="prefix", tree=tree).apply(self.nested)
+        return plan_micro_batches(self.lengths, self.sizes.token_budget, tree=tree).apply(self.nested)
 
     def log_probs(self, shares: bool) -> Iterator[Tensor]:
         for part in self.parts(shares):

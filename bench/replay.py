@@ -40,7 +40,7 @@ from bench.workloads import token_fields
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.ops import attention
-from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
+from maskpack.planning import MicroBatchPlan, PlanOptions, plan_micro_batches
 from maskpack.replay import response_log_probs
 
 OURS, EVEN, DENSE, PADDED = "ours", "ours, rows of one length", "own attention, dense rows of one length", "padded"
@@ -254,8 +254,9 @@ class Stage:
     def plan(self) -> MicroBatchPlan:
         """Even by FLOPs, so that the rest over the last full budget is no micro-batch of a few tokens."""
         shape = self.model.shape
-        work = FlopsModel.of_transformer(shape.parameters, shape.layers, shape.heads * shape.head_dim)
-        return plan_micro_batches(self.rows.lengths, self.sizes.token_budget, work=work)
+        pairs = shape.layers * shape.heads * shape.head_dim
+        options = PlanOptions(work=lambda n: 6.0 * shape.parameters * n + 6.0 * pairs * n.astype(float) ** 2)
+        return plan_micro_batches(self.rows.lengths, self.sizes.token_budget, options=options)
 
     @cached_property
     def padded_name(self) -> str:

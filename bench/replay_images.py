@@ -218,7 +218,7 @@ class Stage:
         if not once:
             return plan_micro_batches(self.lengths, self.sizes.token_budget)
         tree = prefix_tree(self.nested)
-        return plan_micro_batches(tree.lengths, self.sizes.token_budget, cost="prefix", tree=tree)
+        return plan_micro_batches(tree.lengths, self.sizes.token_budget, tree=tree)
 
     @cached_property
     def padded_name(self) -> str:

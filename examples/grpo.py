@@ -341,9 +341,7 @@ class Packed:
         self._loss_tokens = batch["response_mask"].sum(1)
 
     def _plan(self, rows: BatchView, tree: PrefixTree | None, **options: Any) -> RankPlans:
-        if tree is not None:
-            options |= {"cost": "prefix", "tree": tree}
-        return self._group.plan(rows, self.token_budget, **options)
+        return self._group.plan(rows, self.token_budget, tree=tree, **options)
 
     def accumulate(self, model: Any, rows: slice) -> float:
         """As Padded.accumulate: the ranks' gradients are added up here."""

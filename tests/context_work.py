@@ -123,7 +123,8 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     one, spread = mp.replay.response_log_probs(replayable(plain), batch, entropy=True)
     off["entropy"] = far(entropy.values(), spread.values())
     off["one rank"] = far(one.values(), truth)
-    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, context_parallel=dist.get_world_size())
+    shared = mp.planning.PlanOptions(context_parallel=dist.get_world_size())
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, options=shared)
     again = mp.replay.response_log_probs(replay, batch, plan=plan, **options)
     off["planned"] = far(again.values(), truth)
     head = torch.nn.Linear(model.config.hidden_size, 1)
@@ -212,7 +213,10 @@ def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict)
     tokens = batch["attention_mask"][:, PROMPT:].sum(1)
     plan = mp.planning.agree_on_count(
         lambda: mp.planning.plan_micro_batches(
-            batch["attention_mask"].sum(1), 5, context_parallel=2, loss_tokens=tokens
+            batch["attention_mask"].sum(1),
+            5,
+            loss_tokens=tokens,
+            options=mp.planning.PlanOptions(context_parallel=2),
         )
     )
     model.zero_grad()

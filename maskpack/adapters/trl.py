@@ -383,7 +383,6 @@ class _Run:
         plan = plan_micro_batches(
             batch["attention_mask"].ne(0).sum(-1).numpy(),
             batch_size * batch["input_ids"].shape[1],
-            cost="tokens" if tree is None else "prefix",
             tree=tree,
         )
         together = isinstance(self.model, DistributedDataParallel | FSDPModule)

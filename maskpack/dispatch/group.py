@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, overload
 
 import numpy as np
@@ -555,7 +555,7 @@ class WorkerGroup:
     def plan(
         self,
         batch: TensorDictBase | PackedBatch | BatchView,
-        token_budget: float | None,
+        token_budget: float,
         *,
         lengths: Any = None,
         **options: Any,
@@ -568,8 +568,7 @@ class WorkerGroup:
             token_budget: the largest number of valid tokens of a micro-batch.
             lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
                 layout, or the sum of the prompt and the response layout.
-            options: options of `plan_ranks`. For cost="prefix", a tree comes from `maskpack.replay.prefix_tree(batch)`,
-                by token ids, or from `PrefixTree.from_groups`, by labels and prompt lengths.
+            options: further arguments of `plan_ranks`: tree, groups, loss_tokens and options.
 
         Raises:
             PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths; or `lengths` has
@@ -583,7 +582,7 @@ class WorkerGroup:
                     "lengths are known. Put the batch first, rows = group.put(batch), or pass lengths=."
                 )
             return plan_ranks(planned_lengths(self._argument(batch)), self.num_ranks, token_budget, **options)
-        plan = plan_ranks(lengths, self.num_ranks, token_budget, own_lengths=True, **options)
+        plan = replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
         if plan.lengths.size != len(batch):
             raise PlanError(
                 f"WorkerGroup.plan: lengths of {plan.lengths.size} rows for a batch of {len(batch)}; expected one for "

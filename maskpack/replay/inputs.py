@@ -272,7 +272,7 @@ def prefix_tree(
     min_shared: int = MIN_SHARED,
     routed_experts: bool = False,
 ) -> PrefixTree:
-    """The trie of the rows of a batch, for plans with cost="prefix".
+    """The trie of the rows of a batch, for `tree=` of plans.
 
     Args:
         batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation for the ids and one for the positions

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from maskpack.adapters.transformers import collator
 from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.errors import LayoutError, PlanError
+from maskpack.planning import PlanOptions
 
 MODEL_KEYS = ("input_ids", "labels", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -170,7 +171,7 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(budget, multiple
 
 def test_the_plan_knows_the_loss_tokens():
     samples = [sample(tokens) for tokens in (6, 4, 1, 9)]
-    plan, inputs = PackedCollator().micro_batches(samples, 10, num_updates=2)
+    plan, inputs = PackedCollator().micro_batches(samples, 10, options=PlanOptions(num_updates=2))
     counted = [[sum(label != -100 for label in expected([samples[row]])["labels"]) for row in range(4)]]
     for update, rows_of in enumerate(plan.updates):
         total = sum(counted[0][row] for rows in rows_of for row in rows)

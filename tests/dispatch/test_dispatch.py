@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import ray
 import samples
@@ -24,7 +25,7 @@ from test_docs import BLOCK, DOCS
 import maskpack as mp
 from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
 from maskpack.dispatch import call as calls
-from maskpack.planning import PrefixTree
+from maskpack.planning import PlanOptions, PrefixTree
 
 RANKS = 3
 B = len(ROWS)
@@ -505,7 +506,7 @@ def test_micro_batches_planned_on_the_driver(group, batch):
     rows = group.put(batch)
     lengths = batch["attention_mask"].sum(-1)
     budget = int(lengths.max()) + 3
-    plan = group.plan(rows, budget, num_updates=2, loss_tokens=batch["response_mask"].sum(-1))
+    plan = group.plan(rows, budget, loss_tokens=batch["response_mask"].sum(-1), options=PlanOptions(num_updates=2))
     told = group.call("planned", rows, plan=plan)
     assert [each["uid"] for each in told] == [[batch["uid"][row] for row in own] for own in plan.rows]
     assert sorted(row for own in plan.rows for row in own) == list(range(B))
@@ -531,10 +532,14 @@ def _second(told):
     return told["weights"][told["counts"][0] :]
 
 
-@pytest.mark.parametrize("count", [None, 1, 5])
-def test_a_method_for_micro_batches(group, batch, count):
+BY_ROWS = PlanOptions(cost=np.ones_like)
+"""A budget is a number of rows."""
+
+
+@pytest.mark.parametrize("multiple", [1, 5])
+def test_a_method_for_micro_batches(group, batch, multiple):
     rows = group.put(batch)
-    plan = group.plan(rows, int(batch["attention_mask"].sum(-1).max()), min_count=count)
+    plan = group.plan(rows, int(batch["attention_mask"].sum(-1).max()), options=PlanOptions(multiple_of=multiple))
     values, sizes, tokens = group.call("scale_in_parts", rows, 3.0, plan=plan)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
     assert [len(own) for own in sizes] == [own.counts[0] - sum(own.dummies) for own in plan.plans]
@@ -548,7 +553,7 @@ def test_micro_batches_that_share_prefixes(group, batch, budget, tmp_path):
     rows, lengths = group.put(batch), batch["attention_mask"].sum(-1)
     prompts = lengths - batch["response_mask"].sum(-1)
     tree = PrefixTree.from_groups(lengths, [row // 2 for row in range(B)], prompts, min_shared=1)
-    plan = group.plan(rows, budget, cost="prefix", tree=tree, loss_tokens=batch["response_mask"].sum(-1))
+    plan = group.plan(rows, budget, tree=tree, loss_tokens=batch["response_mask"].sum(-1))
     values, sizes, _ = group.call("scale_in_parts", rows, 3.0, plan=plan)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
     assert sum(map(sum, sizes)) == B
@@ -557,32 +562,30 @@ def test_micro_batches_that_share_prefixes(group, batch, budget, tmp_path):
     assert [told["micro_batches"] for told in group.call("planned", rows, plan=plan)] == [
         own.micro_batches for own in plan.plans
     ]
-    plan = group.plan(rows, budget, cost="prefix", tree=tree)
+    plan = group.plan(rows, budget, tree=tree)
     with pytest.raises(mp.errors.WorkerError, match="once") as caught:
         group.call("fail_once_in_parts", rows, str(tmp_path / "failed"), plan=plan)
     result = caught.value.call.retry().result()
     assert same_bits(result["old_log_probs"], batch["old_log_probs"])
 
 
-def test_a_plan_that_shares_prefixes_needs_their_tree(group, batch):
+def test_a_plan_that_shares_prefixes_needs_the_tree_of_its_rows(group, batch):
     rows = group.pack(batch)
-    with pytest.raises(mp.errors.PlanError, match=r'cost is "prefix" and tree is None.*maskpack.replay.prefix_tree\(b'):
-        group.plan(rows, 100, cost="prefix")
     tree = PrefixTree.from_groups([4] * B, [0] * B, [2] * B)
     with pytest.raises(
         mp.errors.PlanError, match=r"row \d has \d+ tokens, in the tree 4; expected the tree of these rows"
     ):
-        group.plan(rows, 100, cost="prefix", tree=tree)
+        group.plan(rows, 100, tree=tree)
 
 
 def test_several_batches_for_micro_batches(group, batch):
-    plan = group.plan(group.pack(batch), None, max_rows=2)
+    plan = group.plan(group.pack(batch), 2, options=BY_ROWS)
     result = group.call("scale_in_parts", batch, 2.0, group.pack(batch), plan=plan, whole=Broadcast(batch))[0]
     assert same_bits(result["values"], batch["old_log_probs"] * 2.0)
 
 
 def test_nested_micro_batches(group, batch):
-    plan = group.plan(group.pack(batch), 40, oversize="alone")
+    plan = group.plan(group.pack(batch), 40)
     for layout in ("padded", "nested"):
         result = group.call("scale_nested_in_parts", batch, plan=plan, format=layout)
         result = result if layout == "padded" else mp.unnest_batch_by_mask(result)
@@ -597,7 +600,7 @@ def test_a_method_for_micro_batches_without_a_plan(group, batch):
 
 
 def test_results_of_micro_batches_that_do_not_fit(group, batch):
-    plan = group.plan(group.pack(batch), None, max_rows=2)
+    plan = group.plan(group.pack(batch), 2, options=BY_ROWS)
     with pytest.raises(mp.errors.WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
         group.call("differ_in_parts", batch, plan=plan)
     with pytest.raises(mp.errors.WorkerError, match=r"returned a tensor for its micro-batches; expected a TensorDict"):
@@ -606,7 +609,7 @@ def test_results_of_micro_batches_that_do_not_fit(group, batch):
 
 def test_everything_comes_back_from_micro_batches(group, batch):
     packed = group.pack(batch)
-    for plan in (group.plan(packed, None, max_rows=1), group.plan(packed, 1000, min_count=4)):
+    for plan in (group.plan(packed, 1, options=BY_ROWS), group.plan(packed, 1000, options=PlanOptions(multiple_of=4))):
         assert_same(group.call("echo_in_parts", packed, plan=plan), batch)
 
 
@@ -615,7 +618,7 @@ def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
     actors = [ray.remote(num_cpus=0)(Worker).remote(factor) for factor in (1.0, 2.0)]
     collect = [speaker == actor for actor in range(2)]
     peers = WorkerGroup(actors, dp_ranks=[0, 0], collect=collect, pad_token_id=PAD)
-    plan = peers.plan(peers.pack(batch), None, max_rows=4)
+    plan = peers.plan(peers.pack(batch), 4, options=BY_ROWS)
     if speaker == 0:
         assert peers.call("differ_on_a_peer", batch, plan=plan) == [[{}, {}]]
     else:
@@ -626,7 +629,7 @@ def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
 @pytest.mark.parametrize("what", ["groups", "loss_tokens"])
 def test_a_plan_whose_rows_belong_together_is_not_retried_in_part(group, batch, tmp_path, what):
     of_groups = {"token_budget": 1000, "groups": list(batch["uid"])}
-    of_loss = {"token_budget": None, "max_rows": 1, "loss_tokens": batch["response_mask"].sum(-1)}
+    of_loss = {"token_budget": 1, "options": BY_ROWS, "loss_tokens": batch["response_mask"].sum(-1)}
     plan = group.plan(group.pack(batch), **(of_groups if what == "groups" else of_loss))
     with pytest.raises(mp.errors.WorkerError, match=r"once.*Run the whole call again") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)
@@ -821,7 +824,7 @@ def gpus(local_ray):
 @pytest.mark.parametrize("method", ["echo", "echo_nested", "echo_in_parts"])
 def test_results_come_to_the_host(gpus, batch, method):
     """From whatever device the ranks returned them."""
-    options = {"plan": gpus.plan(gpus.pack(batch), None, max_rows=2)} if method == "echo_in_parts" else {}
+    options = {"plan": gpus.plan(gpus.pack(batch), 2, options=BY_ROWS)} if method == "echo_in_parts" else {}
     for device in (None, "cpu", torch.device("cpu")):
         out = gpus.call(method, batch, device=device, **options)
         assert out.device == (None if device is None else torch.device("cpu"))
@@ -870,7 +873,7 @@ def test_tensors_beside_the_rows_come_to_the_host(gpus, batch):
 
 
 def test_losses_of_micro_batches_come_to_the_host(gpus, batch):
-    plan = gpus.plan(gpus.pack(batch), None, max_rows=2)
+    plan = gpus.plan(gpus.pack(batch), 2, options=BY_ROWS)
     rows, losses = gpus.call("losses", batch, plan=plan)
     assert_same(rows["old_log_probs"], batch["old_log_probs"])
     assert [type(loss) for own in losses for loss in own] == [torch.Tensor] * sum(map(len, losses))

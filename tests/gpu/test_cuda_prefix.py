@@ -269,7 +269,7 @@ def test_a_plan_of_a_tree_gives_the_rows_in_order() -> None:
     lengths, tree = batch["attention_mask"].sum(1).cpu(), prefix_tree(batch)
     whole: Any = response_log_probs(replayable(model), batch, share_prefixes=True)
     for budget in (150, 400):
-        plan = plan_micro_batches(lengths, budget, cost="prefix", tree=tree)
+        plan = plan_micro_batches(lengths, budget, tree=tree)
         parts: Any = response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True)
         assert float((parts.values() - whole.values()).detach().abs().max()) < 0.2
         counted = [PackedInputs.of(part, share_prefixes=True).num_tokens for part in plan.apply(batch)]

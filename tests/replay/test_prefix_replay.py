@@ -323,7 +323,7 @@ def test_real_trajectories(make: Any, dtype: torch.dtype) -> None:
     assert tree.num_tokens < 0.7 * sum(lengths)
     model, plain = pair(make, dtype)
     ready = replayable(model)
-    plan = plan_micro_batches(lengths, 600, cost="prefix", tree=tree)
+    plan = plan_micro_batches(lengths, 600, tree=tree)
     assert len(plan.micro_batches) > 3
     seen = response_log_probs(ready, batch, plan=plan, share_prefixes=True, min_shared=1, self_check=True)
     truth = truth_of(plain, rows, make is qwen25_vl)

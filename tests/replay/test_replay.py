@@ -696,7 +696,7 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
 def test_a_plan_of_empty_rows_has_empty_dummies_that_run(form: Any, packing: str) -> None:
     """Other ranks wait for them."""
     batch = batch_of(*CASES["no tokens"])
-    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
+    plan = mp.planning.plan_micro_batches([0, 0], 8).with_count(3)
     assert (plan.micro_batches, plan.is_dummy) == ([[0], [1], [0]], [False, False, True])
     model = Sums()
     seen = response_log_probs(model, form(batch), plan=plan)

@@ -382,7 +382,7 @@ def test_equal_ids_with_other_pixels_share_nothing(media: str) -> None:
     want = truth(plain, given)
     assert (want[:4] - want[15:19]).abs().max() > 1e-3
     assert off(seen, want) <= LIMIT
-    plan = mp.planning.plan_micro_batches(tree.lengths, tree.num_tokens, cost="prefix", tree=tree)
+    plan = mp.planning.plan_micro_batches(tree.lengths, tree.num_tokens, tree=tree)
     assert (
         off(response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True, min_shared=1), want) <= LIMIT
     )

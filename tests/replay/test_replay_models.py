@@ -250,7 +250,7 @@ def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.Monke
     model, _ = pair(make)
     runs: list[int] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
-    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
+    plan = mp.planning.plan_micro_batches([0, 0], 8).with_count(3)
     seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
     assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
 
