@@ -32,7 +32,7 @@ from bench.workloads import trajectories
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, prefix_tree, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
 SHARED, WHOLE = "shared", "whole rows"
 _SLACK = 1.25  # of an error that is not worse than another: both are of a few rows
@@ -181,7 +181,9 @@ class Stage:
 
     def log_probs(self, shares: bool) -> Iterator[Tensor]:
         for part in self.parts(shares):
-            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            out: Any = response_log_probs(
+                self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
+            )
             yield out.values()
 
     def described(self, case: str) -> list[Row]:
@@ -197,7 +199,8 @@ class Stage:
     def inputs(self, shares: bool) -> list[int]:
         """Makes the inputs of all micro-batches, and no more; the tokens of each."""
         return [
-            PackedInputs.of(part, share_prefixes=shares, device=self.device).num_tokens for part in self.parts(shares)
+            PackedInputs.of(part, device=self.device, options=ReplayOptions(share_prefixes=shares)).num_tokens
+            for part in self.parts(shares)
         ]
 
 
@@ -216,7 +219,9 @@ def _errors(case: str, stage: Stage) -> list[Row]:
             ]
         ).double()
         seen: dict[str, Any] = {
-            name: response_log_probs(stage.replay, few, share_prefixes=name == SHARED, self_check=True)
+            name: response_log_probs(
+                stage.replay, few, self_check=True, options=ReplayOptions(share_prefixes=name == SHARED)
+            )
             for name in (SHARED, WHOLE)
         }
     del exact

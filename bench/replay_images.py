@@ -29,7 +29,7 @@ from bench.report import Row
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
-from maskpack.replay import prefix_tree, response_log_probs
+from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 OURS, ONCE, PADDED = "ours", "ours, images of a group seen once", "padded"
 _MERGED = 2  # patches a side of a token
@@ -231,7 +231,10 @@ class Stage:
         plans = {OURS: self.plan(False), ONCE: self.plan(True)}
         return {
             OURS: (1.0, lambda: replayed(self.replay, self.nested, plans[OURS])),
-            ONCE: (1.0, lambda: replayed(self.replay, self.nested, plans[ONCE], share_prefixes=True)),
+            ONCE: (
+                1.0,
+                lambda: replayed(self.replay, self.nested, plans[ONCE], options=ReplayOptions(share_prefixes=True)),
+            ),
             self.padded_name: (
                 min(few, self.sizes.rows) / self.sizes.rows,
                 lambda: padded_log_probs(self.replay.release(), self.padded[:few], self.images, self.sizes.padded_rows),

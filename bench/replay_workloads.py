@@ -29,7 +29,7 @@ from bench.replay import BOTH, FORWARD, PADDED, once
 from bench.replay_rivals import Shape, padded_log_probs
 from bench.report import Row
 from bench.workloads import batch_of
-from maskpack.replay import response_log_probs
+from maskpack.replay import ReplayOptions, response_log_probs
 
 TRIMMED = "padded, trimmed"
 SCALES = {"reference": 1 / 16, "tau": 1 / 8, "mooncake": 1 / 64}
@@ -129,7 +129,9 @@ def check(case: str, stage: Stage) -> None:
         at += len(part)
     seen: dict[str, Tensor] = {TRIMMED: trimmed[on]}
     for name in (WHOLE, SHARED):
-        packed: Any = response_log_probs(stage.replay, stage.nested, share_prefixes=name == SHARED)
+        packed: Any = response_log_probs(
+            stage.replay, stage.nested, options=ReplayOptions(share_prefixes=name == SHARED)
+        )
         seen[name] = packed.values()
     for name, log_probs in seen.items():
         apart = float((log_probs - wanted[on]).abs().max())

@@ -26,7 +26,7 @@ from bench.report import Row
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, experts, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
 OWN, REPLAYED = "own", "replayed"
 _APART = {torch.bfloat16: 0.3, torch.float32: 1e-5}  # nats: where two experts are as likely, rounding chooses
@@ -116,7 +116,7 @@ def run(rows: int = 256, rounds: int = 9, *, sizes: Sizes | None = None) -> list
 
 def _log_probs(replay: Replayable, batch: TensorDict, plan: MicroBatchPlan, routed: bool) -> Iterator[Tensor]:
     for part in plan.apply(batch):
-        log_probs: Any = response_log_probs(replay, part, routed_experts=routed)
+        log_probs: Any = response_log_probs(replay, part, options=ReplayOptions(routed_experts=routed))
         yield log_probs.values()
 
 

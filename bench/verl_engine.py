@@ -44,7 +44,7 @@ from bench.replay import MODELS, Sizes, padded_batch, prompt_and_response_length
 from bench.replay_rivals import Shape
 from bench.report import Row
 from maskpack.adapters.transformers import replayable
-from maskpack.replay import response_log_probs
+from maskpack.replay import ReplayOptions, response_log_probs
 
 
 class Cpu(PlatformCUDA):
@@ -199,7 +199,7 @@ class _Stage:
             VERL: lambda part: self._by_verl(self.engine, part, entropy, use_remove_padding=True),
             PADDED: lambda part: self._by_verl(self.engine, part, entropy, use_remove_padding=False),
             FUSED: lambda part: self._by_verl(self.fused, part, entropy, use_remove_padding=True),
-            SHARED: lambda part: self._by_replay(part, entropy, share_prefixes=True),
+            SHARED: lambda part: self._by_replay(part, entropy, options=ReplayOptions(share_prefixes=True)),
         }
         self._check(case, ways)
         works = {name: (lambda way=way: self._forward_backward(way)) for name, way in ways.items()}

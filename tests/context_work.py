@@ -170,10 +170,18 @@ def routed(group: Any) -> dict[str, float]:
     rows = batch_of(ROWS)
     rows["routed_experts"] = torch.rand(*rows["input_ids"].shape, 2, 6, generator=source).argsort(-1)[..., :2]
     replay = replayable(mixture)
-    seen = mp.replay.response_log_probs(replay, rows, routed_experts=True, self_check=True, context_group=group)
-    one = mp.replay.response_log_probs(replayable(copy.deepcopy(mixture)), rows, routed_experts=True)
+    seen = mp.replay.response_log_probs(
+        replay, rows, self_check=True, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
+    )
+    one = mp.replay.response_log_probs(
+        replayable(copy.deepcopy(mixture)), rows, options=mp.replay.ReplayOptions(routed_experts=True)
+    )
     rows["routed_experts"][0, 3, 0] = torch.tensor([4, 5] if dist.get_rank() else [1, 2])
-    said = said_of(lambda: mp.replay.response_log_probs(replay, rows, routed_experts=True, context_group=group))
+    said = said_of(
+        lambda: mp.replay.response_log_probs(
+            replay, rows, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
+        )
+    )
     refused = "token ids and routed experts differ between the 2 ranks" in said
     return {"routed": far(seen.values(), one.values()), "other experts": float(not refused)}
 
@@ -352,7 +360,7 @@ def refusals() -> dict[str, str]:
         "temperature": {"temperature": 1.0 + rank},
         "entropy": {"entropy": bool(rank)},
         "self_check": {"self_check": None if rank else True},
-        "share_prefixes": {"share_prefixes": bool(rank)},
+        "share_prefixes": {"options": mp.replay.ReplayOptions(share_prefixes=bool(rank))},
         "routed_experts": {"routed_experts": bool(rank)},
         "invalid": {"temperature": "hot" if rank else 1.0},
     }

@@ -15,7 +15,7 @@ from torch import nn
 import maskpack as mp
 from maskpack.errors import LayoutError, ReplayError
 from maskpack.ops import Logits
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
 tf = pytest.importorskip("transformers")
 import heads_work  # noqa: E402
@@ -70,7 +70,9 @@ def test_log_probs_entropies_and_gradients_are_those_of_each_row_alone(
     replay = replayable(model)
     logits = replay.head_logits
     assert (logits.scale, logits.softcap, logits.bias is not None) == (scale, softcap, bias)
-    seen = response_log_probs(replay, batch, temperature=0.7, entropy=True, chunk=5, self_check=True)
+    seen = response_log_probs(
+        replay, batch, temperature=0.7, entropy=True, self_check=True, options=ReplayOptions(chunk=5)
+    )
     truth = truth_of(plain, batch, 0.7)
     assert truth[0].min() < -4
     assert max(map(off, seen, truth)) <= LIMIT
@@ -88,7 +90,11 @@ def test_all_ways_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = truth_of(plain, batch)[0]
     replay = replayable(model)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=16)
-    for options in ({"plan": plan}, {"share_prefixes": True, "min_shared": 1}, {"keep": 0}):
+    for options in (
+        {"plan": plan},
+        {"options": ReplayOptions(share_prefixes=True, min_shared=1)},
+        {"options": ReplayOptions(keep=0)},
+    ):
         assert off(response_log_probs(replay, batch, self_check=True, **options), truth) <= LIMIT
     assert off(response_log_probs(replayable(copy.deepcopy(model)), batch), truth) <= LIMIT
     checkpoint(model.train(), False)

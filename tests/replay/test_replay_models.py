@@ -24,7 +24,7 @@ from torch import Tensor
 import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.layout.jagged import jagged
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
 from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl  # noqa: E402
@@ -162,7 +162,9 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
 def test_temperature_entropy_and_a_tail(make: Any) -> None:
     model, plain = pair(make)
     batch = for_model(make, seed=1)
-    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64, chunk=5)
+    seen = response_log_probs(
+        replayable(model), batch, temperature=0.6, entropy=True, options=ReplayOptions(multiple_of=64, chunk=5)
+    )
     truth = truth_of(plain, batch, 0.6)
     assert max(map(off, seen, truth)) <= LIMIT
     total = seen[0].values() + 0.5 * seen[1].values()
@@ -262,7 +264,7 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
     own = model.config._attn_implementation
     batch = for_model(make)
     monkeypatch.setattr(adapter, "packed_attention", None)  # nobody calls it
-    seen = response_log_probs(replayable(model), batch, multiple_of=64)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(multiple_of=64))
     truth, _ = truth_of(plain, batch)
     assert off(seen, truth) <= LIMIT
     assert model.config._attn_implementation == own
@@ -303,7 +305,7 @@ def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch
     ready = replayable(model)
     with pytest.raises(ReplayError, match=r"rows \[1, 3\]"):
         response_log_probs(ready, batch)
-    seen = response_log_probs(ready, batch, no_prompt="skip").values()
+    seen = response_log_probs(ready, batch, options=ReplayOptions(no_prompt="skip")).values()
     unscored = torch.tensor([3, 9])
     truth, _ = truth_of(plain, batch)  # where it takes the last token of the row for the one before the first
     truth[unscored] = 0.0
@@ -321,7 +323,7 @@ def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch
 def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed: int) -> None:
     model, plain = pair(make)
     batch = for_model(make, rows, seed=seed)
-    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, self_check=True)
+    seen = response_log_probs(replayable(model), batch, self_check=True, options=ReplayOptions(multiple_of=multiple_of))
     assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
 
 
@@ -498,7 +500,7 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
         response_log_probs(ready, moved)
     if packing == "1":
         with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
-            response_log_probs(ready, short, multiple_of=64)
+            response_log_probs(ready, short, options=ReplayOptions(multiple_of=64))
 
 
 @pytest.mark.parametrize("packing", ["0", "1"])
@@ -705,7 +707,9 @@ def critic_truth(model: Any, batch: TensorDict) -> Tensor:
 def test_values_of_a_critic_and_their_gradients(side: str) -> None:
     model, plain = pair(critic)
     batch = batch_of(side=side)
-    seen = response_values(replayable(model), batch, model.score, self_check=True, multiple_of=32)
+    seen = response_values(
+        replayable(model), batch, model.score, self_check=True, options=ReplayOptions(multiple_of=32)
+    )
     truth = critic_truth(plain, batch)
     assert truth.std().item() > 0.1
     assert off(seen, truth) <= LIMIT * truth.abs().max().item()
@@ -1281,7 +1285,7 @@ def test_values_of_a_critic(tail: int) -> None:
     nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
 
     model.set_attn_implementation(adapter.NAME)
-    inputs = PackedInputs.of(nested, multiple_of=tail)
+    inputs = PackedInputs.of(nested, options=ReplayOptions(multiple_of=tail))
     out = model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,
