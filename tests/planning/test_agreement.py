@@ -1,6 +1,6 @@
 """Plans over several processes, on gloo: exact gradients, failures that reach every rank, sub-groups, FSDP2.
 
-Four ranks are started once and do everything (rank_work.py); each test looks at one part of what they saw.
+Four ranks are started once and do everything (work_ranks.py); each test looks at one part of what they saw.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import rank_work
 import torch.distributed as dist
-from rank_work import Attempt, Ran
+import work_ranks
 from ranks import run_ranks, values
+from work_ranks import Attempt, Ran
 
 from maskpack.planning import agree_on_count, plan_micro_batches
 
@@ -30,12 +30,12 @@ class Seen(NamedTuple):
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    return Seen(*map(list, zip(*values(run_ranks(rank_work.do_all, RANKS, seconds=120)), strict=True)))
+    return Seen(*map(list, zip(*values(run_ranks(work_ranks.do_all, RANKS, seconds=120)), strict=True)))
 
 
 @pytest.fixture(scope="module")
 def rounds() -> list[list[Ran]]:
-    return values(run_ranks(rank_work.run_rounds, 2, "cpu", range(50), seconds=120))
+    return values(run_ranks(work_ranks.run_rounds, 2, "cpu", range(50), seconds=120))
 
 
 # -------------------------------------------------------------------- what ranks learn of each other
@@ -108,7 +108,7 @@ def test_the_message_holds_as_many_updates_as_it_says(seen: Seen) -> None:
 def test_nobody_is_left_out() -> None:
     said = {"alike", "a function", "other budget", "fewer rows than micro-batches"}
     said |= {"no rows at all", "as many updates as can be"}
-    assert said | {*BAD} == {*rank_work.PLANS}
+    assert said | {*BAD} == {*work_ranks.PLANS}
 
 
 # -------------------------------------------------------------------- sub-groups
@@ -149,22 +149,22 @@ def test_the_backend_may_be_named_in_any_way(tmp_path: Path, backend: str | None
 
 
 def test_fully_sharded_counts_are_equal(rounds: list[list[Ran]]) -> None:
-    rank_work.check_counts(rounds)
+    work_ranks.check_counts(rounds)
 
 
 def test_fully_sharded_ranks_fail_together_and_go_on(rounds: list[list[Ran]]) -> None:
-    rank_work.check_failures(rounds)
+    work_ranks.check_failures(rounds)
 
 
 def test_fully_sharded_gradients_are_those_of_the_unsplit_batch(rounds: list[list[Ran]]) -> None:
-    rank_work.check_gradients(rounds)
+    work_ranks.check_gradients(rounds)
 
 
 # -------------------------------------------------------------------- the helper
 
 
 def test_ranks_that_hang_raise_or_die_are_reported_and_gone() -> None:
-    outcomes = run_ranks(rank_work.some_fail, RANKS, seconds=4)
+    outcomes = run_ranks(work_ranks.some_fail, RANKS, seconds=4)
     errors = [own.error or "" for own in outcomes]
     assert errors[:2] == ["did not finish in 4 s"] * 2
     assert "ValueError: broken rank" in errors[2]

@@ -20,14 +20,9 @@ from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
-import replay_work  # noqa: E402
+import work_replay  # noqa: E402
 from ranks import run_ranks, values  # noqa: E402
-from test_prefix_replay import ROWS as TREES  # noqa: E402
-from test_prefix_replay import batch_of as tree_batch  # noqa: E402
-from test_prefix_replay import close as close_shared  # noqa: E402
-from test_prefix_replay import gradients as tree_gradients  # noqa: E402
-from test_prefix_replay import truth_of as tree_truth  # noqa: E402
-from test_replay_models import (  # noqa: E402
+from rows_alone import (  # noqa: E402
     LIMIT,
     ROWS,
     alone,
@@ -39,6 +34,11 @@ from test_replay_models import (  # noqa: E402
     truth_of,
 )
 from tiny_models import TINY, llama  # noqa: E402
+from tree_rows import ROWS as TREES  # noqa: E402
+from tree_rows import batch_of as tree_batch  # noqa: E402
+from tree_rows import close as close_shared  # noqa: E402
+from tree_rows import gradients as tree_gradients  # noqa: E402
+from tree_rows import truth_of as tree_truth  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 mixers = pytest.importorskip("maskpack.adapters.transformers.mixers")
@@ -362,7 +362,7 @@ def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sharded_layers() -> None:
     """Other rows, other groups and other counts of calls of mixers on each rank."""
-    for seen in values(run_ranks(replay_work.sharded_mixers, 2, seconds=200)):
+    for seen in values(run_ranks(work_replay.sharded_mixers, 2, seconds=200)):
         assert seen["gradients"] <= 1e-5
         assert max(seen["packed"], seen["planned"], seen["padded"]) <= 5e-6
         assert "is sharded by itself (FSDPConv1d); expected its layer to be" in seen["inside"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
 from tensordict import TensorDict
-from test_replay_models import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
 from torch import Tensor
 
 import maskpack as mp

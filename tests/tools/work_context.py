@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replay_work import PROMPT, SHARE, alone, batch_of, groups, tiny
 from tensordict import TensorDict
 from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from work_replay import PROMPT, SHARE, alone, batch_of, groups, tiny
 
 import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
