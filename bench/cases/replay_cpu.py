@@ -76,8 +76,7 @@ class Stage:
     def packed(self, shares: bool) -> Iterator[Tensor]:
         """Of micro-batches that are planned anew."""
         tree = prefix_tree(self.nested) if shares else None
-        cost = {"cost": "prefix", "tree": tree} if shares else {}
-        plan: Any = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, **cost)
+        plan = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, tree=tree)
         for part in plan.apply(self.nested):
             out: Any = response_log_probs(
                 self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
