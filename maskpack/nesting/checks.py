@@ -122,19 +122,26 @@ def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = No
 
 
 def one_rule(
-    by_edge: npt.NDArray[np.bool_], own: Words, edges: Words, single: npt.NDArray[np.bool_]
+    by_edge: npt.NDArray[np.bool_],
+    own: Words,
+    edges: Words,
+    single: npt.NDArray[np.bool_],
+    unpadded: npt.NDArray[np.bool_],
 ) -> Words | Pad | None:
     """One pad rule for rows of which some are padded with EDGE and the others with a constant each: the constants [B,
     k] if EDGE gives constants, EDGE if it gives the constants of the other rows, else None.
 
     Args:
-        by_edge: [B], whether a row is padded with EDGE, or without padding.
+        by_edge: [B], whether a row is padded with EDGE.
         own: [B, k], the raw bits of the constants.
         edges, single: of `edge_pads`.
+        unpadded: [B], rows without padding.
     """
-    if (single & (own == edges).all(1))[~by_edge].all():
-        return EDGE
-    return np.where(by_edge[:, None], edges, own) if single[by_edge].all() else None
+    constants = np.unique(own[~by_edge & ~unpadded], axis=0)
+    among = (edges[:, None] == constants[None]).all(2).any(1)
+    if len(constants) and (unpadded | (single & among))[by_edge].all():
+        return np.where((by_edge & ~unpadded)[:, None], edges, np.where(by_edge[:, None], constants[:1], own))
+    return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
 
 
 def _count_not_pad(x: Tensor, pad: PadValue) -> Tensor:

@@ -172,7 +172,7 @@ def _with_one_rule(
     bits = words(own).cpu().numpy().reshape(own.shape[0], parts)
     line = words(values).cpu().numpy().reshape(values.shape[0], values.shape[1:].numel(), parts)
     edges, single = checks.edge_pads(line, layout)
-    rule = checks.one_rule(pads.edge.cpu().numpy() | (layout.lengths == layout.width), bits, edges, single)
+    rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
     if rule is EDGE:
         return replace(form, pads=(EDGE,)), None
     if rule is None or isinstance(rule, Pad):

@@ -168,9 +168,9 @@ def _pads(
         return (PER_ROW,), own
     rows = [layout.num_rows for layout in layouts]
     unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows) | unpadded
+    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
     edges, single = map(np.concatenate, zip(*map(_edges, column, batches, layouts), strict=True))
-    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single)
+    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
     if pads is None or isinstance(pads, Pad):
         return None if pads is None else ((pads,), None)
     for form in seen:
