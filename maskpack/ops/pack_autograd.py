@@ -85,7 +85,7 @@ def _differentiable(fields: Sequence[Tensor]) -> bool:
 class _Way(NamedTuple):
     """`pack`, or with pads `unpack`, on one layout."""
 
-    index: SpanIndex
+    spans: SpanIndex
     rows: int
     width: int
     num_tokens: int
@@ -94,8 +94,8 @@ class _Way(NamedTuple):
 
     def run(self, fields: Sequence[Tensor]) -> list[Tensor]:
         if self.pads is None:
-            return pack_triton.pack(fields, self.index, self.num_tokens)
-        return pack_triton.unpack(fields, self.index, self.rows, self.width, self.pads, self.modes)
+            return pack_triton.pack(fields, self.spans, self.num_tokens)
+        return pack_triton.unpack(fields, self.spans, self.rows, self.width, self.pads, self.modes)
 
     def back(self, count: int) -> _Way:
         """Of gradients: that of a packed element is that of its copy, and padding has gradient 0."""

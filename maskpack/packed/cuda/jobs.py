@@ -234,7 +234,7 @@ class _RecipeWriter:
         if len(parts) > 1:
             layout, head_items = self._entries[parts[0].entry]["layout"], self._entries[parts[0].entry]["items"]
             if layout >= 0:
-                head, numbers["head_bounds"] = 0, self._axis(self.table.names[layout], _BOUNDS)
+                head, numbers["head_bounds"] = 0, self._axis(self.table.names[int(layout)], _BOUNDS)
         for at, part in parts:
             entry = self._entries[at]
             columns = (
