@@ -35,7 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from maskpack.adapters.transformers import replayable
 from maskpack.dispatch import WorkerGroup, endpoint
 from maskpack.planning import PrefixTree, RankPlans
-from maskpack.replay import prefix_tree, response_log_probs
+from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 from maskpack.views import BatchView
 
 STEPS, UPDATES = 60, 2
@@ -246,7 +246,7 @@ class Worker:
 
     def __init__(self, start: np.ndarray, share_prefixes: bool) -> None:
         torch.set_num_threads(1)
-        self._options: dict[str, Any] = {"share_prefixes": share_prefixes, "min_shared": MIN_SHARED}
+        self._options = ReplayOptions(share_prefixes=share_prefixes, min_shared=MIN_SHARED)
         self._policy = replayable(tiny_model())
         self._reference = replayable(load(tiny_model(), start))
 
@@ -255,8 +255,8 @@ class Worker:
         load(self._policy.model, weights)
         out = TensorDict({}, batch_size=batch.batch_size)
         with torch.no_grad():
-            out["old_log_probs"] = response_log_probs(self._policy, batch, **self._options)
-            out["ref_log_prob"] = response_log_probs(self._reference, batch, **self._options)
+            out["old_log_probs"] = response_log_probs(self._policy, batch, options=self._options)
+            out["ref_log_prob"] = response_log_probs(self._reference, batch, options=self._options)
         return out
 
     @endpoint(format="nested")
@@ -265,7 +265,7 @@ class Worker:
         model, total = load(self._policy.model, weights), 0.0
         model.zero_grad()
         for part, share in zip(plan.apply(batch), plan.loss_weights(MODE, gradients="sum"), strict=True):
-            log_probs = response_log_probs(self._policy, part, **self._options)
+            log_probs = response_log_probs(self._policy, part, options=self._options)
             losses = policy_losses(
                 log_probs, part["old_log_probs"], part["advantages"], clip_low=CLIP_LOW, clip_high=CLIP_HIGH
             )
@@ -295,16 +295,14 @@ class Packed:
     def begin(self, model: Any, batch: TensorDict) -> None:
         """As Padded.begin. The log-probs stay where they were computed; the driver knows their places."""
         rows = self._group.put(batch)
-        self._tree = prefix_tree(batch, min_shared=MIN_SHARED) if self._shares else None
+        self._tree = prefix_tree(batch, options=ReplayOptions(min_shared=MIN_SHARED)) if self._shares else None
         plan = self._plan(rows, self._tree)
         log_probs = self._group.call("log_probs", rows, weights_of(model), plan=plan, format="view")
         self._rows = rows.with_fields(log_probs)
         self._loss_tokens = batch["response_mask"].sum(1)
 
     def _plan(self, rows: BatchView, tree: PrefixTree | None, **options: Any) -> RankPlans:
-        if tree is not None:
-            options |= {"cost": "prefix", "tree": tree}
-        return self._group.plan(rows, self.token_budget, **options)
+        return self._group.plan(rows, self.token_budget, tree=tree, **options)
 
     def accumulate(self, model: Any, rows: slice) -> float:
         """As Padded.accumulate: the ranks' gradients are added up here."""

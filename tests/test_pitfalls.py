@@ -730,7 +730,7 @@ def test_34_torchs_defaults_change_nothing(default):
             values = mp.ops.pack(batch["attention_mask"].to(dtype), layout)
             out["ops", dtype] = [values, *(mp.ops.unpack(values, layout, pad) for pad in (0, 1, mp.EDGE))]
         out["log_probs"] = mp.ops.packed_log_probs(hidden, head, ids, entropy=True)
-        out["inputs"] = mp.replay.PackedInputs.of(scored, multiple_of=16)
+        out["inputs"] = mp.replay.PackedInputs.of(scored, options=mp.replay.ReplayOptions(multiple_of=16))
         out["inputs of packed"] = mp.replay.PackedInputs.of(compress(scored))
         out["report"] = mp.report(batch, packed)
         out["fields"] = dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)

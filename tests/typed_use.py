@@ -58,7 +58,7 @@ def layouts(mask: Tensor) -> None:
 
 
 def plans(lengths: Sequence[int]) -> None:
-    plan = mp.planning.plan_micro_batches(lengths, token_budget=4096, num_updates=2)
+    plan = mp.planning.plan_micro_batches(lengths, token_budget=4096, options=mp.planning.PlanOptions(num_updates=2))
     assert_type(plan, mp.planning.MicroBatchPlan)
     for rows in plan.micro_batches:
         print([row + 1 for row in rows])

@@ -23,14 +23,14 @@ from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, times, without_targets
 from bench.rivals import plans as rivals
-from maskpack.planning import FlopsModel, MicroBatchPlan, RankPlans, balance_rows, plan_micro_batches, plan_ranks
+from maskpack.planning import MicroBatchPlan, PlanOptions, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
 Array = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float64]
 
 BUDGET, RANK_BUDGET, UPDATES = 16_384, 32_768, 4
 _ROWS_OF_RANK, _RANKS_AT_MOST = 25, 64
-_WORK_OF = FlopsModel.of_transformer(7e9, layers=32, hidden=4096)
+_UPDATED = PlanOptions(num_updates=UPDATES)
 
 _OURS, _PADDED = "plan_micro_batches", 'plan_micro_batches, cost="padded"'
 _UPDATES = f"plan_micro_batches, num_updates={UPDATES}"
@@ -38,8 +38,14 @@ _FFD, _TREE = "first-fit decreasing, as trainers write it", "first-fit decreasin
 _KK = "Karmarkar-Karp, as many parts"
 _SORT, _ARGSORT = "np.sort and tolist", "np.argsort and tolist"
 _EQUAL, _LPT = "balance_rows", "largest processing time, heap"
-_RANKS, _RANKS_WORK = "plan_ranks", "plan_ranks, work=FlopsModel"
+_RANKS, _RANKS_WORK = "plan_ranks", "plan_ranks, work=FLOPs"
 _DUMMIES = "consecutive rows, FFD, dummies"
+
+
+def _work_of(lengths: Array) -> Amounts:
+    """FLOPs of a training step of a causal decoder (PaLM, 2022, appendix B): 7B, 32 layers, width 4096."""
+    n = lengths.astype(np.float64)
+    return 6 * 7e9 * n + 6 * 32 * 4096 * n * n
 
 
 @case(
@@ -122,8 +128,8 @@ def _micro_batches(kind: str, lengths: Array, budget: int, rounds: int, target: 
     listed = lengths.tolist()
     ours: dict[str, Callable[[], MicroBatchPlan]] = {
         _OURS: lambda: plan_micro_batches(lengths, budget),
-        _PADDED: lambda: plan_micro_batches(lengths, budget, cost="padded"),
-        _UPDATES: lambda: plan_micro_batches(lengths, budget, num_updates=UPDATES),
+        _PADDED: lambda: plan_micro_batches(lengths, budget, options=PlanOptions(cost="padded")),
+        _UPDATES: lambda: plan_micro_batches(lengths, budget, options=_UPDATED),
     }
     plans = {name: work().micro_batches for name, work in ours.items()}
     count = len(plans[_OURS])
@@ -173,7 +179,7 @@ def _bins(
         report.append(Row(case, f"{_KK}: parts over the budget", int((parts > budget).sum()), "parts"))
         report.append(Row(case, f"{_KK}: largest part above the budget", max(0, parts.max() - budget), "tokens"))
     padded = sum(len(items) * int(lengths[items].max()) for items in plans[_PADDED])
-    work = _sums(_WORK_OF(lengths), plans[_OURS])
+    work = _sums(_work_of(lengths), plans[_OURS])
     return [
         *report,
         Row(case, f"{_UPDATES}: micro-batches", len(plans[_UPDATES]), "bins"),
@@ -223,8 +229,10 @@ def _all_ranks(kind: str, lengths: Array, ranks: int, budget: int, rounds: int) 
     listed = lengths.tolist()
 
     ours = {
-        _RANKS: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES),
-        _RANKS_WORK: lambda: plan_ranks(lengths, ranks, budget, num_updates=UPDATES, work=_WORK_OF),
+        _RANKS: lambda: plan_ranks(lengths, ranks, budget, options=_UPDATED),
+        _RANKS_WORK: lambda: plan_ranks(
+            lengths, ranks, budget, options=PlanOptions(num_updates=UPDATES, work=_work_of)
+        ),
     }
     theirs = {_DUMMIES: lambda: rivals.usual_rank_plans(listed, ranks, UPDATES, budget)}
     plans = {name: _rows_of(work()) for name, work in ours.items()} | {name: work() for name, work in theirs.items()}
@@ -253,7 +261,7 @@ def _rows_of(found: RankPlans) -> list[rivals.Bins]:
 
 def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array, budget: int) -> list[Row]:
     """Ranks wait for each other in every micro-batch: the one with most to do is the time of all."""
-    loads, work = (np.array([_sums(of_rows, rank) for rank in plans]) for of_rows in (lengths, _WORK_OF(lengths)))
+    loads, work = (np.array([_sums(of_rows, rank) for rank in plans]) for of_rows in (lengths, _work_of(lengths)))
     dummies = loads == 0
     return [
         Row(case, f"{name}: micro-batches of a rank", loads.shape[1], "bins"),

@@ -1,7 +1,7 @@
 """Replay that computes shared prefixes once, against packed replay of whole rows.
 
     whole rows   response_log_probs over micro-batches of a token budget, packed, nothing shared
-    shared       the same with share_prefixes, micro-batches planned with cost="prefix"
+    shared       the same with share_prefixes, micro-batches planned with their tree
 
 Groups of a prompt and G responses, and trajectories of an agent with tools (real lengths: workloads.tau), on
 models of Qwen3's shapes; forward, and forward + backward with the layers checkpointed. Both begin with a nested batch
@@ -34,7 +34,7 @@ from bench.workloads.tau import trajectories
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, prefix_tree, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
 SHARED, WHOLE = "shared", "whole rows"
 
@@ -182,11 +182,13 @@ class Stage:
         if not shares:
             return plan_micro_batches(self.lengths, self.sizes.token_budget).apply(self.nested)
         tree = prefix_tree(self.nested)
-        return plan_micro_batches(self.lengths, self.sizes.token_budget, cost="prefix", tree=tree).apply(self.nested)
+        return plan_micro_batches(self.lengths, self.sizes.token_budget, tree=tree).apply(self.nested)
 
     def log_probs(self, shares: bool) -> Iterator[Tensor]:
         for part in self.parts(shares):
-            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            out: Any = response_log_probs(
+                self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
+            )
             yield out.values()
 
     def described(self, case: str) -> list[Row]:
@@ -202,7 +204,8 @@ class Stage:
     def inputs(self, shares: bool) -> list[int]:
         """Makes the inputs of all micro-batches, and no more; the tokens of each."""
         return [
-            PackedInputs.of(part, share_prefixes=shares, device=self.device).num_tokens for part in self.parts(shares)
+            PackedInputs.of(part, device=self.device, options=ReplayOptions(share_prefixes=shares)).num_tokens
+            for part in self.parts(shares)
         ]
 
 
@@ -221,7 +224,9 @@ def _errors(case: str, stage: Stage) -> list[Row]:
             ]
         )
         seen: dict[str, Any] = {
-            name: response_log_probs(stage.replay, few, share_prefixes=name == SHARED, self_check=True)
+            name: response_log_probs(
+                stage.replay, few, self_check=True, options=ReplayOptions(share_prefixes=name == SHARED)
+            )
             for name in (SHARED, WHOLE)
         }
     return errors(case, {name: one.values() for name, one in seen.items()}, truth, (SHARED, WHOLE), sizes.slack)

@@ -32,7 +32,7 @@ from bench.workloads.models import TINY, Counts, Shape
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import prefix_tree, response_log_probs
+from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 PADDED, TRIMMED, WHOLE, SHARED = "padded", "padded, trimmed", "whole rows", "shared"
 SCALES = {"reference": 1 / 16, "tau": 1 / 8, "mooncake": 1 / 64}
@@ -76,10 +76,11 @@ class Stage:
     def packed(self, shares: bool) -> Iterator[Tensor]:
         """Of micro-batches that are planned anew."""
         tree = prefix_tree(self.nested) if shares else None
-        cost = {"cost": "prefix", "tree": tree} if shares else {}
-        plan: Any = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, **cost)
+        plan = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, tree=tree)
         for part in plan.apply(self.nested):
-            out: Any = response_log_probs(self.replay, part, share_prefixes=shares, self_check=False)
+            out: Any = response_log_probs(
+                self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
+            )
             yield out.values()
 
     @cached_property
@@ -157,7 +158,9 @@ def check(case: str, stage: Stage) -> None:
         at += len(part)
     seen: dict[str, Tensor] = {TRIMMED: trimmed[on]}
     for name in (WHOLE, SHARED):
-        packed: Any = response_log_probs(stage.replay, stage.nested, share_prefixes=name == SHARED)
+        packed: Any = response_log_probs(
+            stage.replay, stage.nested, options=ReplayOptions(share_prefixes=name == SHARED)
+        )
         seen[name] = packed.values()
     for name, log_probs in seen.items():
         apart = float((log_probs - wanted[on]).abs().max())

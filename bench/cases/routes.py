@@ -27,7 +27,7 @@ from bench.workloads.models import checkpointed, log_normal_lengths, padded_batc
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, experts, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
 OWN, REPLAYED = "own", "replayed"
 _APART = {torch.bfloat16: 0.3, torch.float32: 1e-5}  # nats: where two experts are as likely, rounding chooses
@@ -104,7 +104,7 @@ def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
 
 def _log_probs(replay: Replayable, batch: TensorDict, plan: MicroBatchPlan, routed: bool) -> Iterator[Tensor]:
     for part in plan.apply(batch):
-        log_probs: Any = response_log_probs(replay, part, routed_experts=routed)
+        log_probs: Any = response_log_probs(replay, part, options=ReplayOptions(routed_experts=routed))
         yield log_probs.values()
 
 

@@ -42,7 +42,7 @@ from bench.harness.registry import case
 from bench.harness.report import Row, ratios, times
 from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
 from maskpack.adapters.transformers import replayable
-from maskpack.replay import response_log_probs
+from maskpack.replay import ReplayOptions, response_log_probs
 
 
 class Cpu(PlatformCUDA):
@@ -189,7 +189,7 @@ class _Stage:
             REPLAY: lambda part: self._by_replay(part, entropy),
             VERL: lambda part: self._by_verl(part, entropy, use_remove_padding=True),
             PADDED: lambda part: self._by_verl(part, entropy, use_remove_padding=False),
-            SHARED: lambda part: self._by_replay(part, entropy, share_prefixes=True),
+            SHARED: lambda part: self._by_replay(part, entropy, options=ReplayOptions(share_prefixes=True)),
         }
         self._check(case, ways)
         works = {name: (lambda way=way: self._forward_backward(way)) for name, way in ways.items()}

@@ -33,6 +33,7 @@ REGISTRY = mp.MaskNestingRegistry(
         "response": mp.MaskAxis("attn", part="tail", tail=TAIL),
     },
 )
+OPTIONS = mp.replay.ReplayOptions(registry=REGISTRY, input_ids="tokens")
 
 
 def tiny_model() -> Any:
@@ -80,16 +81,14 @@ class Worker:
     @torch.no_grad()
     def old_logp(self, batch: TensorDict) -> TensorDict:
         out = TensorDict({}, batch_size=batch.batch_size)
-        return out.set(
-            "old_logp", mp.replay.response_log_probs(self.policy, batch, registry=REGISTRY, input_ids="tokens")
-        )
+        return out.set("old_logp", mp.replay.response_log_probs(self.policy, batch, options=OPTIONS))
 
     @endpoint(format="nested")
     def gradients(self, batch: TensorDict, plan: mp.planning.MicroBatchPlan) -> tuple[float, list[Tensor]]:
         total = 0.0
         self.optimizer.zero_grad()
         for part, weights in zip(plan.apply(batch), plan.loss_weights("token-mean", gradients="sum"), strict=True):
-            logp = mp.replay.response_log_probs(self.policy, part, registry=REGISTRY, input_ids="tokens")
+            logp = mp.replay.response_log_probs(self.policy, part, options=OPTIONS)
             losses = policy_losses(logp.values(), part["old_logp"].values(), part["adv"].values())
             weights = torch.as_tensor(weights).float().repeat_interleave(logp.offsets().diff())
             loss = (losses * part["completion_mask"].values() * weights).sum()

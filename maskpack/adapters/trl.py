@@ -53,6 +53,7 @@ from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.plan import plan_micro_batches
 from maskpack.replay.inputs import PackedInputs, prefix_tree
 from maskpack.replay.log_probs import packing_is_on
+from maskpack.replay.options import ReplayOptions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -126,8 +127,10 @@ def packed(
             "expected the same. Use TRL 1.16, or a maskpack that knows this version."
         )
     options = _PackedOptions(
-        flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
-        whole(min_shared, "min_shared", 1, _CALL),
+        ReplayOptions(
+            share_prefixes=flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
+            min_shared=whole(min_shared, "min_shared", 1, _CALL),
+        ),
         None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
         flag(compile, "compile", _CALL, ReplayError),
     )
@@ -144,8 +147,7 @@ def packed(
 
 @dataclass(frozen=True)
 class _PackedOptions:
-    share_prefixes: bool
-    min_shared: int
+    packing: ReplayOptions
     self_check: bool | None
     compile: bool
 
@@ -385,25 +387,18 @@ class _Run:
 
     def _planned(self, batch: TensorDict, batch_size: int) -> list[list[int]]:
         """Rows of each pass, each with at most the tokens that TRL's padded one of `batch_size` rows has."""
-        options = self.trainer._options
-        tree = prefix_tree(batch, min_shared=options.min_shared) if options.share_prefixes else None
+        options = self.trainer._options.packing
+        tree = prefix_tree(batch, options=options) if options.share_prefixes else None
         plan = plan_micro_batches(
             batch["attention_mask"].ne(0).sum(-1).numpy(),
             batch_size * batch["input_ids"].shape[1],
-            cost="tokens" if tree is None else "prefix",
             tree=tree,
         )
         together = isinstance(self.model, DistributedDataParallel | FSDPModule)
         return (agree_on_count(plan) if together else plan).micro_batches
 
     def _inputs(self, part: TensorDict) -> PackedInputs:
-        options = self.trainer._options
-        return PackedInputs.of(
-            part,
-            device=self.replay.device,
-            share_prefixes=options.share_prefixes,
-            min_shared=options.min_shared,
-        )
+        return PackedInputs.of(part, device=self.replay.device, options=self.trainer._options.packing)
 
     def _scores(self, inputs: PackedInputs, part: TensorDict) -> list[Tensor]:
         """[b, C] each: log-probs, and entropies if asked for."""
@@ -420,7 +415,7 @@ class _Run:
         options, accelerator = self.trainer._options, self.trainer.accelerator
         path = id(self.replay), torch.is_grad_enabled()
         before = self.trainer._proved.get(path, 0)
-        most = SHARED if options.share_prefixes else LATER
+        most = SHARED if options.packing.share_prefixes else LATER
         if options.self_check is False or (before == most and not options.self_check):
             return self._scores(inputs, part)
         row, proof = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)

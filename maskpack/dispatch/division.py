@@ -108,7 +108,7 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
             f"WorkerGroup: plan of {plan.lengths.size} rows on {plan.num_ranks} ranks with balance {said(balance)}; "
             f"expected {view.num_rows} rows on {ranks} ranks, and no balance. Make it with group.plan."
         )
-    lengths = None if plan.own_lengths else _row_lengths(view)
+    lengths = _row_lengths(view) if plan.check_lengths else None
     if lengths is not None and not np.array_equal(lengths, plan.lengths):
         row = int(np.flatnonzero(lengths != plan.lengths)[0])
         raise PlanError(

@@ -28,7 +28,7 @@ from maskpack.fields.registry import Key
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
-from maskpack.planning.plan import join_rows
+from maskpack.planning.apply import join_rows
 from maskpack.views.column_group import BatchMeta
 
 _MEMORY = Pool()

@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
 import numpy as np
@@ -434,7 +435,7 @@ class WorkerGroup:
     def plan(
         self,
         batch: Batch,
-        token_budget: float | None,
+        token_budget: float,
         *,
         lengths: Any = None,
         **options: Any,
@@ -447,8 +448,7 @@ class WorkerGroup:
             token_budget: the largest number of valid tokens of a micro-batch.
             lengths: integers [B], the valid tokens of each row, prompt plus response; by default those of the sequence
                 layout, or the sum of the prompt and the response layout.
-            options: options of `plan_ranks`. For cost="prefix", a tree comes from `maskpack.replay.prefix_tree(batch)`,
-                by token ids, or from `PrefixTree.from_groups`, by labels and prompt lengths.
+            options: further arguments of `plan_ranks`: tree, groups, loss_tokens and options.
 
         Raises:
             PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths; or `lengths` has
@@ -462,7 +462,7 @@ class WorkerGroup:
                     "lengths are known. Put the batch first, rows = group.put(batch), or pass lengths=."
                 )
             return plan_ranks(planned_lengths(self._argument(batch)), self.num_ranks, token_budget, **options)
-        plan = plan_ranks(lengths, self.num_ranks, token_budget, own_lengths=True, **options)
+        plan = replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
         if plan.lengths.size != len(batch):
             raise PlanError(
                 f"WorkerGroup.plan: lengths of {plan.lengths.size} rows for a batch of {len(batch)}; expected one for "

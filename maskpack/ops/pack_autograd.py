@@ -9,7 +9,7 @@ takes longer than a launch. EDGE with gradients, which repeats elements, and con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
         more = device_spans(layout).tensors(), layout.num_rows, layout.width, layout.num_tokens
         return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
     if _differentiable(fields):
-        return list(_apply_pack(device_spans(layout), (layout.num_rows, layout.width), layout.num_tokens, *fields))
+        return list(_apply(_Way(device_spans(layout), layout.num_rows, layout.width, layout.num_tokens), *fields))
     return pack_triton.pack(fields, device_spans(layout), layout.num_tokens)
 
 
@@ -73,10 +73,8 @@ def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job],
     """By the kernels, outside torch.compile."""
     modes = [mode for _, _, mode in jobs]
     both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
-    shape = layout.num_rows, layout.width
-    if differentiable:
-        return list(_apply_unpack(device_spans(layout), shape, both, modes, *values))
-    return pack_triton.unpack(values, device_spans(layout), *shape, both, modes)
+    way = _Way(device_spans(layout), layout.num_rows, layout.width, values[0].shape[0], both, modes)
+    return list(_apply(way, *values)) if differentiable else way.run(values)
 
 
 def _differentiable(fields: Sequence[Tensor]) -> bool:
@@ -84,66 +82,47 @@ def _differentiable(fields: Sequence[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(field.requires_grad for field in fields)
 
 
-class _Pack(torch.autograd.Function):
-    """`pack` of fields of which some require grad."""
+class _Way(NamedTuple):
+    """`pack`, or with pads `unpack`, on one layout."""
+
+    spans: SpanIndex
+    rows: int
+    width: int
+    num_tokens: int
+    pads: Sequence[int | Tensor] | None = None
+    modes: Sequence[int] = ()
+
+    def run(self, fields: Sequence[Tensor]) -> list[Tensor]:
+        if self.pads is None:
+            return pack_triton.pack(fields, self.spans, self.num_tokens)
+        return pack_triton.unpack(fields, self.spans, self.rows, self.width, self.pads, self.modes)
+
+    def back(self, count: int) -> _Way:
+        """Of gradients: that of a packed element is that of its copy, and padding has gradient 0."""
+        zeros = [0] * count
+        return self._replace(pads=zeros if self.pads is None else None, modes=zeros)
+
+
+class _Moved(torch.autograd.Function):
+    """A way of fields of which some require grad."""
 
     @staticmethod
-    def forward(ctx: Any, index: SpanIndex, shape: tuple[int, int], num_tokens: int, *fields: Tensor) -> Any:
-        ctx.index, ctx.shape = index, shape
-        outs = pack_triton.pack(fields, index, num_tokens)
-        return _noted(ctx, 3, outs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """The gradient of a packed element is the gradient of its copy; padding has gradient 0."""
-        some = [grad for grad in grads if grad is not None]
-        zeros = [0] * len(some)
-        if _differentiable(some):
-            back = _apply_unpack(ctx.index, ctx.shape, zeros, zeros, *some)
-        else:
-            rows, width = ctx.shape
-            back = pack_triton.unpack(some, ctx.index, rows, width, zeros, zeros)
-        return (None, None, None, *_filled(grads, back))
-
-
-class _Unpack(torch.autograd.Function):
-    """`unpack` of values of which some require grad."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        index: SpanIndex,
-        shape: tuple[int, int],
-        pads: Sequence[int | Tensor],
-        modes: Sequence[int],
-        *values: Tensor,
-    ) -> Any:
-        ctx.index, ctx.shape, ctx.num_tokens = index, shape, values[0].shape[0]
-        outs = pack_triton.unpack(values, index, *shape, pads, modes)
-        return _noted(ctx, 4, outs)
+    def forward(ctx: Any, way: _Way, *fields: Tensor) -> Any:
+        """Outputs of inputs that require no grad do not either, and outputs that are not used have no gradient."""
+        ctx.way, outs = way, way.run(fields)
+        ctx.set_materialize_grads(False)
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*[out for out, own in zip(outs, needed, strict=True) if not own])
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         some = [grad for grad in grads if grad is not None]
-        if _differentiable(some):
-            back = _apply_pack(ctx.index, ctx.shape, ctx.num_tokens, *some)
-        else:
-            back = pack_triton.pack(some, ctx.index, ctx.num_tokens)
-        return (None, None, None, None, *_filled(grads, back))
+        way: _Way = ctx.way.back(len(some))
+        return (None, *_filled(grads, _apply(way, *some) if _differentiable(some) else way.run(some)))
 
 
-_apply_pack = cast("Callable[..., tuple[Tensor, ...]]", _Pack.apply)  # pyright: ignore[reportUnknownMemberType]
-_apply_unpack = cast("Callable[..., tuple[Tensor, ...]]", _Unpack.apply)  # pyright: ignore[reportUnknownMemberType]
-
-
-def _noted(ctx: Any, more: int, outs: list[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of a Function whose tensors follow `more` other arguments: those of inputs that require no grad do
-    not either, and outputs that are not used have no gradient."""
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(
-        *[out for out, needed in zip(outs, ctx.needs_input_grad[more:], strict=True) if not needed]
-    )
-    return tuple(outs)
+_apply = cast("Callable[..., tuple[Tensor, ...]]", _Moved.apply)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:

@@ -8,6 +8,7 @@ join       A D | B C E ->   A B C D E
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.arguments import said
 from maskpack.core.index import cumulated, ranges
 from maskpack.errors import PlanError
 from maskpack.nesting.rows import Caller, check_alike, index_of, jagged_joined, jagged_parts, joined, picked, taken
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.costs import IntArray
-from maskpack.planning.plan import join_rows, take_rows
 from maskpack.views.view import BatchView
 
 _APPLY, _RESTORE = "MicroBatchPlan.apply", "MicroBatchPlan.restore"
@@ -37,6 +38,15 @@ _Parts = Sequence[Sequence[int]]
 
 
 # -------------------------------------------------------------------- take_rows
+
+
+@singledispatch
+def take_rows(batch: Any, parts: _Parts, num_rows: int) -> Iterator[Any]:
+    """Yields the rows of each part of a batch."""
+    raise PlanError(
+        f"{_APPLY}: got {said(batch)}; expected a TensorDict, a PackedBatch, a BatchView or a tensor of {num_rows} "
+        "rows. Pass the batch."
+    )
 
 
 @take_rows.register(PackedBatch)
@@ -70,6 +80,15 @@ def _check_rows(seen: int | None, expected: int) -> None:
 
 
 # -------------------------------------------------------------------- join_rows
+
+
+@singledispatch
+def join_rows(first: Any, outputs: Sequence[Any], parts: _Parts, lengths: IntArray | None) -> Any:
+    """Joins outputs in the order of the rows: the inverse of `take_rows`. `first` is `outputs[0]`."""
+    raise PlanError(
+        f"{_RESTORE}: outputs are of type {type(first).__name__}; expected tensors, TensorDicts, PackedBatches, "
+        "BatchViews or lists. Return one of these, and restore several things one by one."
+    )
 
 
 @join_rows.register(PackedBatch)

@@ -7,13 +7,10 @@ rank 1                 8     7     3   18    as long as that balances them
 
 from __future__ import annotations
 
-import heapq
 from typing import Any
 
 import numpy as np
 
-from maskpack.core.arguments import flag
-from maskpack.errors import PlanError
 from maskpack.planning.costs import (
     MOST,
     Cost,
@@ -29,50 +26,46 @@ from maskpack.planning.costs import (
 _CALL = "balance_rows"
 _PATIENCE = 8
 """The largest number of exchanges for each rank."""
+_SEED = 0
 _WEIGHED = 256
 """The number of pairs that are placed to balance the updates; the others are placed at random."""
 
 
-def balance_rows(
-    lengths: Any, ranks: int, *, equal_rows: bool = True, cost: Cost = "tokens", groups: Any = None, seed: int = 0
-) -> list[list[int]]:
-    """Divides rows among DP ranks so that the sums of their costs are similar.
+def balance_rows(lengths: Any, ranks: int, *, cost: Cost = "tokens", groups: Any = None) -> list[list[int]]:
+    """Divides rows among DP ranks so that they have the same number of rows, up to one, and similar sums of costs.
+
+    The rows of a rank are shuffled so that halves, quarters and so on, such as the optimizer updates of a plan, have
+    similar costs over all ranks. Equal arguments give equal results.
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row: prompt plus response.
         ranks: the number of DP ranks.
-        equal_rows: whether ranks have the same number of rows, up to one row. Otherwise costs alone decide.
-        cost: "tokens", or a function of lengths int64 [B] that returns costs [B], such as a FlopsModel.
-        groups: labels [B]. Rows with one label go to one rank, one after the other, in the order given. `equal_rows`
-            then counts groups.
-        seed: of the order of the rows of a rank. They are shuffled so that halves, quarters and so on, such as the
-            optimizer updates of a plan, have similar costs over all ranks.
+        cost: "tokens", or a function of lengths int64 [B] that returns costs [B], such as FLOPs.
+        groups: labels [B]. Rows with one label go to one rank, one after the other, in the order given. Ranks then have
+            the same number of groups, up to one.
 
     Returns:
         A list of row numbers for each rank. Each row is in one list; with fewer rows than ranks some lists are empty.
 
     Raises:
-        PlanError: lengths, costs or groups are invalid, `ranks` is below 1, or `seed` is below 0.
+        PlanError: lengths, costs or groups are invalid, or `ranks` is below 1.
     """
     lengths = checked_lengths(lengths, _CALL)
     check_cost(cost, ["tokens"], _CALL)
     units = Units.of(lengths.size, groups, _CALL)
     weights = units.sums(row_costs(cost, lengths, _CALL)).astype(np.float64)
-    return balance_units(units, weights, ranks, equal_rows=equal_rows, seed=seed)
+    return balance_units(units, weights, ranks)
 
 
-def balance_units(
-    units: Units, weights: FloatArray, ranks: int, *, equal_rows: bool = True, seed: int = 0
-) -> list[list[int]]:
+def balance_units(units: Units, weights: FloatArray, ranks: int) -> list[list[int]]:
     """`balance_rows` for units of given weights."""
-    ranks, seed = whole_number(ranks, 1, _CALL, "ranks", MOST), whole_number(seed, 0, _CALL, "seed")
-    equal_rows = flag(equal_rows, "equal_rows", _CALL, PlanError)
+    ranks = whole_number(ranks, 1, _CALL, "ranks", MOST)
     order = np.argsort(-weights, kind="stable")
-    ranks_of = (_dealt if equal_rows else _to_the_lightest)(weights, order, ranks)
+    ranks_of = _dealt(weights, order, ranks)
     by_rank = order[np.argsort(ranks_of[order], kind="stable")]  # of each rank, the largest first
     parts = np.split(by_rank, np.cumsum(np.bincount(ranks_of, minlength=ranks))[:-1])
-    _exchange(weights, parts, moves=not equal_rows)
-    return [units.members(part.tolist()) for part in _mixed(weights, parts, np.random.default_rng(seed))]
+    _exchange(weights, parts)
+    return [units.members(part.tolist()) for part in _mixed(weights, parts, np.random.default_rng(_SEED))]
 
 
 def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
@@ -87,21 +80,9 @@ def _dealt(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
     return out
 
 
-def _to_the_lightest(weights: FloatArray, order: IntArray, ranks: int) -> IntArray:
-    """The rank of each unit: each goes to the rank with the smallest load (longest processing time first,
-    Graham, 1969)."""
-    out = np.empty(order.size, np.int64)
-    loads: list[tuple[float, int, int]] = [(0, 0, rank) for rank in range(ranks)]
-    for unit, weight in zip(order.tolist(), weights[order].tolist(), strict=True):
-        load, count, rank = loads[0]
-        out[unit] = rank
-        heapq.heapreplace(loads, (load + weight, count + 1, rank))
-    return out
-
-
-def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> None:
-    """Balances the heaviest and the lightest rank, again and again: exchanges two units, or moves one, so that the
-    change is nearest to half of the difference. The units of a part stay sorted, largest first."""
+def _exchange(weights: FloatArray, parts: list[IntArray]) -> None:
+    """Balances the heaviest and the lightest rank, again and again: exchanges two units so that the change is
+    nearest to half of the difference. The units of a part stay sorted, largest first."""
     loads = np.array([weights[part].sum() for part in parts])
     whole = bool((weights == np.floor(weights)).all())
     best = np.ceil(loads.mean()) if whole else loads.mean()
@@ -112,8 +93,6 @@ def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> Non
             break
         ours, theirs = parts[heavy], parts[light]
         mine, others = weights[ours], weights[theirs]
-        if moves:
-            others = np.append(others, 0)
         if not others.size:
             break
         wanted: FloatArray = gap / 2 - mine
@@ -127,10 +106,7 @@ def _exchange(weights: FloatArray, parts: list[IntArray], *, moves: bool) -> Non
         take = int(near[which, give])
         loads[heavy] -= change[which, give]
         loads[light] += change[which, give]
-        if take < theirs.size:
-            ours[give], theirs[take] = theirs[take], ours[give]
-        else:
-            ours, theirs = np.delete(ours, give), np.append(theirs, ours[give])
+        ours[give], theirs[take] = theirs[take], ours[give]
         parts[heavy], parts[light] = _sorted(weights, ours), _sorted(weights, theirs)
 
 

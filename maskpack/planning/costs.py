@@ -1,4 +1,4 @@
-"""The inputs of plans: checked lengths, costs of rows, and units (rows that stay together).
+"""The inputs of plans: options, checked lengths, costs of rows, and units (rows that stay together).
 
     lengths  [3 5 2 7]  groups [a a b b]   ->   units  {0 1}  {2 3}      costs of units  8  9
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -22,44 +23,10 @@ from maskpack.errors import PlanError
 FloatArray = npt.NDArray[np.float64]
 RowCost = Callable[[IntArray], Any]
 """A function of lengths int64 [B] that returns costs [B]. The cost of a micro-batch is their sum."""
-Cost = Literal["tokens", "padded", "prefix"] | RowCost
+Cost = Literal["tokens", "padded"] | RowCost
 MOST = 1 << 24
 """The largest number of ranks, updates or micro-batches of a plan."""
 _NO_ORDER: Any = (set, frozenset, dict)
-
-
-@dataclass(frozen=True)
-class FlopsModel:
-    """A cost function: a row of n tokens costs linear * n + quadratic * n^2 floating-point operations."""
-
-    linear: float
-    quadratic: float
-
-    @classmethod
-    def of_transformer(cls, parameters: float, layers: int, hidden: int) -> FlopsModel:
-        """Counts the forward and backward pass of a decoder: 6 operations for each parameter and token, and 12 * layers
-        * hidden for each pair of tokens, of which a causal mask leaves half (Chowdhery et al., PaLM, 2022, appendix B).
-        `hidden` is heads times head size. Parameters include an output layer, but no embeddings."""
-        sizes: list[Any] = [parameters, layers, hidden]
-        if not all(isinstance(size, int | float | np.number) for size in sizes):
-            raise PlanError(
-                f"FlopsModel.of_transformer: the sizes are {', '.join(map(said, sizes))}; expected numbers. Pass the "
-                "parameters, layers and hidden size of the model."
-            )
-        return cls(6.0 * parameters, 6.0 * layers * hidden)
-
-    def __post_init__(self) -> None:
-        both: list[Any] = [self.linear, self.quadratic]
-        real = all(isinstance(part, int | float | np.number) and not isinstance(part, complex) for part in both)
-        if not real or not (all(0 <= part < math.inf for part in both) and sum(both) > 0):
-            raise PlanError(
-                f"FlopsModel: linear is {said(self.linear)} and quadratic {said(self.quadratic)}; expected finite "
-                "numbers from 0, one of them above. Take them from the model's sizes: FlopsModel.of_transformer."
-            )
-
-    def __call__(self, lengths: IntArray) -> FloatArray:
-        n = checked_lengths(lengths, "FlopsModel").astype(np.float64)
-        return self.linear * n + self.quadratic * n * n
 
 
 def checked_lengths(lengths: Any, call: str) -> IntArray:
@@ -131,6 +98,57 @@ def in_parts(costs: npt.NDArray[Any], budget: float) -> tuple[IntArray, int]:
     power = 53 - math.frexp(budget)[1]  # all binary digits of the budget are before the point
     over = np.minimum(costs, 256.0 * budget)  # a cost over the budget stays over it
     return np.ceil(np.ldexp(over, power)).astype(np.int64), int(math.ldexp(budget, power))
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `plan_micro_batches` and `plan_ranks`, which do not depend on the rows. Make them once.
+
+    Attributes:
+        cost: what a micro-batch costs. "tokens": the sum of the valid tokens (packed replay). "padded": the number of
+            rows times the longest row, for rows padded on one side. A function of lengths int64 [B] that returns costs
+            [B] in the unit of the budget: their sum. With `np.ones_like`, the budget is a number of rows.
+        num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
+            an update without rows has no micro-batches.
+        multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
+        context_parallel: the number of ranks that share each micro-batch (replay with `context_group`). The budget is
+            for one rank: a micro-batch costs at most the budgets of all of them.
+        work: a function of lengths int64 [B] that returns amounts of work [B], such as FLOPs. It orders micro-batches,
+            says which to split, and is what `plan_ranks` balances; it does not change what is packed together. None:
+            the cost, and tokens for ranks.
+
+    Raises:
+        PlanError: an option is not one of these.
+    """
+
+    cost: Cost = "tokens"
+    num_updates: int = 1
+    multiple_of: int = 1
+    context_parallel: int = 1
+    work: RowCost | None = None
+
+    def __post_init__(self) -> None:
+        check_cost(self.cost, ["tokens", "padded"], "PlanOptions")
+        for name in ("num_updates", "multiple_of", "context_parallel"):
+            whole_number(getattr(self, name), 1, "PlanOptions", name, MOST)
+        if self.work is not None and not callable(self.work):
+            raise PlanError(
+                f"PlanOptions: work is {said(self.work)}; expected a function of the lengths [B]. Pass one that "
+                "returns FLOPs."
+            )
+
+    def budget(self, token_budget: Any, call: str) -> int | float:
+        """The largest cost of a micro-batch, on all ranks that share it."""
+        if isinstance(self.cost, str):
+            return whole_number(token_budget, 1, call, "token_budget") * self.context_parallel
+        real = isinstance(token_budget, int | float | np.integer | np.floating) and not isinstance(token_budget, bool)
+        if not (real and 0 < token_budget < math.inf):
+            raise PlanError(
+                f"{call}: token_budget is {said(token_budget)}; expected a finite number above 0. Give one."
+            )
+        if self.context_parallel == 1:
+            return cast("Any", token_budget)
+        return min(float(cast("Any", token_budget)) * self.context_parallel, sys.float_info.max)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,7 @@ Invariants of a MicroBatchPlan:
 - Every row is in one micro-batch; only dummies repeat a row.
 - No micro-batch exceeds the budget, except a single row (or group) that alone exceeds it. `oversized` lists such rows.
 - The cost and the tree of a plan do not change which rows an update has.
-- The number of micro-batches of an update is at least `min_count`, a multiple of `multiple_of`, and K after
-  `with_count(K)`.
+- The number of micro-batches of an update is a multiple of `multiple_of`, and K after `with_count(K)`.
 - Groups are not split. Updates are consecutive parts of the rows.
 """
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, singledispatch
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,111 +25,101 @@ from maskpack.core.arguments import said
 from maskpack.errors import PlanError
 from maskpack.planning.costs import (
     MOST,
-    Cost,
     FloatArray,
     IntArray,
-    RowCost,
+    PlanOptions,
     Units,
     checked_amounts,
     checked_lengths,
     whole_number,
 )
 from maskpack.planning.loss_weights import MODES, Loss, LossMode
-from maskpack.planning.packing import CALL, Oversize, PackingProblem, PlanOptions
+from maskpack.planning.packing import CALL, PackingProblem
 from maskpack.planning.prefixes import checked_tree
 
 if TYPE_CHECKING:
     from maskpack.layout.prefix_tree import PrefixTree
 
+_DEFAULT = PlanOptions()
+
 
 def plan_micro_batches(
     lengths: Any,
-    token_budget: float | None,
+    token_budget: float,
     *,
-    cost: Cost = "tokens",
     tree: PrefixTree | None = None,
-    num_updates: int = 1,
     groups: Any = None,
-    multiple_of: int = 1,
-    context_parallel: int = 1,
-    min_count: int | None = None,
-    max_rows: int | None = None,
-    oversize: Oversize = "alone",
-    work: RowCost | None = None,
     loss_tokens: Any = None,
+    options: PlanOptions = _DEFAULT,
 ) -> MicroBatchPlan:
     """Groups rows into micro-batches within a token budget, as few as best fit finds, for each optimizer update.
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row: prompt plus response.
-        token_budget: the largest cost of a micro-batch: an integer number of tokens, or any number if `cost` is a
-            function. None: micro-batches of `max_rows` rows in the order given.
-        cost: "tokens", the sum of the valid tokens (packed replay); "padded", the number of rows times the longest row,
-            for rows padded on one side; "prefix", the tokens of the trie of the rows (replay with shared prefixes); or
-            a function of lengths int64 [B] that returns costs [B] in the unit of the budget. Costs of rows are added.
-        tree: the PrefixTree of the rows, with cost="prefix". Of each update, rows that share a prefix stay together. If
-            they exceed the budget or `max_rows`, they are cut so that the prefixes computed again have the fewest
-            tokens.
-        num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
-            an update without rows has no micro-batches.
+        token_budget: the largest cost of a micro-batch: an integer number of tokens, or any number if the cost is a
+            function. A row (or group) that alone exceeds it has a micro-batch of its own, and is in `plan.oversized`.
+        tree: the PrefixTree of the rows, for replay with shared prefixes: a micro-batch costs the tokens of the trie of
+            its rows. Of each update, rows that share a prefix stay together. If they exceed the budget, they are cut so
+            that the prefixes computed again have the fewest tokens.
         groups: labels [B]. Rows with one label stay in one micro-batch; with a tree, they do instead of rows that
             share a prefix.
-        multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
-        context_parallel: the number of ranks that share each micro-batch (replay with `context_group`). The budget is
-            that of one rank: a micro-batch costs at most the budgets of all of them.
-        min_count: the smallest number of micro-batches of an update.
-        max_rows: the largest number of rows of a micro-batch.
-        oversize: what happens to a row (or group) that alone exceeds the budget or `max_rows`. "alone" gives it a
-            micro-batch of its own and lists it in `plan.oversized`; "error" raises.
-        work: a function of lengths int64 [B] that returns amounts of work [B], such as a FlopsModel. It orders
-            micro-batches and says which to split; it does not change what is packed together. With a tree, the work of
-            a row that shares s of its n tokens is work(n) - work(s), and must not decrease with length.
         loss_tokens: [B], the sum of the loss mask of each row, for `plan.loss_weights`.
+        options: what micro-batches cost, the number of updates, and more.
 
-    The micro-batch with the most work (by default the largest cost) comes first in its update. Without a budget,
-    micro-batches keep the order of the rows.
+    The micro-batch with the most work (by default the largest cost) comes first in its update.
 
     Raises:
-        PlanError: an argument is not one of these, or `oversize="error"` and a row is too large.
+        PlanError: an argument is not one of these.
     """
-    options = PlanOptions(
-        token_budget, cost, num_updates, multiple_of, min_count, max_rows, oversize, work, context_parallel
-    )
-    lengths = checked_lengths(lengths, CALL)
-    return planned(options, lengths, groups, loss_tokens, checked_tree(tree, cost, lengths, CALL))
+    return RowsToPlan.of(CALL, lengths, token_budget, options, tree, groups, loss_tokens).planned()
 
 
-def planned(
-    options: PlanOptions, lengths: IntArray, groups: Any = None, loss_tokens: Any = None, tree: PrefixTree | None = None
-) -> MicroBatchPlan:
-    """`plan_micro_batches` with checked options, lengths and tree."""
-    problem = PackingProblem.of(options, lengths, Units.of(lengths.size, groups, CALL), tree)
-    oversized = oversized_rows(options, problem)
-    parts = problem.updates
-    loss = None
-    if loss_tokens is not None:
-        meaning = "the sum of each row's loss mask"
-        tokens = checked_amounts(loss_tokens, lengths.size, CALL, "loss_tokens", meaning)
-        loss = Loss.of(tokens, [problem.units.members(part) for part in parts])
-    bins = [problem.packed(part) for part in parts]
-    step = options.multiple_of
-    counts = [
-        -(-max(len(update), options.min_count or 0) // step) * step if part else 0
-        for update, part in zip(bins, parts, strict=True)
-    ]
-    return _with_counts(bins, counts, problem, oversized, loss)
+@dataclass(frozen=True, eq=False)
+class RowsToPlan:
+    """The checked arguments of `plan_micro_batches`. The budget is for all ranks that share a micro-batch."""
 
+    lengths: IntArray
+    budget: float
+    options: PlanOptions
+    tree: PrefixTree | None
+    groups: Sequence[Any] | None
+    loss_tokens: FloatArray | None
 
-def oversized_rows(options: PlanOptions, problem: PackingProblem) -> list[int]:
-    """The rows that alone, or with their group, exceed the budget or `max_rows`. Raises with oversize="error"."""
-    rows = sorted(problem.units.members(problem.too_large()))
-    if rows and options.oversize == "error":
-        ranks = f" of each of {options.context_parallel} ranks" if options.context_parallel > 1 else ""
-        raise PlanError(
-            f"{CALL}: rows {rows[:8]} alone, or their groups, are over token_budget {options.token_budget}{ranks} or "
-            f'max_rows {options.max_rows}; expected less. Raise these, cut the rows, or pass oversize="alone".'
+    @classmethod
+    def of(
+        cls, call: str, lengths: Any, token_budget: Any, options: Any, tree: Any, groups: Any, loss_tokens: Any
+    ) -> RowsToPlan:
+        if not isinstance(options, PlanOptions):
+            raise PlanError(f"{call}: options are {said(options)}; expected PlanOptions. Pass PlanOptions(...).")
+        lengths = checked_lengths(lengths, call)
+        budget, tree = options.budget(token_budget, call), checked_tree(tree, options, lengths, call)
+        labels = None if groups is None else Units.of(lengths.size, groups, call).of_row.tolist()
+        if loss_tokens is not None:
+            meaning = "the sum of each row's loss mask"
+            loss_tokens = checked_amounts(loss_tokens, lengths.size, call, "loss_tokens", meaning)
+        return cls(lengths, budget, options, tree, labels, loss_tokens)
+
+    def take(self, rows: list[int]) -> RowsToPlan:
+        """Some of the rows, under the same options."""
+        return replace(
+            self,
+            lengths=self.lengths[rows],
+            tree=None if self.tree is None else self.tree.take(rows),
+            groups=None if self.groups is None else [self.groups[row] for row in rows],
+            loss_tokens=None if self.loss_tokens is None else self.loss_tokens[rows],
         )
-    return rows
+
+    def planned(self) -> MicroBatchPlan:
+        units = Units.of(self.lengths.size, self.groups, CALL)
+        problem = PackingProblem.of(self.options, self.budget, self.lengths, units, self.tree)
+        parts, step = problem.updates, self.options.multiple_of
+        loss = None
+        if self.loss_tokens is not None:
+            loss = Loss.of(self.loss_tokens, [problem.units.members(part) for part in parts])
+        bins = [problem.packed(part) for part in parts]
+        counts = [-(-len(update) // step) * step for update in bins]
+        oversized = sorted(problem.units.members(problem.too_large()))
+        return _with_counts(bins, counts, problem, oversized, loss)
 
 
 def _with_counts(
@@ -156,7 +145,7 @@ class MicroBatchPlan:
         dummies: for each update, how many of its last micro-batches are dummies. Ranks run them for their collectives;
             their weights are zero and their outputs are dropped.
         lengths: int64 [B], valid tokens of each row.
-        oversized: the rows that alone, or with their group, exceed the budget or `max_rows`.
+        oversized: the rows that alone, or with their group, exceed the budget.
         loss: the denominators of `loss_weights`; None if `loss_tokens` was not given.
     """
 
@@ -253,6 +242,8 @@ class MicroBatchPlan:
             PlanError: the batch has another number of rows, or no rows.
         """
         chosen = self.micro_batches if update is None else self.updates[self._number(update, "MicroBatchPlan.apply")]
+        from maskpack.planning.apply import take_rows
+
         return take_rows(batch, chosen, self.num_rows)
 
     def _number(self, update: Any, call: str) -> int:
@@ -290,6 +281,8 @@ class MicroBatchPlan:
         tokens = None if lengths is None else checked_lengths(lengths, call)
         if tokens is not None and tokens.size != self.num_rows:
             raise PlanError(f"{call}: lengths of {tokens.size} rows; expected {self.num_rows}. Give one for each row.")
+        from maskpack.planning.apply import join_rows
+
         kinds = {join_rows.dispatch(type(out)): type(out).__name__ for _, out in real}
         if len(kinds) > 1:
             raise PlanError(
@@ -367,31 +360,8 @@ class MicroBatchPlan:
             "plan/fill": tokens / padded if padded else 1.0,
             "plan/imbalance": max((load.max() / load.mean() for load in loads if load.any()), default=1.0),
         }
-        budget = self._problem.budget
-        if budget is not None:
-            spent = sum(self._problem.costs(update).sum() for update in self._bins)
-            out["plan/budget_use"] = spent / budget / max(len(used), 1)
-            if self._problem.trie is not None:
-                out["plan/shared_tokens"] = tokens - spent
+        spent = sum(self._problem.costs(update).sum() for update in self._bins)
+        out["plan/budget_use"] = spent / self._problem.budget / max(len(used), 1)
+        if self._problem.tree is not None:
+            out["plan/shared_tokens"] = tokens - spent
         return {key: float(value) for key, value in out.items()}
-
-
-# -------------------------------------------------------------------- for each kind of batch
-
-
-@singledispatch
-def take_rows(batch: Any, parts: Sequence[Sequence[int]], num_rows: int) -> Iterator[Any]:
-    """Yields the rows of each part of a batch. To support another type of batch, register a function for it."""
-    raise PlanError(
-        f"MicroBatchPlan.apply: got {said(batch)}; expected a TensorDict, a PackedBatch, a BatchView or a "
-        f"tensor of {num_rows} rows. Pass the batch."
-    )
-
-
-@singledispatch
-def join_rows(first: Any, outputs: Sequence[Any], parts: Sequence[Sequence[int]], lengths: IntArray | None) -> Any:
-    """Joins outputs in the order of the rows: the inverse of `take_rows`. `first` is `outputs[0]`."""
-    raise PlanError(
-        f"MicroBatchPlan.restore: outputs are of type {type(first).__name__}; expected tensors, TensorDicts, "
-        "PackedBatches, BatchViews or lists. Return one of these, and restore several things one by one."
-    )

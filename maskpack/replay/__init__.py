@@ -2,10 +2,11 @@
 
 inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_log_probs, response_values
 context.py     shards of the tokens, one a rank             media.py      images and videos of the rows
-routes.py      experts that the rollout recorded
+routes.py      experts that the rollout recorded            options.py     ReplayOptions
 """
 
 from maskpack.replay.inputs import PackedInputs, prefix_tree
 from maskpack.replay.log_probs import ReplayModel, response_log_probs, response_values
+from maskpack.replay.options import ReplayOptions
 
-__all__ = ["PackedInputs", "ReplayModel", "prefix_tree", "response_log_probs", "response_values"]
+__all__ = ["PackedInputs", "ReplayModel", "ReplayOptions", "prefix_tree", "response_log_probs", "response_values"]

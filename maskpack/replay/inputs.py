@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,26 +28,24 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from maskpack.core.arguments import flag, said
+from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
-from maskpack.core.keys import need_key
 from maskpack.core.tensors import device_here, need_batch
 from maskpack.core.tree import entry_at
 from maskpack.errors import ReplayError
-from maskpack.fields.options import Registry, registry_of
-from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
-from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.fields.options import registry_of
+from maskpack.fields.registry import MaskNestingRegistry, Path, path_of, show
 from maskpack.layout.jagged import host_offsets
-from maskpack.layout.prefix_tree import MIN_SHARED, PrefixTree
+from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
 from maskpack.replay.media import Media
+from maskpack.replay.options import DEFAULT, NoPrompt, ReplayOptions, need_options
 from maskpack.replay.routes import RoutedExperts
 
-NoPrompt = Literal["error", "skip"]
 _CPU = torch.device("cpu")
 _DIMS = {"input_ids": 1, "position_ids": 2, "routed_experts": 3}
 """The most dims of the packed tokens of a field."""
@@ -102,14 +100,8 @@ class PackedInputs:
         cls,
         batch: TensorDictBase | PackedBatch,
         *,
-        input_ids: Key = "input_ids",
-        registry: Registry = RL_FIELDS,
-        multiple_of: int = 1,
-        no_prompt: NoPrompt = "error",
         device: torch.device | str | None = None,
-        share_prefixes: bool = False,
-        min_shared: int = MIN_SHARED,
-        routed_experts: bool = False,
+        options: ReplayOptions = DEFAULT,
     ) -> PackedInputs:
         """Packs the rows of a batch as inputs of a model, without padding.
 
@@ -119,69 +111,35 @@ class PackedInputs:
                 Without `position_ids`, positions count the valid tokens of each row. Images and videos are in
                 `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
                 `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` and `image_sizes`.
-            input_ids: the field of the token ids.
-            registry: its axes `sequence` and `response` name the masks.
-            multiple_of: T is rounded up to a multiple by a tail. A batch without tokens becomes a tail alone, because
-                models do not run without tokens.
-            no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises
-                and "skip" leaves it unscored.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
-            share_prefixes: whether tokens that begin several rows, with equal position ids, are there once. Ids and
-                positions are compared on the host; one synchronisation for each of the two if they are on CUDA. Rows
-                with images or videos share only with rows that have the same.
-            min_shared: as for `PrefixTree.from_ids`.
-            routed_experts: whether to take the field "routed_experts" [B, S, layers, k] of the sequence axis, for
-                models of experts: k different ids from 0 for each token and layer, or k times -1 where the router
-                chooses; it always does at the last token of a row, on which no log-prob depends. Tokens are shared only
-                if these are equal, too. One more synchronisation on CUDA.
+            options: all but `chunk` and `keep`.
 
         Raises:
-            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, experts
-                that are not different, or an invalid option.
-            LayoutError: a batch without a sequence and a response axis; min_shared is no integer from 1.
+            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, or experts
+                that are not different.
+            LayoutError: a batch without a sequence and a response axis.
         """
         call = "PackedInputs.of"
-        flag(share_prefixes, "share_prefixes", call, ReplayError)
-        whole = isinstance(multiple_of, int | np.integer) and not isinstance(multiple_of, bool)
-        if not (whole and 1 <= multiple_of < 1 << 31):
-            raise ReplayError(
-                f"{call}: multiple_of is {said(multiple_of)}; expected a whole number from 1, below 2^31. Choose one."
-            )
+        need_options(options, call)
         device = None if device is None else device_here(device, call)
-        flag(routed_experts, "routed_experts", call, ReplayError)
-        rows = _Rows.of(batch, input_ids, registry, device, call, on_host=share_prefixes, routed=routed_experts)
+        rows = _Rows.of(batch, options, device, call, on_host=options.share_prefixes)
         where = rows.device if device is None else device
-        ids, positions, routes, sequence = rows.ids, rows.positions, rows.routes, rows.sequence
-        predict, scored = _predict(rows.axis, sequence, no_prompt, call)
-        scores, copies = predict + 1, None
-        tree = rows.tree(min_shared) if share_prefixes else None
-        if tree is not None and tree.num_tokens == sequence.num_tokens:  # nothing is shared
-            tree = None
+        predict, scored = _predict(rows.axis, rows.sequence, options.no_prompt, call)
+        scores, copies, tree = predict + 1, None, None
+        if options.share_prefixes:
+            rows, tree = rows.once(options.min_shared, call)
         if tree is not None:
-            source, copied = torch.from_numpy(tree.source), torch.from_numpy(tree.source[tree.of_row_token])
-            compared = [ids, positions] + ([] if routes is None else [routes.ids])
-            if not all(torch.equal(x.index_select(0, copied), x) for x in compared):
-                raise ReplayError(
-                    f"{call}: rows have other tokens or positions than their prefix tree; expected the same. This is a "
-                    "defect of maskpack: report it, and leave share_prefixes out."
-                )
-            ids, positions = ids.index_select(0, source), positions.index_select(0, source)
-            routes = None if routes is None else replace(routes, ids=routes.ids.index_select(0, source))
             predict, scores, copies = _scored_once(
                 tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens
             )
+        sequence, tokens, multiple = rows.sequence, rows.ids.shape[0], options.multiple_of
         bounds = np.unique(sequence.row_offsets) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)
-        tokens = ids.shape[0]
-        tail = -tokens % multiple_of or (0 if tokens else multiple_of)
-        ends = (np.append(bounds, tokens + tail) if tail else bounds).astype(np.int32)
-        ids, positions = _sent(ids, where).long(), _sent(positions, where)
-        extra = torch.arange(tail, device=where).view(-1, *[1] * (positions.dim() - 1))
-        positions = torch.cat([positions, extra.expand(tail, *positions.shape[1:])])
+        ids, positions = (_sent(x, where).long() for x in (rows.ids, rows.positions))
+        routes = None if rows.routes is None else rows.routes.to(where)
+        total = tokens + (-tokens % multiple or (0 if tokens else multiple))
+        placed = positions[None] if positions.dim() == 1 else positions.T[:, None]
         return cls(
-            input_ids=torch.cat([ids, ids.new_zeros(tail)])[None],
-            position_ids=positions[None] if positions.dim() == 1 else positions.T[:, None],
-            cu_seqlens=_sent(torch.from_numpy(ends), where),
-            max_seqlen=int(np.diff(ends).max(initial=0)),
+            **_with_tail(ids[None], placed, routes, bounds, total),
             predict=_sent(torch.from_numpy(predict), where),
             targets=ids.index_select(0, _sent(torch.from_numpy(scores), where)),
             scored=None if scored is None else _sent(torch.from_numpy(scored), where),
@@ -190,8 +148,7 @@ class PackedInputs:
             bounds=bounds,
             num_tokens=tokens,
             tree=tree,
-            share_prefixes=share_prefixes,
-            routed_experts=None if routes is None else routes.to(where).with_tail(tail),
+            share_prefixes=options.share_prefixes,
             media=None if rows.media is None else rows.media.to(torch.device(where)),
         )
 
@@ -229,25 +186,16 @@ class PackedInputs:
         options["routed_experts"] = routes is not None
         need_same({**same, "scored tokens": self.predict}, options, group, call)
         total = -(-self.input_ids.shape[1] // group.size()) * group.size()
-        tail, where = total - self.num_tokens, self.input_ids.device
-        ends = (np.append(self.bounds, total) if tail else self.bounds).astype(np.int32)
         ids, positions = (x[..., : self.num_tokens] for x in (self.input_ids, self.position_ids))
-        counted = torch.arange(tail, device=where, dtype=positions.dtype)
+        routes = None if routes is None else replace(routes, ids=routes.ids[: self.num_tokens])
+        whole = _with_tail(ids, positions, routes, self.bounds, total)
         context, own = shard_of(self.predict, total, group)
         here = slice(context.begin, context.begin + context.size)
+        whole.update({name: whole[name][..., here] for name in ("input_ids", "position_ids")})
         if routes is not None:
-            whole = replace(routes, ids=routes.ids[: self.num_tokens]).with_tail(tail)
-            routes = replace(whole, ids=whole.ids[here])
+            whole["routed_experts"] = replace(routes, ids=whole["routed_experts"].ids[here])
         return replace(
-            self,
-            input_ids=torch.cat([ids, ids.new_zeros((1, tail))], -1)[:, here],
-            position_ids=torch.cat([positions, counted.expand(*positions.shape[:-1], tail)], -1)[..., here],
-            cu_seqlens=_sent(torch.from_numpy(ends), where),
-            max_seqlen=int(np.diff(ends).max(initial=0)),
-            predict=self.predict[own] - context.begin,
-            targets=self.targets[own],
-            context=context,
-            routed_experts=routes,
+            self, **whole, predict=self.predict[own] - context.begin, targets=self.targets[own], context=context
         )
 
     def collected(self, own: Tensor, tokens: IntArray) -> Tensor:
@@ -264,27 +212,35 @@ class PackedInputs:
         return self.max_seqlen if self.tree is None else max(self.max_seqlen, int(self.tree.lengths.max(initial=0)))
 
 
-def prefix_tree(
-    batch: TensorDictBase | PackedBatch,
-    *,
-    input_ids: Key = "input_ids",
-    registry: Registry = RL_FIELDS,
-    min_shared: int = MIN_SHARED,
-    routed_experts: bool = False,
-) -> PrefixTree:
-    """The trie of the rows of a batch, for plans with cost="prefix".
+def prefix_tree(batch: TensorDictBase | PackedBatch, *, options: ReplayOptions = DEFAULT) -> PrefixTree:
+    """The trie of the rows of a batch, for `tree=` of plans.
 
     Args:
-        batch, input_ids, registry: as for `PackedInputs.of`. One synchronisation for the ids and one for the positions
-            if they are on CUDA.
-        min_shared, routed_experts: as for `PackedInputs.of`, and for the replay that follows.
+        batch: as for `PackedInputs.of`. One synchronisation for the ids and one for the positions if they are on CUDA.
+        options: those of the replay that follows; its `share_prefixes` does not matter here.
 
     Raises:
         ReplayError: as `PackedInputs.of`.
     """
-    flag(routed_experts, "routed_experts", "prefix_tree", ReplayError)
-    rows = _Rows.of(batch, input_ids, registry, _CPU, "prefix_tree", on_host=True, routed=routed_experts)
-    return rows.tree(min_shared)
+    need_options(options, "prefix_tree")
+    rows = _Rows.of(batch, options, _CPU, "prefix_tree", on_host=True)
+    return rows.tree(options.min_shared)
+
+
+def _with_tail(
+    ids: Tensor, positions: Tensor, routes: RoutedExperts | None, bounds: IntArray, total: int
+) -> dict[str, Any]:
+    """The fields of PackedInputs for tokens [..., T], with a tail after them that makes T `total`."""
+    tail = total - ids.shape[-1]
+    ends = (np.append(bounds, total) if tail else bounds).astype(np.int32)
+    counted = torch.arange(tail, device=ids.device, dtype=positions.dtype)
+    return {
+        "input_ids": torch.cat([ids, ids.new_zeros((1, tail))], -1),
+        "position_ids": torch.cat([positions, counted.expand(*positions.shape[:-1], tail)], -1),
+        "cu_seqlens": _sent(torch.from_numpy(ends), ids.device),
+        "max_seqlen": int(np.diff(ends).max(initial=0)),
+        "routed_experts": None if routes is None else routes.with_tail(tail),
+    }
 
 
 @dataclass(frozen=True)
@@ -313,62 +269,54 @@ class _Rows:
     def of(
         cls,
         batch: TensorDictBase | PackedBatch,
-        input_ids: Key,
-        registry: Registry,
+        options: ReplayOptions,
         device: torch.device | None,
         call: str,
         *,
         on_host: bool,
-        routed: bool,
     ) -> _Rows:
         """With `on_host`, tokens are copied to the host. Those of a PackedBatch are decoded on `device`."""
-        registry = registry_of(registry, call)
-        need_key(input_ids, "input_ids", call, ReplayError)
-        places = {"input_ids": path_of(input_ids), "position_ids": ("position_ids",)}
-        if routed:
-            places["routed_experts"] = ("routed_experts",)
-        if not isinstance(batch, PackedBatch):
-            need_batch(batch, call)
-        if isinstance(batch, PackedBatch):
-            where = _CPU if on_host and device is not None else device
-            axis, fields = _decoded(batch, places, where, registry, call)
-        else:
-            axis = ResponseAxis.of(batch, registry, call)
-            entries = {name: entry_at(batch, path) for name, path in places.items()}
-            fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
-        sequence = axis.need_sequence(call)
-        ids = _packed(fields, "input_ids", sequence, call)
+        fields, axis = _fields(batch, options, _CPU if on_host and device is not None else device, call)
+        sequence, name = axis.need_sequence(call), show(options.input_ids)
+        ids, positions, experts = (_packed(fields, field, sequence, call) for field in _DIMS)
         if ids is None:
             raise ReplayError(
-                f'{call}: the batch has no field "{show(input_ids)}"; expected token ids. Keep it in the batch. If '
-                'they have another name, pass it: input_ids="tokens".'
+                f'{call}: the batch has no field "{name}"; expected token ids. Keep it in the batch. If they have '
+                'another name, pass it: ReplayOptions(input_ids="tokens").'
             )
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ReplayError(
-                f'{call}: field "{show(input_ids)}" is {ids.dtype}; expected integers. Fix the producer, or name the '
-                "field that has the token ids."
-            )
-        positions = _packed(fields, "position_ids", sequence, call)
-        counted = positions is None
-        if positions is None:
-            starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
-            positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
-        elif positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-            raise ReplayError(
-                f'{call}: field "position_ids" is {positions.dtype}; expected integers. Fix the producer, or drop it.'
-            )
-        experts = _packed(fields, "routed_experts", sequence, call)
-        if routed and experts is None:
+        if options.routed_experts and experts is None:
             raise ReplayError(
                 f'{call}: the batch has no field "routed_experts"; expected the experts of each token [B, S, layers, '
                 "k]. Have the rollout engine return them, or leave routed_experts out."
             )
-        where = ids.device
+        for field, x in ((name, ids), ("position_ids", positions)):
+            if x is not None and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+                raise ReplayError(f'{call}: field "{field}" is {x.dtype}; expected integers. Fix the producer.')
+        counted, where = positions is None, ids.device
+        if positions is None:
+            starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
+            positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
         if on_host:
             ids, positions, experts = ids.cpu(), positions.cpu(), None if experts is None else experts.cpu()
         routes = None if experts is None else RoutedExperts.of(experts, np.unique(sequence.row_offsets)[1:], call)
         media = Media.of(batch, sequence.lengths, call, compare=on_host)
         return cls(ids, positions, counted, routes, where, sequence, axis, media)
+
+    def once(self, min_shared: int, call: str) -> tuple[_Rows, PrefixTree | None]:
+        """Each token of the tree once, and the tree. The same rows and None if they share nothing."""
+        tree = self.tree(min_shared)
+        if tree.num_tokens == self.sequence.num_tokens:
+            return self, None
+        source, copied = torch.from_numpy(tree.source), torch.from_numpy(tree.source[tree.of_row_token])
+        compared = [self.ids, self.positions] + ([] if self.routes is None else [self.routes.ids])
+        if not all(torch.equal(x.index_select(0, copied), x) for x in compared):
+            raise ReplayError(
+                f"{call}: rows have other tokens or positions than their prefix tree; expected the same. This is a "
+                "defect of maskpack: report it, and leave share_prefixes out."
+            )
+        ids, positions, *routed = (x.index_select(0, source) for x in compared)
+        routes = None if self.routes is None else replace(self.routes, ids=routed[0])
+        return replace(self, ids=ids, positions=positions, routes=routes), tree
 
     def tree(self, min_shared: int) -> PrefixTree:
         """The trie of the rows, which are on the host. Those with other images have no token in common: the ids of all
@@ -402,14 +350,27 @@ class _Field(NamedTuple):
     offsets: IntArray | None = None
 
 
-def _decoded(
-    packed: PackedBatch,
-    places: Mapping[str, Path],
-    device: torch.device | str | None,
-    registry: MaskNestingRegistry,
-    call: str,
-) -> tuple[ResponseAxis, dict[str, _Field]]:
-    """The response axis of a packed batch, and its ids and positions on a device."""
+def _fields(
+    batch: TensorDictBase | PackedBatch, options: ReplayOptions, device: torch.device | None, call: str
+) -> tuple[dict[str, _Field], ResponseAxis]:
+    """The fields of tokens that the batch has, those of a packed one on a device; and its response axis."""
+    registry = registry_of(options.registry, call)
+    places = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
+    if options.routed_experts:
+        places["routed_experts"] = ("routed_experts",)
+    if not isinstance(batch, PackedBatch):
+        need_batch(batch, call)
+        entries = {name: entry_at(batch, path) for name, path in places.items()}
+        fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
+        return fields, ResponseAxis.of(batch, registry, call)
+    return _decoded(batch, places, device), _axis(batch, registry, call)
+
+
+def _axis(packed: PackedBatch, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+    return ResponseAxis.among(packed.layouts, registry, call)
+
+
+def _decoded(packed: PackedBatch, places: Mapping[str, Path], device: torch.device | None) -> dict[str, _Field]:
     paths = {name: path for name, path in places.items() if path in packed.numbers}
     nested = decompress(packed, *paths.values(), format="nested", device=device) if paths else TensorDict()
     fields: dict[str, _Field] = {}
@@ -417,7 +378,7 @@ def _decoded(
         layout = packed.forms[path].layout
         offsets = None if layout is None else packed.layouts[layout].row_offsets
         fields[name] = _Field(path, entry_at(nested, path), offsets)
-    return ResponseAxis.among(packed.layouts, registry, call), fields
+    return fields
 
 
 def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: str) -> Tensor | None:
@@ -460,8 +421,6 @@ def _predict(
     axis: ResponseAxis, sequence: RowLayout, no_prompt: NoPrompt, call: str
 ) -> tuple[IntArray, IntArray | None]:
     """The positions whose outputs score response tokens; and the indices of the scored tokens, or None for all."""
-    if no_prompt not in ("error", "skip"):
-        raise ReplayError(f'{call}: no_prompt is {said(no_prompt)}; expected "error" or "skip". Choose one.')
     tail = axis.tail(sequence)
     rows = np.repeat(np.arange(sequence.num_rows), axis.response.lengths)
     alone = tail <= sequence.row_offsets[rows]
@@ -470,7 +429,7 @@ def _predict(
     if no_prompt == "error":
         raise ReplayError(
             f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, "
-            'whose output scores the first response token. Drop these rows, or pass no_prompt="skip".'
+            'whose output scores the first response token. Drop these rows, or pass ReplayOptions(no_prompt="skip").'
         )
     scored = np.flatnonzero(~alone)
     return scoring(tail[scored]), scored

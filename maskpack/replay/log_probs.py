@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import numpy as np
@@ -16,13 +17,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from maskpack.core.arguments import flag, said
+from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
-from maskpack.fields.options import Registry, registry_of
-from maskpack.fields.registry import Key
-from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.fields.options import registry_of
 from maskpack.layout.jagged import jagged
-from maskpack.layout.prefix_tree import MIN_SHARED
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis
 from maskpack.ops import pack_torch as plain
@@ -31,7 +29,8 @@ from maskpack.ops.prefix_attention import gather_rows
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.replay.context import tell_failure
-from maskpack.replay.inputs import NoPrompt, PackedInputs
+from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.options import DEFAULT, ReplayOptions, need_options
 
 
 class ReplayModel(Protocol):
@@ -75,21 +74,14 @@ class ReplayModel(Protocol):
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    class _Options(TypedDict, total=False):
-        """The options of `response_log_probs` beside `entropy`."""
+    class _Arguments(TypedDict, total=False):
+        """The arguments of `response_log_probs` beside `entropy`."""
 
         temperature: float
-        keep: int | None
         plan: MicroBatchPlan | None
         self_check: bool | None
-        multiple_of: int
-        no_prompt: NoPrompt
-        share_prefixes: bool
-        min_shared: int
-        routed_experts: bool
         context_group: ProcessGroup | None
-        input_ids: Key
-        registry: Registry
+        options: ReplayOptions
 
 
 _Batch = TensorDictBase | PackedBatch
@@ -97,15 +89,15 @@ _Batch = TensorDictBase | PackedBatch
 
 @overload
 def response_log_probs(
-    model: ReplayModel, batch: _Batch, *, entropy: Literal[False] = False, **options: Unpack[_Options]
+    model: ReplayModel, batch: _Batch, *, entropy: Literal[False] = False, **more: Unpack[_Arguments]
 ) -> Tensor: ...
 @overload
 def response_log_probs(
-    model: ReplayModel, batch: _Batch, *, entropy: Literal[True], **options: Unpack[_Options]
+    model: ReplayModel, batch: _Batch, *, entropy: Literal[True], **more: Unpack[_Arguments]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def response_log_probs(
-    model: ReplayModel, batch: _Batch, *, entropy: bool, **options: Unpack[_Options]
+    model: ReplayModel, batch: _Batch, *, entropy: bool, **more: Unpack[_Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def response_log_probs(
     model: ReplayModel,
@@ -113,17 +105,10 @@ def response_log_probs(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
-    keep: int | None = None,
     plan: MicroBatchPlan | None = None,
     self_check: bool | None = None,
-    multiple_of: int = 1,
-    no_prompt: NoPrompt = "error",
-    share_prefixes: bool = False,
-    min_shared: int = MIN_SHARED,
-    routed_experts: bool = False,
     context_group: ProcessGroup | None = None,
-    input_ids: Key = "input_ids",
-    registry: Registry = RL_FIELDS,
+    options: ReplayOptions = DEFAULT,
 ) -> Any:
     """Computes the log-probs of response tokens in a forward pass over packed rows, without padding.
 
@@ -131,27 +116,20 @@ def response_log_probs(
         model: the result of `adapters.transformers.replayable`, or any other ReplayModel.
         batch: as for `PackedInputs.of`, on any device. The fields that the model needs are sent to its device, one
             micro-batch of a plan at a time.
-        temperature, entropy, keep: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of tokens
-            at a time. `keep` is the memory in bytes that may make its backward pass faster.
+        temperature, entropy: as for `ops.packed_log_probs`.
         plan: the micro-batches of the rows, run one after the other without gradients. A training loop iterates over
             the micro-batches itself.
         self_check: whether to compare a packed row with the forward pass of that row alone. True: always; False: never;
             None: the first time for each model.
-        share_prefixes: whether a prefix that rows of the batch share, such as the prompt of a group, is computed once.
-            Log-probs are the same within rounding, and gradients add up. In train mode the model must have no dropout.
-        routed_experts: whether routers of a mixture of experts take the ids of the field "routed_experts" [B, S,
-            layers, k], as for `PackedInputs.of`, with their own probabilities as weights. `layers` are those of the
-            model, or those that have a router.
         context_group: ranks with the same rows that share the work: each runs a shard of the tokens
             (`PackedInputs.shard`). Every rank must call. All get the same result; gradients are those of one process
             when they are averaged over the ranks, as by FSDP. A batch takes two small all-reduces for which the host
             waits, to compare rows and options and to fail together.
-        multiple_of, no_prompt, min_shared, input_ids, registry: as for `PackedInputs.of`; with `context_group` the
-            shard of each rank is a multiple.
+        options: shared prefixes, recorded experts, names of fields and more.
 
     Returns:
         float32 jagged [B, j] on the response layout; with `entropy`, a pair of these. Both are differentiable and on
-        the device of the model. With no_prompt="skip", the first token of a response without a prompt has 0.
+        the device of the model.
 
     With MASKPACK_PACKED_REPLAY=0 in the environment, rows are padded to the longest and run with the attention of the
     model.
@@ -159,32 +137,25 @@ def response_log_probs(
     Raises:
         ReplayError: the model cannot replay packed rows, or the self-check failed.
     """
-    packing: dict[str, Any] = {
-        "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
-        "context_group": context_group, "input_ids": input_ids, "registry": registry,
-        "routed_experts": routed_experts,
-    }  # fmt: skip
+    call = "response_log_probs"
+    same: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "self_check": self_check}
     if plan is not None:
-        options = {
-            "temperature": temperature, "entropy": entropy, "keep": keep, "self_check": self_check,
-            **packing,
-        }  # fmt: skip
-        parts = _of_each(plan, batch, response_log_probs, model, **options)
-        return _joined(plan, parts if entropy else [(part,) for part in parts], batch, registry, entropy)
-    same = {"temperature": temperature, "entropy": entropy, "self_check": self_check}
-    inputs = _inputs("response_log_probs", model, batch, same, **packing)
-    rows = _scoring_rows("response_log_probs", model, inputs, self_check)
-    out: Any = packed_log_probs(
-        rows,
+        again = partial(response_log_probs, model, context_group=context_group, options=options, **same)
+        parts = _of_each(call, plan, batch, again)
+        out = _joined(call, plan, parts if entropy else [(part,) for part in parts], batch, options)
+        return out if entropy else out[0]
+    inputs = _inputs(call, model, batch, options, context_group, same)
+    scored: Any = packed_log_probs(
+        _scoring_rows(call, model, inputs, self_check),
         model.head,
         inputs.targets,
         temperature=temperature,
-        keep=keep,
+        keep=options.keep,
         entropy=entropy,
         group=getattr(model, "head_group", None),
         logits=getattr(model, "head_logits", None),
     )
-    return tuple(_nested(part, inputs) for part in out) if entropy else _nested(out, inputs)
+    return tuple(_nested(part, inputs) for part in scored) if entropy else _nested(scored, inputs)
 
 
 def response_values(
@@ -194,13 +165,8 @@ def response_values(
     *,
     plan: MicroBatchPlan | None = None,
     self_check: bool | None = None,
-    multiple_of: int = 1,
-    no_prompt: NoPrompt = "error",
-    share_prefixes: bool = False,
-    min_shared: int = MIN_SHARED,
     context_group: ProcessGroup | None = None,
-    input_ids: Key = "input_ids",
-    registry: Registry = RL_FIELDS,
+    options: ReplayOptions = DEFAULT,
 ) -> Tensor:
     """Computes the values of a critic for response tokens in a forward pass over packed rows, without padding.
 
@@ -208,37 +174,38 @@ def response_values(
 
     Args:
         model: as for `response_log_probs`; it needs no output layer.
-        batch: as for `response_log_probs`.
         value_head: a callable, such as a linear layer, of hidden states [N, H] that returns values [N] or [N, 1]. It is
             on the device of the hidden states.
-        plan, self_check, multiple_of, no_prompt, share_prefixes, min_shared, context_group, input_ids, registry: as
-            for `response_log_probs`.
+        batch, plan, self_check, context_group, options: as for `response_log_probs`.
 
     Returns:
         float32 (float64 if the head returns it) jagged [B, j] on the response layout, differentiable, on the device of
-        the model. With no_prompt="skip", the first token of a response without a prompt has 0.
+        the model.
 
     Raises:
         ReplayError: as `response_log_probs`; or the head returns another shape.
     """
-    packing: dict[str, Any] = {
-        "multiple_of": multiple_of, "no_prompt": no_prompt, "share_prefixes": share_prefixes, "min_shared": min_shared,
-        "context_group": context_group, "input_ids": input_ids, "registry": registry,
-    }  # fmt: skip
-    if plan is not None:
-        parts = _of_each(plan, batch, response_values, model, value_head, self_check=self_check, **packing)
-        return _joined(plan, [(part,) for part in parts], batch, registry)
+    call = "response_values"
     if not callable(value_head):
         raise ReplayError(
-            f"response_values: value_head is {said(value_head)}; expected a callable. Pass a layer that takes "
-            "hidden states."
+            f"{call}: value_head is {said(value_head)}; expected a callable. Pass a layer that takes hidden states."
         )
-    inputs = _inputs("response_values", model, batch, {"self_check": self_check}, **packing)
-    rows = _scoring_rows("response_values", model, inputs, self_check)
+    if plan is not None:
+        again = partial(
+            response_values,
+            model,
+            value_head=value_head,
+            self_check=self_check,
+            context_group=context_group,
+            options=options,
+        )
+        return _joined(call, plan, [(part,) for part in _of_each(call, plan, batch, again)], batch, options)[0]
+    inputs = _inputs(call, model, batch, options, context_group, {"self_check": self_check})
+    rows = _scoring_rows(call, model, inputs, self_check)
     values = value_head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
         raise ReplayError(
-            f"response_values: value_head made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
+            f"{call}: value_head made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
             f"({rows.shape[0]},) or ({rows.shape[0]}, 1). Give a head with one output."
         )
     values = values.reshape(-1)
@@ -249,14 +216,12 @@ def _inputs(
     call: str,
     model: Any,
     batch: TensorDictBase | PackedBatch,
+    options: ReplayOptions,
+    group: ProcessGroup | None,
     same: Mapping[str, Any],
-    *,
-    share_prefixes: bool,
-    context_group: ProcessGroup | None,
-    **packing: Any,
 ) -> PackedInputs:
     """The PackedInputs of a batch, on the device of the model. If packing is off, rows share nothing, and each rank of
-    a context group runs them all. `same` are the options that its ranks compare."""
+    a context group runs them all. `same` are the arguments that its ranks compare."""
     missing = [name for name in ("hidden", "dense_hidden", "self_check") if not callable(getattr(model, name, None))]
     device = None if missing else getattr(model, "device", None)
     if device is None:
@@ -264,86 +229,71 @@ def _inputs(
             f"{call}: model is {said(model)}; expected a ReplayModel. Pass what "
             "maskpack.adapters.transformers.replayable(model) returns."
         )
-    shares: bool = flag(share_prefixes, "share_prefixes", call, ReplayError)
-    if shares and getattr(model, "shares_prefixes", None) is not True:
-        raise ReplayError(
-            f"{call}: share_prefixes with {said(model)}, which does not declare support for PackedInputs.tree; "
-            "expected a model that attends by packed_attention(tree=) and has shares_prefixes = True. Use "
-            "maskpack.adapters.transformers.replayable(model), or leave share_prefixes out."
-        )
-    if context_group is not None and getattr(model, "context_parallel", None) is not True:
-        raise ReplayError(
-            f"{call}: context_group with {said(model)}, which does not declare support for PackedInputs.shard; "
-            "expected a model that attends by packed_attention(group=) and has context_parallel = True. Use "
-            "maskpack.adapters.transformers.replayable(model), or leave context_group out."
-        )
-    routed = flag(packing.get("routed_experts", False), "routed_experts", call, ReplayError)
-    if routed and getattr(model, "replays_routes", None) is not True:
-        raise ReplayError(
-            f"{call}: routed_experts with {said(model)}, which does not declare support for "
-            "PackedInputs.routed_experts; expected a model whose routers take them, and replays_routes = True. Use "
-            "maskpack.adapters.transformers.replayable(model), or leave routed_experts out."
-        )
-    if context_group is None or not packing_is_on(call):
-        inputs = PackedInputs.of(batch, device=device, share_prefixes=shares and packing_is_on(call), **packing)
-        _need_media_taken(call, model, inputs)
-        return inputs
+    need_options(options, call)
+    asked = {
+        "shares_prefixes": options.share_prefixes,
+        "context_parallel": group is not None,
+        "replays_routes": options.routed_experts,
+    }
+    for declared, needed in asked.items():
+        _need_declared(call, model, declared, needed)
+    if not packing_is_on(call):
+        group, options = None, replace(options, share_prefixes=False)
     try:
-        multiple = packing["multiple_of"]
-        if isinstance(context_group, ProcessGroup) and type(multiple) is int:
-            packing["multiple_of"] = multiple * context_group.size()  # each shard is a multiple
-        inputs = PackedInputs.of(batch, device=device, share_prefixes=shares, **packing)
-        _need_media_taken(call, model, inputs)
+        if isinstance(group, ProcessGroup):
+            options = replace(options, multiple_of=options.multiple_of * group.size())  # each shard is a multiple
+        inputs = PackedInputs.of(batch, device=device, options=options)
+        _need_declared(call, model, "takes_media", inputs.media is not None)
     except Exception:
-        tell_failure(context_group)
+        tell_failure(group)
         raise
-    return inputs._shard(context_group, same)  # pyright: ignore[reportPrivateUsage]
+    return inputs if group is None else inputs._shard(group, same)  # pyright: ignore[reportPrivateUsage]
 
 
-def _need_media_taken(call: str, model: Any, inputs: PackedInputs) -> None:
-    if inputs.media is not None and getattr(model, "takes_media", None) is not True:
+_DECLARED = {
+    "shares_prefixes": ("share_prefixes", "tree", "attends by packed_attention(tree=)"),
+    "context_parallel": ("context_group", "shard", "attends by packed_attention(group=)"),
+    "replays_routes": ("routed_experts", "routed_experts", "gives them to its routers"),
+    "takes_media": ("a batch with images or videos", "media", "gives them to its vision tower"),
+}
+"""What a ReplayModel declares: what needs it, the part of PackedInputs, and what the model does with that."""
+
+
+def _need_declared(call: str, model: Any, declared: str, needed: bool) -> None:
+    if needed and getattr(model, declared, None) is not True:
+        asked, part, does = _DECLARED[declared]
         raise ReplayError(
-            f"{call}: the batch has images or videos ({', '.join(inputs.media.names)}) for {said(model)}, which does "
-            "not declare support for PackedInputs.media; expected a model that gives them to its vision tower and has "
-            "takes_media = True. Use maskpack.adapters.transformers.replayable(model); without images, drop the "
-            "fields."
+            f"{call}: {asked} with {said(model)}, which does not declare support for PackedInputs.{part}; expected a "
+            f"model that {does} and has {declared} = True. Use maskpack.adapters.transformers.replayable(model), or "
+            f"leave {asked} out."
         )
 
 
-def _of_each(
-    plan: MicroBatchPlan,
-    batch: TensorDictBase | PackedBatch,
-    call: Callable[..., Any],
-    model: ReplayModel,
-    *more: Any,
-    **options: Any,
-) -> list[Any]:
-    """`call(model, part, *more, **options)` of each micro-batch, one after the other, without gradients."""
+def _of_each(call: str, plan: Any, batch: TensorDictBase | PackedBatch, replay: Callable[[Any], Any]) -> list[Any]:
+    """What `replay` returns for each micro-batch, one after the other, without gradients."""
     if not isinstance(plan, MicroBatchPlan):
-        raise ReplayError(
-            f"{call.__name__}: plan is {said(plan)}; expected a MicroBatchPlan. Make one with plan_micro_batches."
-        )
+        raise ReplayError(f"{call}: plan is {said(plan)}; expected a MicroBatchPlan. Make one with plan_micro_batches.")
     out: list[Any] = []
     with torch.no_grad():
         for rows, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
             try:
-                out.append(call(model, part, *more, **options))
+                out.append(replay(part))
             except ReplayError as error:
                 named = f"{rows[:8]}{' and more' if len(rows) > 8 else ''}"
                 raise ReplayError(f"in the micro-batch of rows {named} of the batch: {error}") from error
     return out
 
 
-def _joined(plan: MicroBatchPlan, parts: list[Any], batch: Any, registry: Registry, several: bool = False) -> Any:
+def _joined(
+    call: str, plan: MicroBatchPlan, parts: list[Any], batch: Any, options: ReplayOptions
+) -> tuple[Tensor, ...]:
     """Joins tuples of jagged tensors, one for each micro-batch, in the order of the rows."""
-    call = "response_log_probs"
-    registry, packed = registry_of(registry, call), isinstance(batch, PackedBatch)
+    registry, packed = registry_of(options.registry, call), isinstance(batch, PackedBatch)
     axis = ResponseAxis.among(batch.layouts, registry, call) if packed else ResponseAxis.of(batch, registry, call)
     lengths = axis.response.lengths
     restored = [plan.restore([one.values() for one in which], lengths=lengths) for which in zip(*parts, strict=True)]
     response = axis.response.to(restored[0].device)
-    out = tuple(jagged(one, response) for one in restored)
-    return out if several else out[0]
+    return tuple(jagged(one, response) for one in restored)
 
 
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_check: bool | None) -> Tensor:

@@ -191,7 +191,7 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
     if counts is not None and counts.shared_tokens:
         out.append(
             f"prefixes: {counts.shared_tokens / counts.tokens:.1%} of {counts.tokens:,} tokens repeat another row; "
-            "response_log_probs(share_prefixes=True) skips them"
+            "ReplayOptions(share_prefixes=True) skips them"
         )
     out.append("")
     if diagnosis.suggestions:

@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import ray
 import samples
@@ -34,10 +35,12 @@ from maskpack.errors import (
     StorageError,
     WorkerError,
 )
-from maskpack.planning import PrefixTree
+from maskpack.planning import PlanOptions, PrefixTree
 
 RANKS = 3
 B = len(ROWS)
+BY_ROWS = PlanOptions(cost=np.ones_like)
+"""A budget is a number of rows."""
 
 for module in (sys.modules[__name__], samples):  # the ranks cannot import the tests
     cloudpickle.register_pickle_by_value(module)
@@ -482,7 +485,7 @@ def same_bits(x, y):
 def test_a_method_for_micro_batches(group, batch, most):
     """With dummies, where ranks have unlike numbers of rows; a further batch is divided alike, another is not."""
     packed = group.pack(batch)
-    plan = group.plan(packed, 1000, max_rows=most)
+    plan = group.plan(packed, most or B, options=BY_ROWS)
     other, whole = batch.select("attention_mask", "prompts", "old_log_probs"), Broadcast(batch)
     values, sizes, tokens = group.call("scale_in_parts", packed, 3.0, other, plan=plan, whole=whole)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
@@ -499,7 +502,7 @@ def test_micro_batches_that_share_prefixes(group, batch, tmp_path):
     rows, lengths = group.put(batch), batch["attention_mask"].sum(-1)
     prompts = lengths - batch["response_mask"].sum(-1)
     tree = PrefixTree.from_groups(lengths, [row // 2 for row in range(B)], prompts, min_shared=1)
-    plan = group.plan(rows, 20, cost="prefix", tree=tree)
+    plan = group.plan(rows, 20, tree=tree)
     computed = sum(sum(own.loads()) for own in plan.plans)
     assert [told["micro_batches"] for told in group.call("planned", rows, plan=plan)] == [
         own.micro_batches for own in plan.plans
@@ -518,7 +521,7 @@ def test_a_method_for_micro_batches_without_a_plan(group, batch):
 
 
 def test_results_of_micro_batches_that_do_not_fit(group, batch):
-    plan = group.plan(group.pack(batch), None, max_rows=2)
+    plan = group.plan(group.pack(batch), 2, options=BY_ROWS)
     with pytest.raises(WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):
         group.call("differ_in_parts", batch, plan=plan)
     with pytest.raises(WorkerError, match=r"returned a tensor for its micro-batches; expected a TensorDict"):
@@ -530,7 +533,7 @@ def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
     actors = [ray.remote(num_cpus=0)(Worker).remote(factor) for factor in (1.0, 2.0)]
     collect = [speaker == actor for actor in range(2)]
     peers = WorkerGroup(actors, dp_ranks=[0, 0], collect=collect, pad_token_id=PAD)
-    plan = peers.plan(peers.pack(batch), None, max_rows=4)
+    plan = peers.plan(peers.pack(batch), 4, options=BY_ROWS)
     if speaker == 0:
         assert peers.call("differ_on_a_peer", batch, plan=plan) == [[{}, {}]]
     else:
@@ -541,7 +544,7 @@ def test_only_results_that_are_wanted_are_joined(local_ray, batch, speaker):
 @pytest.mark.parametrize("what", ["groups", "loss_tokens"])
 def test_a_plan_whose_rows_belong_together_is_not_retried_in_part(group, batch, tmp_path, what):
     of_groups = {"token_budget": 1000, "groups": list(batch["uid"])}
-    of_loss = {"token_budget": None, "max_rows": 1, "loss_tokens": batch["response_mask"].sum(-1)}
+    of_loss = {"token_budget": 1, "options": BY_ROWS, "loss_tokens": batch["response_mask"].sum(-1)}
     plan = group.plan(group.pack(batch), **(of_groups if what == "groups" else of_loss))
     with pytest.raises(WorkerError, match=r"once.*Run the whole call again") as caught:
         group.call("fail_once_in_parts", batch, str(tmp_path / "failed"), plan=plan)

@@ -113,7 +113,7 @@ def test_or_where_the_call_says(group: WorkerGroup, batch: TensorDict, layout: A
 
 
 def test_micro_batches_and_tensors_beside_the_rows(group: WorkerGroup, batch: TensorDict) -> None:
-    plan = group.plan(group.pack(batch), None, max_rows=2)
+    plan = group.plan(group.pack(batch), 20)
     out, sums = group.call("echo_in_parts", batch, plan=plan)
     assert_same(out.clear_device_(), batch)
     assert {value.device.type for own in sums for value in own} == {"cpu"}

@@ -17,7 +17,9 @@ quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 def test_rows_are_those_of_the_host(form):
     batch = rollout()
     lengths = batch["attention_mask"].sum(-1)
-    plan = mp.planning.plan_micro_batches(lengths, int(lengths.max()) + 2, num_updates=2).with_count(4)
+    plan = mp.planning.plan_micro_batches(
+        lengths, int(lengths.max()) + 2, options=mp.planning.PlanOptions(num_updates=2)
+    ).with_count(4)
     device = torch.device("cuda")
     if form == "packed":
         packed = mp.compress(batch.exclude("global_token_num"), pad_token_id=PAD)

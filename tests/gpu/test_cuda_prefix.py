@@ -18,7 +18,7 @@ from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import attention
 from maskpack.ops.attention import backend_for, packed_attention
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, prefix_tree, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
 transformers = pytest.importorskip("transformers")
 
@@ -252,7 +252,9 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
     theirs = gradients(model, plain)
     forms = batch, nest_batch_by_mask(batch, pad_token_id=PAD), compress(batch, pad_token_id=PAD), batch.cpu()
     for given in forms:
-        out: Any = response_log_probs(replayable(model), given, share_prefixes=True, self_check=True)
+        out: Any = response_log_probs(
+            replayable(model), given, self_check=True, options=ReplayOptions(share_prefixes=True)
+        )
         ours = gradients(model, out.values())
         error, allowed = (float((x.detach().double() - truth).square().mean().sqrt()) for x in (out.values(), plain))
         assert error <= 1.5 * allowed + 5e-5
@@ -267,10 +269,12 @@ def test_a_plan_of_a_tree_gives_the_rows_in_order() -> None:
     batch = groups([30, 17, 64], [1, 30, 6, 75, 0, 12])
     model = tiny("Qwen3", torch.bfloat16)
     lengths, tree = batch["attention_mask"].sum(1).cpu(), prefix_tree(batch)
-    whole: Any = response_log_probs(replayable(model), batch, share_prefixes=True)
+    whole: Any = response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True))
     for budget in (150, 400):
-        plan = plan_micro_batches(lengths, budget, cost="prefix", tree=tree)
-        parts: Any = response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True)
+        plan = plan_micro_batches(lengths, budget, tree=tree)
+        parts: Any = response_log_probs(replayable(model), batch, plan=plan, options=ReplayOptions(share_prefixes=True))
         assert float((parts.values() - whole.values()).detach().abs().max()) < 0.2
-        counted = [PackedInputs.of(part, share_prefixes=True).num_tokens for part in plan.apply(batch)]
+        counted = [
+            PackedInputs.of(part, options=ReplayOptions(share_prefixes=True)).num_tokens for part in plan.apply(batch)
+        ]
         assert max(counted) <= budget

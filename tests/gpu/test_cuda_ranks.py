@@ -1,12 +1,12 @@
-"""Plans of two ranks on NCCL, with FSDP2: equal counts, failures on both, exact gradients, no hang (rank_work.py)."""
+"""Plans of two ranks on NCCL, with FSDP2: equal counts, failures on both, exact gradients, no hang (work_ranks.py)."""
 
 from __future__ import annotations
 
 import pytest
-import rank_work
 import torch
-from rank_work import Ran
+import work_ranks
 from ranks import run_ranks, values
+from work_ranks import Ran
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,16 +17,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def rounds() -> list[list[Ran]]:
-    return values(run_ranks(rank_work.run_rounds, 2, "cuda", range(50), seconds=240, backend="nccl"))
+    return values(run_ranks(work_ranks.run_rounds, 2, "cuda", range(50), seconds=240, backend="nccl"))
 
 
 def test_counts_are_equal(rounds: list[list[Ran]]) -> None:
-    rank_work.check_counts(rounds)
+    work_ranks.check_counts(rounds)
 
 
 def test_both_fail_together_and_go_on(rounds: list[list[Ran]]) -> None:
-    rank_work.check_failures(rounds)
+    work_ranks.check_failures(rounds)
 
 
 def test_gradients_are_those_of_the_unsplit_batch(rounds: list[list[Ran]]) -> None:
-    rank_work.check_gradients(rounds)
+    work_ranks.check_gradients(rounds)

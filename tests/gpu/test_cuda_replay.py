@@ -22,7 +22,7 @@ from maskpack import compress, decompress, nest_batch_by_mask
 from maskpack.ops import attention
 from maskpack.ops.attention import backend_for, packed_attention
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 transformers = pytest.importorskip("transformers")
 
@@ -465,9 +465,9 @@ def syncs(call: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("form", FORMS)
 def test_inputs_from_the_host_wait_for_nothing(form: str) -> None:
     given = FORMS[form](batch_of([3, 1, 9, 4], [30, 1, 6, 75]).to("cpu").clear_device_())
-    assert syncs(lambda: PackedInputs.of(given, device=DEVICE, multiple_of=8)) == []
-    made = PackedInputs.of(given, device=DEVICE, multiple_of=8)
-    same = PackedInputs.of(given, device="cpu", multiple_of=8)
+    assert syncs(lambda: PackedInputs.of(given, device=DEVICE, options=ReplayOptions(multiple_of=8))) == []
+    made = PackedInputs.of(given, device=DEVICE, options=ReplayOptions(multiple_of=8))
+    same = PackedInputs.of(given, device="cpu", options=ReplayOptions(multiple_of=8))
     for name in ("input_ids", "position_ids", "cu_seqlens", "predict", "targets"):
         assert getattr(made, name).is_cuda
         assert torch.equal(getattr(made, name).cpu(), getattr(same, name)), name
@@ -484,9 +484,9 @@ def test_inputs_wait_for_the_gpu_once_at_most(form: str) -> None:
     if form == "of a plan":
         given = next(plan_micro_batches([33, 2, 15, 79], 129).apply(given))
     device = DEVICE if form == "packed" else None
-    seen = syncs(lambda: PackedInputs.of(given, device=device, multiple_of=8))
+    seen = syncs(lambda: PackedInputs.of(given, device=device, options=ReplayOptions(multiple_of=8)))
     assert len(seen) <= 1, seen
-    made = PackedInputs.of(given, device=device, multiple_of=8)
+    made = PackedInputs.of(given, device=device, options=ReplayOptions(multiple_of=8))
     assert {x.device.type for x in (made.input_ids, made.cu_seqlens, made.predict, made.targets)} == {DEVICE.type}
     assert made.cu_seqlens.tolist() == [0, 33, 35, 50, 129, 136]
 

@@ -8,7 +8,7 @@ from ranks import run_ranks, values
 
 pytest.importorskip("transformers")
 
-import replay_work
+import work_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
     ],
 )
 def test_rows_go_where_layers_run_whose_shards_wait_on_the_host(ranks: int) -> None:
-    for seen in values(run_ranks(replay_work.offloaded, ranks, seconds=120, backend="nccl")):
+    for seen in values(run_ranks(work_replay.offloaded, ranks, seconds=120, backend="nccl")):
         assert seen["devices"] == {"cuda"}
         assert seen["compared"] == 1
         assert seen["off"] < 1e-3

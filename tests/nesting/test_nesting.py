@@ -14,19 +14,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import assert_same_batch, assert_same_object, assert_same_tensor
-from samples import PAD, PROMPT, RESPONSE, ROWS, indexes_jagged, joined, parts_of, registry_of, rollout, rows_of, under
+from samples import PAD, PROMPT, RESPONSE, ROWS, joined, parts_of, registry_of, rollout, rows_of, under
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from maskpack import (
     ANY_ZERO,
     EDGE,
-    PAD_TOKEN_ID,
     PER_ROW,
     RL_FIELDS,
     SIGNED_ZERO,
-    MaskAxis,
-    MaskNestingRegistry,
     MaskNestingSpec,
     RowLayout,
     VerifyFirst,
@@ -231,15 +228,6 @@ def test_other_batch_sizes(more: tuple[int, ...]) -> None:
     assert_same_batch(unnest(nested), batch)
 
 
-def test_locked_and_non_contiguous() -> None:
-    batch = rollout()
-    batch["advantages"] = batch["advantages"].t().contiguous().t()
-    batch.lock_()
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert batch.is_locked
-    assert_same_batch(unnest(nested.lock_()), batch)
-
-
 MASK = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, True, False]]
 
 
@@ -381,19 +369,13 @@ def test_row_operations_on_masks_of_many_runs(name: str) -> None:
     parts = {
         "slice": (rows_of(nested, slice(1, 3)), batch[1:3]),
         "index": (rows_of(nested, order), batch[order]),
-        "mask": (rows_of(nested, order > 1), batch[order > 1]),
         "cat": (joined(parts_of(nested, [2, rows - 2])[::-1]), torch.cat([batch[2:], batch[:2]])),
         "again": (nest_batch_by_mask(rows_of(nested, order)), batch[order]),
         "decoded": (decompress(compress(rows_of(nested, order)), format="nested"), batch[order]),
-        "consolidate": (nested.consolidate(), batch),
         "pickle": (pickle.loads(pickle.dumps(rows_of(nested, slice(3, 7)))), batch[3:7]),
     }
-    if indexes_jagged():
-        parts["chunk"] = nested.chunk(3)[1], batch.chunk(3)[1]
     for way, (seen, want) in parts.items():
         assert_same_batch(unnest(seen), want), way
-    doubled = unnest(nested.double())
-    assert all(torch.equal(doubled[key], batch[key].double()) for key in batch.keys())  # noqa: SIM118
     halved = unnest(nested.to(torch.bfloat16))
     assert torch.equal(halved["log_probs"], batch["log_probs"].to(torch.bfloat16))
 
@@ -887,20 +869,6 @@ def test_names_with_a_slash_are_not_paths() -> None:
 # -------------------------------------------------------------------- coverage
 
 
-def test_strict_looks_inside_sub_batches_and_objects() -> None:
-    batch = rollout()
-    batch["meta"] = TensorDict({"deep": torch.zeros(7, 9)}, batch_size=[7])
-    batch.set("info", NonTensorData({"a": [{"tokens": torch.zeros(5)}]}, batch_size=[7]))
-    with pytest.raises(CoverageError) as caught:
-        nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True)
-    message = str(caught.value)
-    assert '"meta/deep" (7, 9) float32, 252 bytes: the registry does not know it' in message
-    assert "info/a/[0]/tokens" in message
-    assert "ignore_dense_fields" in message
-    for names in ([("meta", "deep"), "info"], ["deep", "info"]):
-        nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True, ignore_dense_fields=names)
-
-
 def test_missing_mask_is_reported() -> None:
     batch = TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])
     with pytest.raises(CoverageError, match='nothing in the batch gives its mask "sequence"'):
@@ -915,15 +883,6 @@ def test_missing_mask_is_reported() -> None:
 # -------------------------------------------------------------------- axes
 
 
-def test_response_mask_is_data_on_the_response_axis() -> None:
-    batch = rollout(holes=True)
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert nested["responses"].offsets() is nested["response_mask"].offsets()
-    want = oracle.offsets(oracle.mask_rows(batch["attention_mask"][:, PROMPT:]))
-    assert nested["responses"].offsets().tolist() == want
-    assert_same_batch(unnest(nested), batch)
-
-
 @pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.25]])
 def test_float_response_mask_without_attention(weights: list[float]) -> None:
     batch = TensorDict(
@@ -935,43 +894,6 @@ def test_float_response_mask_without_attention(weights: list[float]) -> None:
     )
     nested = nest_batch_by_mask(batch, strict_mask_nesting=True)
     assert nested["advantages"].offsets().tolist() == [0, 4, 4, 6]
-    assert_same_batch(unnest(nested), batch)
-
-
-def test_loss_mask_of_the_whole_sequence() -> None:
-    """The registry lets loss_mask lie on the sequence; its width then says nothing about the responses."""
-    batch = rollout().select("input_ids", "attention_mask", "prompts", "position_ids")
-    batch["loss_mask"] = batch["attention_mask"].clone()
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD, strict_mask_nesting=True)
-    assert_same_batch(unnest(nested), batch)
-
-
-def test_lengths_and_cu_seqlens_axes() -> None:
-    registry = MaskNestingRegistry(
-        {"ids": MaskNestingSpec("tokens", PAD_TOKEN_ID), "flat": MaskNestingSpec("packed")},
-        {
-            "tokens": (MaskAxis("input_lengths", form="lengths", head=("ids",)),),
-            "packed": (MaskAxis("cu", form="cu_seqlens"),),
-        },
-    )
-    batch = TensorDict(
-        {"ids": torch.tensor([[5, 6, 9], [9, 9, 9]]), "input_lengths": torch.tensor([2, 0])}, batch_size=[2]
-    )
-    nested = nest_batch_by_mask(batch, registry, pad_token_id=9, strict_mask_nesting=True)
-    assert nested["ids"].values().tolist() == [5, 6]
-    assert_same_batch(unnest(nested), batch)
-    flat = TensorDict({"flat": torch.arange(5.0), "cu": torch.tensor([0, 2, 2, 5])}, batch_size=[])
-    nested = nest_batch_by_mask(flat, registry)
-    assert [row.tolist() for row in oracle.jagged_rows(nested["flat"])] == [[0.0, 1.0], [], [2.0, 3.0, 4.0]]
-    assert_same_batch(unnest(nested), flat)
-
-
-def test_edge_positions_left_zero_right_last() -> None:
-    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    batch = TensorDict({"m": mask, "p": torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3]])}, batch_size=[3])
-    registry = {"p": MaskNestingSpec("m", EDGE), "m": MaskNestingSpec("m")}
-    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
-    assert nested["p"].values().tolist() == [0, 1, 0, 1, 2, 3]
     assert_same_batch(unnest(nested), batch)
 
 

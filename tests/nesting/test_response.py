@@ -27,7 +27,6 @@ from tensordict import TensorDict
 import maskpack as mp
 
 B, S = len(ROWS), PROMPT + RESPONSE
-SEQUENCE_MASK = real_positions("sequence", ROWS, PROMPT, RESPONSE)
 PROMPTED = ((2, 3), (5, 6), (1, 0), (3, 4), (4, 1), (1, 6))
 """Rows with a prompt each, as extract_response needs where there is a response."""
 
@@ -65,19 +64,6 @@ def test_response_fields_come_at_the_response_width(form):
             for k in range(r):
                 row[k] = batch[name][b, k]
             assert freeze(out[name][b]) == freeze(row), (name, b)
-
-
-@all_forms
-def test_every_chunk_has_the_same_width(form):
-    batch = rollout(holes=True, objects=False)
-    source = form(batch)
-    whole = mp.select_and_pad_to_response(source, "responses", "old_log_probs", "input_ids")
-    bounds = [(0, 1), (1, 3), (3, 5), (5, 7)]
-    parts = [mp.select_and_pad_to_response(rows_of(source, slice(a, b)), *whole.keys()) for a, b in bounds]
-    for part, (a, b) in zip(parts, bounds, strict=True):
-        assert part["responses"].shape == (b - a, RESPONSE)
-        assert part["input_ids"].shape == (b - a, RESPONSE)
-    assert_same(torch.cat(parts), whole)
 
 
 @all_forms

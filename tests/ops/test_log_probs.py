@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import ranks
 import torch
-import vocab_work
+import work_vocab
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import in_chunks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from vocab_work import case
+from work_vocab import case
 
 from maskpack import MaskpackError
 from maskpack.ops import log_probs as module
@@ -720,7 +720,7 @@ def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtyp
 def test_kernels_of_ranks_with_a_slice_each(backend: str) -> None:
     slices = ([300, 515], "float32", 0), ([0, 515], "float16", 0), ([500, 515], "float16", 1 << 30)
     cases = [case(5, 8, bounds, dtype, temperature=0.7, keep=keep, backend=backend) for bounds, dtype, keep in slices]
-    for of_rank in ranks.values(ranks.run_ranks(vocab_work.compare, 2, cases, True, seconds=100)):
+    for of_rank in ranks.values(ranks.run_ranks(work_vocab.compare, 2, cases, True, seconds=100)):
         for which, seen in zip(cases, of_rank, strict=True):
             assert seen["same"], which
             assert max(seen["log_probs"], seen["entropy"]) < 5e-6, which

@@ -1,14 +1,14 @@
 """packed_log_probs(group=): heads split over 2 and 4 ranks, on gloo, against one process and a program in float64.
-The ranks run what vocab_work.py has."""
+The ranks run what work_vocab.py has."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import vocab_work
+import work_vocab
 from ranks import run_ranks, values
-from vocab_work import Case, case
+from work_vocab import Case, case
 
 from maskpack.ops import log_probs as module
 
@@ -33,14 +33,14 @@ def test_results_and_gradients_are_those_of_one_process(ranks: int) -> None:
         for temperature, use in ((1.0, "LE"), (0.6, "L"), (3, "E"))
     ]
     cases += [case(tokens, 5, [0] * (ranks - 1) + [3], dtype) for tokens in (0, 1) for dtype in ("float32", "bfloat16")]
-    for of_rank in ran(vocab_work.compare, ranks, cases):
+    for of_rank in ran(work_vocab.compare, ranks, cases):
         for given, seen in zip(cases, of_rank, strict=True):
             assert seen["same"], given
             assert max(seen["log_probs"], seen["entropy"]) < EXACT[given["dtype"]], given
             assert max(seen["hidden"], seen["weight"]) < GRADIENTS[given["dtype"]], given
 
 
-@pytest.mark.parametrize("work", [vocab_work.compare_narrow, vocab_work.compare_rounded])
+@pytest.mark.parametrize("work", [work_vocab.compare_narrow, work_vocab.compare_rounded])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_half_precision_is_as_exact_as_on_one_process(ranks: int, work: Any) -> None:
     """Tokens kept, not kept, kept on some ranks alone; sure ones among them; chunks, blocks and slices."""
@@ -66,7 +66,7 @@ def test_half_precision_is_as_exact_as_on_one_process(ranks: int, work: Any) -> 
 
 
 def test_any_sizes_bounds_and_options() -> None:
-    for of_rank in ran(vocab_work.random_rounds, 4, 100):
+    for of_rank in ran(work_vocab.random_rounds, 4, 100):
         assert len(of_rank) == 100
         for seen in of_rank:
             limit = 1e-11 if seen["dtype"] == "float64" else 2e-5 * (1 + seen["sharpness"])
@@ -76,14 +76,14 @@ def test_any_sizes_bounds_and_options() -> None:
 
 def test_large_logits_lose_no_digits() -> None:
     """The log-sum-exp of 1000 would be 3e-5 off."""
-    for seen in ran(vocab_work.huge_logits, 2):
+    for seen in ran(work_vocab.huge_logits, 2):
         assert max(seen["log_probs"]) < 1.5e-7
         assert max(seen["entropy"]) < 1.5e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_unknown_ids_give_nan_on_all_ranks(ranks: int) -> None:
-    for log_probs, entropy, gradients in ran(vocab_work.unknown_ids, ranks):
+    for log_probs, entropy, gradients in ran(work_vocab.unknown_ids, ranks):
         assert log_probs == [False, True, True, True, True, False]
         assert not any(entropy)
         assert [size > 0 for size in gradients] == [True, False, False, False, False, True]
@@ -96,17 +96,17 @@ def test_unknown_ids_give_nan_on_all_ranks(ranks: int) -> None:
 def test_a_rank_holds_half_of_the_weight_and_of_the_logits() -> None:
     """The largest storage is the buffer of the logits of a chunk, 512 of 1000 rows by default."""
     vocabulary, tokens = 131_072, 1000
-    (whole,) = ran(vocab_work.bytes_of, 1, vocabulary, tokens, None)
+    (whole,) = ran(work_vocab.bytes_of, 1, vocabulary, tokens, None)
     assert whole["largest"] == 512 * vocabulary * 4
     assert whole["largest"] <= module._CHUNK_BYTES
-    for seen in ran(vocab_work.bytes_of, 2, vocabulary, tokens, None):
+    for seen in ran(work_vocab.bytes_of, 2, vocabulary, tokens, None):
         assert {name: 2 * size for name, size in seen.items()} == whole
 
 
 def test_a_rank_keeps_its_part_of_the_distributions() -> None:
-    (whole,) = ran(vocab_work.bytes_of, 1, 4096, 300, 256 * 4096 * 2)
+    (whole,) = ran(work_vocab.bytes_of, 1, 4096, 300, 256 * 4096 * 2)
     assert whole["kept"] == 256 * 4096 * 2
-    for seen in ran(vocab_work.bytes_of, 2, 4096, 300, 256 * 4096 * 2):
+    for seen in ran(work_vocab.bytes_of, 2, 4096, 300, 256 * 4096 * 2):
         assert (2 * seen["kept"], 2 * seen["weight"]) == (whole["kept"], whole["weight"])
 
 
@@ -115,7 +115,7 @@ def test_a_rank_keeps_its_part_of_the_distributions() -> None:
 
 def test_a_dtensor_has_its_gradient_as_a_dtensor() -> None:
     vocabularies = [16, 13, 5, 1]  # 4, 4, 4, 1 rows a rank; 2, 2, 1, 0; 1, 0, 0, 0
-    ranks = ran(vocab_work.of_dtensors, 4, vocabularies)
+    ranks = ran(work_vocab.of_dtensors, 4, vocabularies)
     assert [[seen["rows"] for seen in of_rank] for of_rank in ranks] == [
         [4, 4, 2, 1],
         [4, 4, 2, 0],
@@ -130,7 +130,7 @@ def test_a_dtensor_has_its_gradient_as_a_dtensor() -> None:
 
 
 def test_other_dtensors_are_refused() -> None:
-    for *seen, states, states_of_slices in ran(vocab_work.refused_dtensors, 4):
+    for *seen, states, states_of_slices in ran(work_vocab.refused_dtensors, 4):
         for error in (states, states_of_slices):
             assert "DTensors among them; expected plain hidden and token_ids" in error
         named = ["Shard(dim=0)", "Replicate()", "Shard(dim=1)", "Partial(sum)", "mesh (2, 2)", "group has the ranks"]
@@ -143,7 +143,7 @@ def test_other_dtensors_are_refused() -> None:
 
 
 def test_replay_takes_the_group_of_the_model() -> None:
-    assert max(ran(vocab_work.replayed, 2)) < 5e-6
+    assert max(ran(work_vocab.replayed, 2)) < 5e-6
 
 
 # -------------------------------------------------------------------- what goes wrong
@@ -151,15 +151,15 @@ def test_replay_takes_the_group_of_the_model() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_raise_and_none_waits(ranks: int) -> None:
-    of_ranks = ran(vocab_work.failures, ranks, seconds=60)
+    of_ranks = ran(work_vocab.failures, ranks, seconds=60)
     last, everyone = ranks - 1, list(range(ranks))
     same = "on ranks " + str(everyone) + "; expected the same on all ranks of group"
     for rank, seen in enumerate(of_ranks):
-        assert list(seen) == [*vocab_work.FAILURES, *vocab_work.EVERYWHERE]
+        assert list(seen) == [*work_vocab.FAILURES, *work_vocab.EVERYWHERE]
         for name, (error, after) in seen.items():
             assert error.startswith("packed_log_probs: "), name
             assert after == pytest.approx(1 / (3 * ranks)), name
-            if name in list(vocab_work.FAILURES)[:7]:
+            if name in list(work_vocab.FAILURES)[:7]:
                 assert (f"arguments of ranks [{last}] are invalid" in error) == (rank != last), name
         assert "temperature is 0; expected a finite number" in of_ranks[last]["temperature of 0"][0]
         for name, shown in {
@@ -181,7 +181,7 @@ def test_all_ranks_raise_and_none_waits(ranks: int) -> None:
 
 def test_groups_of_ranks_with_other_tokens() -> None:
     """Tensor-parallel pairs compute; the group of all, data-parallel pairs too, is found out by the tokens."""
-    for error, said in ran(vocab_work.pairs_of_ranks, 4):
+    for error, said in ran(work_vocab.pairs_of_ranks, 4):
         assert error < 5e-6
         assert "a checksum of token_ids is [" in said
         assert "ranks with tokens of their own leave group out" in said

@@ -1,126 +1,41 @@
 """Plans over several processes, on gloo: exact gradients, failures that reach every rank, sub-groups, FSDP2.
 
-Four ranks are started once and do everything (rank_work.py); each test looks at one part of what they saw.
+Four ranks are started once and do everything (work_ranks.py); each test looks at one part of what they saw.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import rank_work
 import torch.distributed as dist
-from rank_work import Attempt, Ran, Trained
+import work_ranks
 from ranks import run_ranks, values
-from unsplit import MODES, batch_of, distance, unsplit_gradient
+from work_ranks import Attempt, Ran
 
-from maskpack.planning import agree_on_count, plan_micro_batches, plan_ranks
+from maskpack.planning import agree_on_count, plan_micro_batches
 
 RANKS = 4
-BATCHES = {
-    "three updates": batch_of(1, [9, 2, 14, 5], token_budget=20, num_updates=3),
-    "float masks": batch_of(2, [6, 7, 3, 10], floats=True, token_budget=30, num_updates=2, cost="padded"),
-    "few rows": batch_of(3, [1, 5, 2, 1], token_budget=6, num_updates=2, multiple_of=2),
-}
-PLANNED = ("agreed", "agreed twice", "driver")
 
 
 class Seen(NamedTuple):
     """Of each rank."""
 
-    trained: list[dict[Any, Trained]]
     attempts: list[dict[str, Attempt]]
     in_groups: list[dict[str, Attempt]]
 
 
-@functools.cache
-def driver_plans(name: str) -> tuple[Any, Any]:
-    """Rows and plans of all ranks, made here and sent to them."""
-    batch = BATCHES[name]
-    equal = name == "three updates"
-    own = plan_ranks(batch.lengths, RANKS, loss_tokens=batch.loss_tokens, equal_rows=equal, **batch.options)
-    return own.rows, own.plans
-
-
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    driver = {name: driver_plans(name) for name in BATCHES}
-    parts = values(run_ranks(rank_work.do_all, RANKS, BATCHES, driver, seconds=120))
-    return Seen(*map(list, zip(*parts, strict=True)))
+    return Seen(*map(list, zip(*values(run_ranks(work_ranks.do_all, RANKS, seconds=120)), strict=True)))
 
 
 @pytest.fixture(scope="module")
 def rounds() -> list[list[Ran]]:
-    return values(run_ranks(rank_work.run_rounds, 2, "cpu", range(50), seconds=120))
-
-
-# -------------------------------------------------------------------- gradients
-
-
-@functools.cache
-def truth(name: str, rows: tuple[int, ...], mode: str) -> Any:
-    return unsplit_gradient(BATCHES[name], list(rows), mode)
-
-
-def distances(seen: Seen, name: str, key: Any, mode: str) -> list[float]:
-    """Of each rank and update, to what the rows of all ranks in this update give at once."""
-    trained = [own[key] for own in seen.trained]
-    updates = [sorted(chain(*parts)) for parts in zip(*(own.updates for own in trained), strict=True)]
-    wanted = [truth(name, tuple(rows), mode) for rows in updates]
-    return [distance(x, y) for own in trained for x, y in zip(own.gradients, wanted, strict=True)]
-
-
-@pytest.mark.parametrize("gradients", ["mean", "sum"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("who", PLANNED)
-@pytest.mark.parametrize("name", BATCHES)
-def test_gradients_are_those_of_the_unsplit_batch(seen: Seen, name: str, who: str, mode: str, gradients: str) -> None:
-    assert max(distances(seen, name, (name, who, mode, gradients), mode)) <= 1e-12
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_means_of_means_are_far_off(seen: Seen, name: str) -> None:
-    assert max(distances(seen, name, (name, "means of means"), "token-mean")) > 1e-2
-
-
-@pytest.mark.parametrize("who", PLANNED)
-@pytest.mark.parametrize("name", BATCHES)
-def test_each_row_runs_once_and_updates_are_consecutive_and_equal(seen: Seen, name: str, who: str) -> None:
-    trained = [own[name, who, MODES[0], "mean"] for own in seen.trained]
-    rows = driver_plans(name)[0] if who == "driver" else BATCHES[name].rows
-    for own, mine in zip(trained, rows, strict=True):
-        in_order = [sorted(update, key=mine.index) for update in own.updates]
-        assert [*chain(*in_order)] == mine
-        sizes = [len(update) for update in own.updates]
-        assert max(sizes) - min(sizes) <= 1
-    assert sorted(chain(*rows)) == [*range(len(BATCHES[name].tokens))]
-
-
-@pytest.mark.parametrize("who", PLANNED)
-@pytest.mark.parametrize("name", BATCHES)
-def test_counts_are_equal_on_all_ranks(seen: Seen, name: str, who: str) -> None:
-    counts = [own[name, who, MODES[0], "mean"].counts for own in seen.trained]
-    assert counts == [counts[0]] * RANKS
-    assert all(count % BATCHES[name].options.get("multiple_of", 1) == 0 for count in counts[0])
-
-
-def test_the_batches_hold_what_makes_this_hard(seen: Seen) -> None:
-    for name, batch in BATCHES.items():
-        for rows in zip(*(own[name, "agreed", MODES[0], "mean"].updates for own in seen.trained), strict=True):
-            assert truth(name, tuple(sorted(chain(*rows))), MODES[0]).any()
-        assert 0 in batch.loss_tokens
-        assert any(0 in mask and any(mask) for mask in batch.masks)
-    assert any(weight % 1 for mask in BATCHES["float masks"].masks for weight in mask)
-    assert any(not row for batch in BATCHES.values() for row in batch.tokens)
-    for who in PLANNED:
-        dummies = {name: [own[name, who, MODES[0], "mean"].dummies for own in seen.trained] for name in BATCHES}
-        assert any(map(any, dummies["few rows"])), who
-    agreed = seen.trained[1]["three updates", "agreed", MODES[0], "mean"]
-    assert agreed.dummies[0] == agreed.counts[0] > 0  # two rows for three updates
+    return values(run_ranks(work_ranks.run_rounds, 2, "cpu", range(50), seconds=120))
 
 
 # -------------------------------------------------------------------- what ranks learn of each other
@@ -193,7 +108,7 @@ def test_the_message_holds_as_many_updates_as_it_says(seen: Seen) -> None:
 def test_nobody_is_left_out() -> None:
     said = {"alike", "a function", "other budget", "fewer rows than micro-batches"}
     said |= {"no rows at all", "as many updates as can be"}
-    assert said | {*BAD} == {*rank_work.PLANS}
+    assert said | {*BAD} == {*work_ranks.PLANS}
 
 
 # -------------------------------------------------------------------- sub-groups
@@ -234,22 +149,22 @@ def test_the_backend_may_be_named_in_any_way(tmp_path: Path, backend: str | None
 
 
 def test_fully_sharded_counts_are_equal(rounds: list[list[Ran]]) -> None:
-    rank_work.check_counts(rounds)
+    work_ranks.check_counts(rounds)
 
 
 def test_fully_sharded_ranks_fail_together_and_go_on(rounds: list[list[Ran]]) -> None:
-    rank_work.check_failures(rounds)
+    work_ranks.check_failures(rounds)
 
 
 def test_fully_sharded_gradients_are_those_of_the_unsplit_batch(rounds: list[list[Ran]]) -> None:
-    rank_work.check_gradients(rounds)
+    work_ranks.check_gradients(rounds)
 
 
 # -------------------------------------------------------------------- the helper
 
 
 def test_ranks_that_hang_raise_or_die_are_reported_and_gone() -> None:
-    outcomes = run_ranks(rank_work.some_fail, RANKS, seconds=4)
+    outcomes = run_ranks(work_ranks.some_fail, RANKS, seconds=4)
     errors = [own.error or "" for own in outcomes]
     assert errors[:2] == ["did not finish in 4 s"] * 2
     assert "ValueError: broken rank" in errors[2]

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import context_work
+import work_context
 from ranks import run_ranks, values
 
 LOG_PROBS, GRADIENTS = 5e-6, 1e-5
@@ -18,7 +18,7 @@ LOG_PROBS, GRADIENTS = 5e-6, 1e-5
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_of_shards_is_that_of_naive_loops(ranks: int) -> None:
     """Heads of keys that are split, and that several ranks read; windows and caps."""
-    for off in values(run_ranks(context_work.attention_off, ranks, seconds=100)):
+    for off in values(run_ranks(work_context.attention_off, ranks, seconds=100)):
         assert len(off) == 18
         for case, (outputs, gradients) in off.items():
             assert outputs < 1e-12, case
@@ -36,7 +36,7 @@ def test_attention_of_shards_is_that_of_naive_loops(ranks: int) -> None:
     ],
 )
 def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, checkpoints: bool, ranks: int) -> None:
-    for off in values(run_ranks(context_work.replayed, ranks, kind, shares, checkpoints, seconds=150)):
+    for off in values(run_ranks(work_context.replayed, ranks, kind, shares, checkpoints, seconds=150)):
         assert off.keys() == {"log_probs", "gradients", "entropy", "one rank", "planned", "values"}
         assert off["gradients"] <= GRADIENTS
         assert max(off["log_probs"], off["planned"], off["entropy"]) <= LOG_PROBS, off
@@ -44,20 +44,20 @@ def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, che
 
 
 def test_sharded_weights_and_sharded_tokens() -> None:
-    for off in values(run_ranks(context_work.sharded, 4, seconds=150)):
+    for off in values(run_ranks(work_context.sharded, 4, seconds=150)):
         assert off["log_probs"] <= LOG_PROBS
         assert max(off["gradients"], off["planned"]) <= GRADIENTS
 
 
 def test_options_of_one_rank_are_those_of_shards() -> None:
-    for off in values(run_ranks(context_work.options, 2, seconds=100)):
+    for off in values(run_ranks(work_context.options, 2, seconds=100)):
         assert off.pop("tokens of a shard") == 8
         assert max(off.values()) <= LOG_PROBS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_hundred_rounds_of_few_tokens(ranks: int) -> None:
-    for off in values(run_ranks(context_work.rounds, ranks, 100, seconds=250)):
+    for off in values(run_ranks(work_context.rounds, ranks, 100, seconds=250)):
         assert off["log_probs"] <= LOG_PROBS
         assert off["gradients"] <= GRADIENTS
         assert off["without"] > 20  # rounds in which a rank scores nothing
@@ -65,7 +65,7 @@ def test_a_hundred_rounds_of_few_tokens(ranks: int) -> None:
 
 
 def test_all_ranks_refuse_together() -> None:
-    both = values(run_ranks(context_work.refusals, 2, seconds=100))
+    both = values(run_ranks(work_context.refusals, 2, seconds=100))
     assert "have a response but no prompt token" in both[1]["no prompt"]
     assert "ranks [1] of the context group have failed" in both[0]["no prompt"]
     assert "has dropout" in both[1]["dropout"]
@@ -86,7 +86,7 @@ def test_all_ranks_refuse_together() -> None:
 
 
 def test_the_self_check_sees_wrong_exchanges() -> None:
-    for said in values(run_ranks(context_work.compared, 2, seconds=100)):
+    for said in values(run_ranks(work_context.compared, 2, seconds=100)):
         assert said.pop("right") == "nothing"
         for name, message in said.items():
             assert "are off by" in message, name

@@ -3,10 +3,9 @@ attention; and everything that must raise instead of giving other numbers."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
@@ -23,150 +21,32 @@ from maskpack.core import native
 from maskpack.errors import ReplayError
 from maskpack.ops import attention, prefix_attention
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
-import tiny_models  # noqa: E402
 from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 replayable = adapter.replayable
-
-Row = tuple[list[int], list[int]]
-"""The ids of a prompt and of its response."""
-LIMITS = {torch.float32: (5e-6, 1e-5), torch.float64: (1e-10, 1e-10)}
-"""The largest error of a log-prob, and of the gradient of a weight relative to its norm."""
-MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl)}
-all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-def wide_norms(model: Any) -> None:
-    """Norms in the dtype of the model; transformers computes them in float32."""
-
-    def norm(layer: Any, x: Tensor) -> Tensor:
-        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
-        scale = layer.weight + 1 if "Gemma" in type(layer).__name__ else layer.weight
-        return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
-
-    for layer in model.modules():
-        if "RMSNorm" in type(layer).__name__:
-            layer.forward = functools.partial(norm, layer)
-
-
-def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """As tiny_models.pair; in float64, norms are too."""
-    both = tiny_models.pair(make, dtype, **options)
-    if dtype == torch.float64:
-        for model in both:
-            wide_norms(model)
-    return both
-
-
-# -------------------------------------------------------------------- rows
-
-
-def drawn(rng: np.random.Generator, count: int, most: int = VOCABULARY) -> list[int]:
-    return rng.integers(3, most, count).tolist()
-
-
-def groups(sizes: Sequence[int], prompt: int = 6, response: int = 8, seed: int = 0) -> list[Row]:
-    """Groups with a prompt each, shuffled; some responses are empty, some begin alike."""
-    rng = np.random.default_rng(seed)
-    rows: list[Row] = []
-    for size in sizes:
-        own = drawn(rng, int(rng.integers(1, prompt + 1)))
-        rows += [(own, drawn(rng, int(rng.integers(0, response + 1)), 6)) for _ in range(size)]
-    return [rows[at] for at in rng.permutation(len(rows))]
-
-
-ROWS: dict[str, list[Row]] = {
-    "groups": groups([4, 3, 1, 5]),
-    "one group": groups([6]),
-    "one row": [([5, 6], [7, 8, 9])],
-    "identical rows": [([5, 6], [7, 8, 9])] * 3 + [([5, 6], [7, 8])] * 2,
-    "rows that extend each other": [([5, 6], list(range(7, 7 + n))) for n in (4, 0, 2, 9, 1)],
-    "nothing is shared": [([b + 5, 6], [7, 8]) for b in range(4)],
-    "empty responses": [([5, 6, 7], []), ([5, 6, 7], []), ([5, 6], []), ([5, 6, 8], [9])],
-    "rows without tokens": [([], []), ([5, 6], [7]), ([5, 6], [8]), ([], [])],
-    "prompt and response at other places": [([5], [6, 7, 8]), ([5, 6], [7, 8]), ([5, 6, 7], [8]), ([5, 6, 7, 8], [])],
-    "a deep trie": [([5], [6] * n + [7] * 3) for n in range(1, 9)],
-}
-
-
-def batch_of(rows: Sequence[Row], *, side: str = "both", mrope: bool = False, extra: int = 2) -> TensorDict:
-    """Prompts padded on the left and responses on the right, or both on one side; `extra` columns more than needed."""
-    prompt, response = (extra + max(map(len, column)) for column in zip(*rows, strict=True))
-    ids = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for b, (own, answer) in enumerate(rows):
-        begin = 0 if side == "right" else prompt - len(own)
-        after = prompt + response - len(answer) if side == "left" else prompt
-        for at, tokens in ((begin, own), (after, answer)):
-            ids[b, at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            mask[b, at : at + len(tokens)] = 1
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    fields = {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids, "attention_mask": mask}
-    fields["position_ids"] = torch.stack([places, places // 2, (places - 3).clamp(min=0)], 1) if mrope else places
-    return TensorDict(fields, batch_size=[len(rows)])
-
-
-def for_model(make: Callable[..., Any], rows: Sequence[Row], **more: Any) -> TensorDict:
-    return batch_of(rows, mrope=make is qwen25_vl, **more)
-
-
-def truth_of(model: Any, rows: Sequence[Row], mrope: bool = False) -> Tensor:
-    """Log-probs of all response tokens, row after row, each row alone."""
-    out = [torch.zeros(0, dtype=next(model.parameters()).dtype)]
-    for prompt, response in rows:
-        tokens = torch.tensor([[*prompt, *response]])
-        if not response or not prompt:
-            continue
-        places = torch.arange(tokens.shape[1])
-        where = torch.stack([places, places // 2, (places - 3).clamp(min=0)])[:, None] if mrope else places[None]
-        logits = model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False
-        ).logits[0]
-        scores = logits.log_softmax(-1)
-        out += [scores[len(prompt) + nth - 1, token][None] for nth, token in enumerate(response)]
-    return torch.cat(out)
-
-
-def slopes(values: Tensor) -> Tensor:
-    return torch.linspace(0.3, 1.3, values.numel(), dtype=values.dtype)
-
-
-def gradients(model: Any, values: Tensor) -> list[Tensor]:
-    """Of a sum of values with weights of their own."""
-    model.zero_grad()
-    (values * slopes(values)).sum().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
-def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
-    """Relative to the norm of each; for those that are rounding errors alone, to a tenth of the largest."""
-    assert len(seen) == len(truth) > 0
-    largest = max(float(want.norm()) for want in truth)
-    for got, want in zip(seen, truth, strict=True):
-        assert float((got - want).norm()) <= limit * max(float(want.norm()), largest / 10)
-
-
-def check(make: Callable[..., Any], rows: Sequence[Row], dtype: torch.dtype = torch.float32, **more: Any) -> None:
-    """Log-probs and the gradients of all weights are those of each row alone."""
-    model, plain = pair(make, dtype)
-    limit, gradient_limit = LIMITS[dtype]
-    options = {"min_shared": 1, "self_check": True} | more
-    batch = for_model(make, rows, side=options.pop("side", "both"))
-    seen = response_log_probs(replayable(model), batch, share_prefixes=True, **options)
-    truth = truth_of(plain, rows, make is qwen25_vl)
-    assert seen.offsets().diff().tolist() == [len(response) for _, response in rows]
-    assert seen.values().shape == truth.shape
-    if not truth.numel():
-        return
-    assert float((seen.values() - truth).detach().abs().max()) <= limit
-    close(gradients(model, seen.values()), gradients(plain, truth), gradient_limit)
-
-
-# -------------------------------------------------------------------- right numbers
+from tree_rows import (  # noqa: E402
+    LIMITS,
+    MODELS,
+    ROWS,
+    SHARE,
+    Row,
+    all_models,
+    batch_of,
+    check,
+    checkpoint,
+    close,
+    drawn,
+    for_model,
+    gradients,
+    groups,
+    pair,
+    slopes,
+    truth_of,
+)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -187,7 +67,7 @@ def test_padding_on_one_side(make: Any, side: str) -> None:
 def test_short_prefixes_are_repeated(make: Any, min_shared: int) -> None:
     rows = [(list(range(5, 5 + n)), answer) for n, answer in zip((20, 20, 20, 2, 2), groups([5])[0:5], strict=True)
             for answer in [answer[1]]]  # fmt: skip
-    check(make, rows, min_shared=min_shared, multiple_of=8)
+    check(make, rows, options=replace(SHARE, min_shared=min_shared, multiple_of=8))
 
 
 @given(
@@ -202,13 +82,7 @@ def test_short_prefixes_are_repeated(make: Any, min_shared: int) -> None:
 )
 @settings(max_examples=40)
 def test_any_rows(rows: list[Row], make: Any, min_shared: int, multiple_of: int) -> None:
-    check(make, rows, min_shared=min_shared, multiple_of=multiple_of)
-
-
-def checkpoint(model: Any, reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    model.train()
+    check(make, rows, options=replace(SHARE, min_shared=min_shared, multiple_of=multiple_of))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
@@ -218,7 +92,7 @@ def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> Non
     model, plain = pair(make)
     checkpoint(model, reentrant)
     rows = ROWS["groups"]
-    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1, self_check=True)
+    seen = response_log_probs(replayable(model), batch_of(rows), self_check=True, options=SHARE)
     close(gradients(model, seen.values()), gradients(plain, truth_of(plain, rows)))
 
 
@@ -231,15 +105,14 @@ def test_forms_of_a_batch_are_equal_bit_for_bit(form: str) -> None:
         "nested": mp.nest_batch_by_mask(batch, pad_token_id=0),
         "packed": mp.compress(batch, pad_token_id=0),
     }
-    options: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
-    seen = response_log_probs(replayable(model), forms[form], **options)
-    assert torch.equal(seen.values(), response_log_probs(replayable(model), batch, **options).values())
+    seen = response_log_probs(replayable(model), forms[form], options=SHARE)
+    assert torch.equal(seen.values(), response_log_probs(replayable(model), batch, options=SHARE).values())
 
 
 def test_positions_are_counted_where_the_batch_has_none() -> None:
     batch = batch_of(ROWS["groups"])
-    with_positions = PackedInputs.of(batch, share_prefixes=True, min_shared=1)
-    without = PackedInputs.of(batch.exclude("position_ids"), share_prefixes=True, min_shared=1)
+    with_positions = PackedInputs.of(batch, options=SHARE)
+    without = PackedInputs.of(batch.exclude("position_ids"), options=SHARE)
     for name in ("input_ids", "position_ids", "cu_seqlens", "predict", "targets", "copies"):
         assert torch.equal(getattr(with_positions, name), getattr(without, name))
 
@@ -249,10 +122,10 @@ def test_tokens_of_other_positions_are_not_shared() -> None:
     rows = [([5, 6, 7, 8], [9, 10]), ([5, 6, 7, 8], [11])]
     batch = batch_of(rows, mrope=True)
     batch["position_ids"][1, 2, 4:] += 1  # two columns of padding before
-    inputs = PackedInputs.of(batch, share_prefixes=True, min_shared=1)
+    inputs = PackedInputs.of(batch, options=SHARE)
     assert inputs.tree is not None
     assert inputs.tree.shared.tolist() == [0, 2]
-    whole = PackedInputs.of(batch_of(rows, mrope=True), share_prefixes=True, min_shared=1)
+    whole = PackedInputs.of(batch_of(rows, mrope=True), options=SHARE)
     assert whole.tree is not None
     assert whole.tree.shared.tolist() == [0, 4]
 
@@ -261,7 +134,13 @@ def test_temperature_and_entropy() -> None:
     model, _ = pair(qwen3)
     ready, batch = replayable(model), batch_of(ROWS["groups"])
     shared, apart = (
-        response_log_probs(ready, batch, temperature=0.7, entropy=True, share_prefixes=share, min_shared=1)
+        response_log_probs(
+            ready,
+            batch,
+            temperature=0.7,
+            entropy=True,
+            options=ReplayOptions(share_prefixes=share, min_shared=1),
+        )
         for share in (True, False)
     )
     for one, other in zip(shared, apart, strict=True):
@@ -274,9 +153,9 @@ def test_a_response_without_prompt() -> None:
     model, _ = pair(qwen3)
     ready, batch = replayable(model), batch_of(rows)
     with pytest.raises(ReplayError, match="have a response but no prompt token"):
-        response_log_probs(ready, batch, share_prefixes=True, min_shared=1)
+        response_log_probs(ready, batch, options=SHARE)
     shared, apart = (
-        response_log_probs(ready, batch, no_prompt="skip", share_prefixes=share, min_shared=1)
+        response_log_probs(ready, batch, options=ReplayOptions(no_prompt="skip", share_prefixes=share, min_shared=1))
         for share in (True, False)
     )
     assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
@@ -291,7 +170,7 @@ def test_a_plan_cuts_groups_into_subgroups() -> None:
     tokens = [len(prompt) + len(response) for prompt, response in rows]
     for budget in (14, 30, 200):
         plan = plan_micro_batches(tokens, budget)
-        seen = response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True, min_shared=1)
+        seen = response_log_probs(replayable(model), batch, plan=plan, options=SHARE)
         assert float((seen.values() - truth_of(plain, rows)).abs().max()) <= 5e-6
 
 
@@ -318,14 +197,14 @@ def test_real_trajectories(make: Any, dtype: torch.dtype) -> None:
     rows = trajectories()
     batch = for_model(make, rows)
     lengths = [len(prompt) + len(response) for prompt, response in rows]
-    tree = prefix_tree(batch, min_shared=1)
+    tree = prefix_tree(batch, options=ReplayOptions(min_shared=1))
     assert len(set(tree.nodes.levels.tolist())) > 4
     assert tree.num_tokens < 0.7 * sum(lengths)
     model, plain = pair(make, dtype)
     ready = replayable(model)
-    plan = plan_micro_batches(lengths, 600, cost="prefix", tree=tree)
+    plan = plan_micro_batches(lengths, 600, tree=tree)
     assert len(plan.micro_batches) > 3
-    seen = response_log_probs(ready, batch, plan=plan, share_prefixes=True, min_shared=1, self_check=True)
+    seen = response_log_probs(ready, batch, plan=plan, self_check=True, options=SHARE)
     truth = truth_of(plain, rows, make is qwen25_vl)
     limit, gradient_limit = LIMITS[dtype]
     assert float((seen.values() - truth).detach().abs().max()) <= limit
@@ -333,7 +212,7 @@ def test_real_trajectories(make: Any, dtype: torch.dtype) -> None:
     model.zero_grad()
     own = torch.from_numpy(np.cumsum([0, *(len(response) for _, response in rows)]))
     for numbers, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
-        values = response_log_probs(ready, part, share_prefixes=True, min_shared=1).values()
+        values = response_log_probs(ready, part, options=SHARE).values()
         of_rows = torch.cat([weights[own[row] : own[row + 1]] for row in numbers])
         (values * of_rows).sum().backward()
     ours = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
@@ -346,7 +225,13 @@ def test_values_of_a_critic_are_those_of_each_row_alone() -> None:
     model = tf.Qwen3ForTokenClassification(config).eval()
     batch = batch_of(ROWS["groups"])
     shared, apart = (
-        response_values(replayable(model), batch, model.score, share_prefixes=share, min_shared=1, self_check=True)
+        response_values(
+            replayable(model),
+            batch,
+            model.score,
+            self_check=True,
+            options=ReplayOptions(share_prefixes=share, min_shared=1),
+        )
         for share in (True, False)
     )
     assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
@@ -355,7 +240,7 @@ def test_values_of_a_critic_are_those_of_each_row_alone() -> None:
 
 def test_a_token_of_several_rows_is_computed_and_scored_once() -> None:
     rows = [([5, 6, 7], [8, 9, 10]), ([5, 6, 7], [8, 9, 11, 12]), ([5, 6, 7], [13])]
-    inputs = PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1)
+    inputs = PackedInputs.of(batch_of(rows), options=SHARE)
     assert inputs.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11, 12, 13]]
     assert inputs.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 5, 6, 3]]
     assert inputs.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9]
@@ -368,7 +253,7 @@ def test_a_token_of_several_rows_is_computed_and_scored_once() -> None:
 
 def test_rows_that_share_nothing_are_packed_as_ever() -> None:
     batch = batch_of(ROWS["nothing is shared"])
-    one, other = PackedInputs.of(batch, share_prefixes=True, min_shared=1), PackedInputs.of(batch)
+    one, other = PackedInputs.of(batch, options=SHARE), PackedInputs.of(batch)
     assert one.tree is None
     assert one.copies is None
     assert torch.equal(one.input_ids, other.input_ids)
@@ -379,7 +264,7 @@ def test_without_packing_rows_share_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     model, plain = pair(qwen3)
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     rows = ROWS["groups"]
-    seen = response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1, self_check=True)
+    seen = response_log_probs(replayable(model), batch_of(rows), self_check=True, options=SHARE)
     assert float((seen.values() - truth_of(plain, rows)).detach().abs().max()) <= 5e-6
 
 
@@ -390,19 +275,19 @@ def test_the_tree_of_a_batch(form: str) -> None:
     batch = batch_of(rows)
     if form != "padded":
         batch = mp.nest_batch_by_mask(batch, pad_token_id=0) if form == "nested" else mp.compress(batch, pad_token_id=0)
-    tree = prefix_tree(batch, min_shared=1)
+    tree = prefix_tree(batch, options=ReplayOptions(min_shared=1))
     prefixes = {tuple((prompt + response)[:n]) for prompt, response in rows for n in range(1, 20)}
     lengths = [len(prompt) + len(response) for prompt, response in rows]
     assert tree.lengths.tolist() == lengths
     assert tree.num_tokens == len(prefixes)
-    assert tree.num_tokens == PackedInputs.of(batch, share_prefixes=True, min_shared=1).num_tokens
+    assert tree.num_tokens == PackedInputs.of(batch, options=SHARE).num_tokens
 
 
 # -------------------------------------------------------------------- it raises instead
 
 
 def refused(message: str, model: Any, **options: Any) -> None:
-    given: dict[str, Any] = {"share_prefixes": True, "min_shared": 1} | options
+    given: dict[str, Any] = {"options": SHARE} | options
     with pytest.raises(ReplayError, match=re.escape(message)):
         response_log_probs(model, batch_of(ROWS["groups"]), **given)
 
@@ -412,9 +297,9 @@ def test_dropout_is_refused_in_train_mode() -> None:
     ready = replayable(tf.GPT2LMHeadModel(config).train())
     refused("GPT2LMHeadModel has dropout (drop, h.0.attn.resid_dropout", ready)
     with pytest.raises(ReplayError, match="has dropout"):  # another rank may have rows that share
-        response_log_probs(ready, batch_of(ROWS["nothing is shared"]), share_prefixes=True)
+        response_log_probs(ready, batch_of(ROWS["nothing is shared"]), options=ReplayOptions(share_prefixes=True))
     ready.model.eval()
-    response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
+    response_log_probs(ready, batch_of(ROWS["groups"]), options=SHARE)
 
 
 def test_dropout_without_a_layer_is_refused_in_train_mode() -> None:
@@ -440,7 +325,7 @@ def test_options_of_dropout_and_noise_are_refused_in_train_mode(option: str) -> 
     refused(f"has dropout ({option}) and is in train mode", ready)
     setattr(model.config, option, 0.0)
     model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
-    response_log_probs(ready, batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1)
+    response_log_probs(ready, batch_of(ROWS["groups"]), options=SHARE)
 
 
 def test_residual_dropout_that_layers_apply_by_a_function_is_refused() -> None:
@@ -468,7 +353,7 @@ def test_a_model_that_gives_its_attention_another_tree_is_refused() -> None:
     ready = replayable(model)
     layer = model.model.layers[1].self_attn
     own = layer.forward
-    other = prefix_tree(batch_of(ROWS["groups"]), min_shared=1)
+    other = prefix_tree(batch_of(ROWS["groups"]), options=ReplayOptions(min_shared=1))
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs | {"prefix_tree": other})
     refused("does not pass the tree of shared prefixes on to its attention", ready)
 
@@ -476,12 +361,12 @@ def test_a_model_that_gives_its_attention_another_tree_is_refused() -> None:
 def test_a_window_that_the_attention_is_not_told_counts_whole_rows() -> None:
     model, _ = pair(llama)
     rows = [([5, 6, 7, 8, 9, 10], [11, 12, 13, 14]), ([5, 6, 7, 8, 9, 10], [15, 16, 17])]
-    assert PackedInputs.of(batch_of(rows), share_prefixes=True, min_shared=1).max_seqlen == 6
+    assert PackedInputs.of(batch_of(rows), options=SHARE).max_seqlen == 6
     model.config.sliding_window = 7
     with pytest.raises(
         ReplayError, match="a window of 7 tokens that it does not pass to its attention, and a row has 10"
     ):
-        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
+        response_log_probs(replayable(model), batch_of(rows), options=SHARE)
 
 
 def test_a_model_that_does_not_know_trees_is_refused() -> None:
@@ -496,18 +381,6 @@ def test_a_model_that_does_not_know_trees_is_refused() -> None:
     refused("which does not declare support for PackedInputs.tree", Other())
 
 
-@pytest.mark.parametrize("share", [1, "yes", None])
-def test_share_prefixes_is_true_or_false(share: Any) -> None:
-    model, _ = pair(qwen3)
-    refused("share_prefixes is", replayable(model), share_prefixes=share)
-
-
-def test_min_shared_is_a_whole_number() -> None:
-    model, _ = pair(qwen3)
-    with pytest.raises(mp.MaskpackError, match="min_shared is 0; expected a whole number from 1"):
-        response_log_probs(replayable(model), batch_of(ROWS["groups"]), share_prefixes=True, min_shared=0)
-
-
 def test_rotary_positions_that_depend_on_the_longest_row_count_whole_rows() -> None:
     """A node is shorter than the row that it is part of."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -516,7 +389,7 @@ def test_rotary_positions_that_depend_on_the_longest_row_count_whole_rows() -> N
     with pytest.raises(
         ReplayError, match=re.escape("is longer than 8 tokens; a row, or the tail of multiple_of, has 9")
     ):
-        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
+        response_log_probs(replayable(model), batch_of(rows), options=SHARE)
 
 
 # -------------------------------------------------------------------- the self-check
@@ -529,7 +402,7 @@ def test_the_self_check_compares_a_row_that_shares() -> None:
     own = model.forward
     model.forward = lambda *args, **kwargs: compared.append(kwargs["input_ids"][0].tolist()) or own(*args, **kwargs)
     for _ in range(2):
-        response_log_probs(ready, batch, share_prefixes=True, min_shared=1)
+        response_log_probs(ready, batch, options=SHARE)
     response_log_probs(ready, batch)
     assert compared == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 11, 12]]  # once with the tree, once without
 
@@ -548,7 +421,7 @@ def test_the_self_check_compares_again_when_rows_share() -> None:
         ([([5, 6], [7]), ([8], [9])], [3, 4, 5]),
         ([([5, 6], [7])], [3, 4, 5]),
     ):
-        response_log_probs(ready, batch_of(rows), share_prefixes=True, min_shared=1)
+        response_log_probs(ready, batch_of(rows), options=SHARE)
         assert compared == seen
 
 
@@ -590,12 +463,12 @@ def test_the_self_check_sees_gradients_of_attention(
         weight.register_hook(reached.append)
     ready, batch = replayable(model), batch_of(ROWS["groups"])
     with torch.no_grad():
-        response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+        response_log_probs(ready, batch, options=ReplayOptions(share_prefixes=share, min_shared=1))
     if wrong is None:
-        response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+        response_log_probs(ready, batch, options=ReplayOptions(share_prefixes=share, min_shared=1))
     else:
         with pytest.raises(ReplayError, match="gradients of packed attention in Qwen3ForCausalLM are off by"):
-            response_log_probs(ready, batch, share_prefixes=share, min_shared=1)
+            response_log_probs(ready, batch, options=ReplayOptions(share_prefixes=share, min_shared=1))
     assert not reached
     assert all(weight.grad is None for weight in model.parameters())
 
@@ -621,7 +494,7 @@ def test_a_tree_of_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(native, "order_prefixes", one_more)
     with pytest.raises(ReplayError, match="rows have other tokens or positions than their prefix tree"):
-        response_log_probs(replayable(model), batch_of(rows), share_prefixes=True, min_shared=1)
+        response_log_probs(replayable(model), batch_of(rows), options=SHARE)
 
 
 def test_wrong_positions_give_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,8 +509,6 @@ def test_wrong_positions_give_other_numbers(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(PackedInputs, "of", classmethod(begun_anew))
     # it compares with these positions, so that a row alone is as wrong: numbers differ from those of rows alone
-    seen = response_log_probs(
-        replayable(model), batch_of(ROWS["groups"]), share_prefixes=True, min_shared=1, self_check=False
-    )
+    seen = response_log_probs(replayable(model), batch_of(ROWS["groups"]), self_check=False, options=SHARE)
     _, plain = pair(qwen3)
     assert float((seen.values() - truth_of(plain, ROWS["groups"])).detach().abs().max()) > 1e-2

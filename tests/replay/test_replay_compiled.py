@@ -21,7 +21,7 @@ from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
-from test_replay_models import (  # noqa: E402
+from rows_alone import (  # noqa: E402
     LIMIT,
     ROWS,
     batch_of,

@@ -15,49 +15,21 @@ from torch import nn
 import maskpack as mp
 from maskpack.errors import LayoutError, ReplayError
 from maskpack.ops import Logits
-from maskpack.replay import PackedInputs, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
 tf = pytest.importorskip("transformers")
-import heads_work  # noqa: E402
+import work_heads  # noqa: E402
+from head_models import EXPERTS, HEADS, maker  # noqa: E402
 from lora_layer import LoraLayer, with_lora  # noqa: E402
 from ranks import run_ranks, values  # noqa: E402
-from test_replay_models import LIMIT, batch_of, checkpoint, close_gradients, gradients, off, truth_of  # noqa: E402
-from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen25_vl  # noqa: E402
+from rows_alone import LIMIT, batch_of, checkpoint, close_gradients, gradients, off, truth_of  # noqa: E402
+from tiny_models import TINY, VOCABULARY, gemma3, llama, pair, qwen25_vl  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 output = pytest.importorskip("maskpack.adapters.transformers.output")
 replayable = adapter.replayable
 
 
-def maker(kind: str, config: str | None = None, /, *, bias: bool = False, **sizes: Any) -> Callable[..., Any]:
-    def make(**more: Any) -> Any:
-        given = TINY | sizes | more
-        model = getattr(tf, f"{kind}ForCausalLM")(getattr(tf, config or f"{kind}Config")(**given))
-        if bias:
-            with torch.no_grad():
-                model.lm_head.bias.copy_(torch.linspace(-2, 2, VOCABULARY).roll(31))
-        return model
-
-    make.__name__ = kind
-    return make
-
-
-CAP = {"head_dim": 8, "final_logit_softcapping": 3.0}
-GEMMA2 = {"query_pre_attn_scalar": 8, "sliding_window": 4, "attn_implementation": "eager"}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GEMMA4 = {"global_head_dim": 8, "hidden_size_per_layer_input": 0}
-ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1}
-HEADS: dict[str, tuple[Callable[..., Any], float, float | None, bool]] = {
-    "Gemma 2, a cap": (maker("Gemma2", **CAP, **GEMMA2), 1.0, 3.0, False),
-    "Gemma 4, a cap": (maker("Gemma4", "Gemma4TextConfig", **CAP, **GEMMA4), 1.0, 3.0, False),
-    "NanoChat, a cap": (maker("NanoChat", final_logit_softcapping=3.0), 1.0, 3.0, False),
-    "Cohere, multiplied": (maker("Cohere", logit_scale=0.25), 0.25, None, False),
-    "Cohere 2, multiplied": (maker("Cohere2", logit_scale=0.25, **SLIDING), 0.25, None, False),
-    "Granite, divided": (maker("Granite", logits_scaling=4.0), 0.25, None, False),
-    "HyperCLOVA X, multiplied": (maker("HyperCLOVAX", logits_scaling=0.3), 0.3, None, False),
-    "Phi, a bias": (maker("Phi", bias=True), 1.0, None, True),
-    "Ernie, a bias": (maker("Ernie4_5_Moe", bias=True, use_bias=True, **ERNIE), 1.0, None, True),
-}
 heads = pytest.mark.parametrize(("make", "scale", "softcap", "bias"), HEADS.values(), ids=HEADS)
 
 
@@ -88,7 +60,11 @@ def test_all_ways_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth = truth_of(plain, batch)[0]
     replay = replayable(model)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=16)
-    for options in ({"plan": plan}, {"share_prefixes": True, "min_shared": 1}, {"keep": 0}):
+    for options in (
+        {"plan": plan},
+        {"options": ReplayOptions(share_prefixes=True, min_shared=1)},
+        {"options": ReplayOptions(keep=0)},
+    ):
         assert off(response_log_probs(replay, batch, self_check=True, **options), truth) <= LIMIT
     assert off(response_log_probs(replayable(copy.deepcopy(model)), batch), truth) <= LIMIT
     checkpoint(model.train(), False)
@@ -358,7 +334,7 @@ def test_the_self_check_sees_another_scale() -> None:
 
 @pytest.mark.parametrize("kind", ["scale", "cap"])
 def test_sharded_output_layers(kind: str) -> None:
-    for off_by in values(run_ranks(heads_work.sharded, 2, kind, seconds=100)):
+    for off_by in values(run_ranks(work_heads.sharded, 2, kind, seconds=100)):
         assert off_by["gradients"] <= 1e-5
         assert max(off_by["packed"], off_by["without gradients"], off_by["again"]) <= LIMIT
         assert off_by["whole"] == 0

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import ReplayError
-from maskpack.replay import PackedInputs, prefix_tree, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
-import images_work  # noqa: E402
 import tiny_vision as tiny  # noqa: E402
+import work_images  # noqa: E402
 from ranks import run_ranks, values  # noqa: E402
 from tiny_models import llama, pair  # noqa: E402
 from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth  # noqa: E402
@@ -88,7 +88,9 @@ def test_images_before_layers_that_carry_state(shares: bool) -> None:
     model, plain = pair(tiny.qwen35_vl)
     ready = replayable(model)
     given = given_to(tiny.qwen35_vl)
-    seen = response_log_probs(ready, batch_of(plain, given), self_check=True, share_prefixes=shares, min_shared=1)
+    seen = response_log_probs(
+        ready, batch_of(plain, given), self_check=True, options=ReplayOptions(share_prefixes=shares, min_shared=1)
+    )
     want = truth(plain, given)
     assert all(way.startswith("rows: ") for way in ready.mixers.values())
     assert off(seen, want) <= LIMIT
@@ -275,7 +277,9 @@ def test_the_vision_tower_is_told_nothing_of_packed_rows() -> None:
             lambda _part, _args, given, name=name: told.setdefault(name, set()).update(given), with_kwargs=True
         )
     given = given_to(tiny.qwen35_vl)
-    response_log_probs(ready, batch_of(plain, given), self_check=False, share_prefixes=True, min_shared=1)
+    response_log_probs(
+        ready, batch_of(plain, given), self_check=False, options=ReplayOptions(share_prefixes=True, min_shared=1)
+    )
     of_rows = told["base"] & told["layer"] - {"position_ids", "use_cache"}
     assert {"cu_seq_lens_q", "mixer_rows"} <= of_rows
     assert not of_rows & told["tower"]
@@ -359,12 +363,16 @@ def test_images_of_a_group_are_seen_once(make: Any, media: str) -> None:
     model.model.register_forward_pre_hook(
         lambda _part, _args, told: entries.append(len(told["pixel_values"])), with_kwargs=True
     )
-    seen = response_log_probs(replayable(model), batch, share_prefixes=True, min_shared=1, self_check=False)
+    seen = response_log_probs(
+        replayable(model), batch, self_check=False, options=ReplayOptions(share_prefixes=True, min_shared=1)
+    )
     want = truth(plain, given)
     assert off(seen, want) <= LIMIT
     assert 3 * entries[0] == sum(len(one.media.get("pixel_values", ())) for one in given)
     close_gradients(gradients(model, seen.values()), gradients(plain, want))
-    response_log_probs(replayable(model), batch, share_prefixes=True, min_shared=1, self_check=True)
+    response_log_probs(
+        replayable(model), batch, self_check=True, options=ReplayOptions(share_prefixes=True, min_shared=1)
+    )
 
 
 @pytest.mark.parametrize("media", ["objects", "jagged"])
@@ -376,15 +384,21 @@ def test_equal_ids_with_other_pixels_share_nothing(media: str) -> None:
         pixels[-1, -1] += 30
         one.media = one.media | {"pixel_values": pixels}
     batch = batch_of(plain, given, media=media)
-    tree = prefix_tree(batch, min_shared=1)
+    tree = prefix_tree(batch, options=ReplayOptions(min_shared=1))
     assert tree.num_tokens == sum(len(one.ids) for one in given) - 2 * (len(given[0].ids) - 4)
-    seen = response_log_probs(replayable(model), batch, share_prefixes=True, min_shared=1)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True, min_shared=1))
     want = truth(plain, given)
     assert (want[:4] - want[15:19]).abs().max() > 1e-3
     assert off(seen, want) <= LIMIT
-    plan = mp.planning.plan_micro_batches(tree.lengths, tree.num_tokens, cost="prefix", tree=tree)
+    plan = mp.planning.plan_micro_batches(tree.lengths, tree.num_tokens, tree=tree)
     assert (
-        off(response_log_probs(replayable(model), batch, plan=plan, share_prefixes=True, min_shared=1), want) <= LIMIT
+        off(
+            response_log_probs(
+                replayable(model), batch, plan=plan, options=ReplayOptions(share_prefixes=True, min_shared=1)
+            ),
+            want,
+        )
+        <= LIMIT
     )
 
 
@@ -394,10 +408,10 @@ def test_short_prefixes_are_not_shared_and_images_go_in_for_each() -> None:
     given = group(tiny.qwen3_vl, [*short, Row(12, 4, images=[(1, 4, 4)])], 3)
     given = [given[n] for n in (0, 6, 3, 1, 4, 7, 5, 2, 8)]  # the tree does not have them in this order
     batch = batch_of(plain, given)
-    inputs = PackedInputs.of(batch, share_prefixes=True)
+    inputs = PackedInputs.of(batch, options=ReplayOptions(share_prefixes=True))
     assert inputs.tree is not None
     assert inputs.num_tokens == sum(len(one.ids) for one in given) - 2 * (12 + 4 + 2)
-    seen = response_log_probs(replayable(model), batch, share_prefixes=True)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True))
     assert off(seen, truth(plain, given)) <= LIMIT
 
 
@@ -408,7 +422,7 @@ def test_rows_that_share_one_of_two_images_are_refused() -> None:
     given[1].ids[9] = 7  # between the images
     batch = batch_of(plain, given)
     with pytest.raises(ReplayError, match=r"shares some places .* Leave share_prefixes out"):
-        response_log_probs(replayable(model), batch, share_prefixes=True, min_shared=1)
+        response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True, min_shared=1))
     assert off(response_log_probs(replayable(model), batch), truth(plain, given)) <= LIMIT
 
 
@@ -417,10 +431,10 @@ def test_dropout_of_the_tower_with_shared_images_is_refused() -> None:
     given = group(tiny.llava, [Row(5, 4, images=[(1, 4, 4)])], 2)
     model.config.vision_config.attention_dropout = 0.1
     batch = batch_of(plain, given)
-    response_log_probs(replayable(model), batch, share_prefixes=True)
+    response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True))
     model.train()
     with pytest.raises(ReplayError, match=r"has dropout \(attention_dropout\) and is in train mode"):
-        response_log_probs(replayable(model), batch, share_prefixes=True)
+        response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True))
 
 
 # -------------------------------------------------------------------- refused
@@ -585,7 +599,7 @@ PATCHES = tiny.PATCH
 
 def test_sharded_replay_is_that_of_each_row_alone() -> None:
     """Rank 0 has images, the other a video."""
-    for off_of in values(run_ranks(images_work.sharded, 2, "qwen25_vl", "qwen3_vl", seconds=100)):
+    for off_of in values(run_ranks(work_images.sharded, 2, "qwen25_vl", "qwen3_vl", seconds=100)):
         for apart in off_of.values():
             assert apart["gradients"] <= GRADIENT_LIMIT
             assert max(apart["packed"], apart["padded"]) <= LIMIT
@@ -593,7 +607,7 @@ def test_sharded_replay_is_that_of_each_row_alone() -> None:
 
 def test_what_ranks_refuse_together() -> None:
     """Images on some ranks of a sharded model; images in shards of a context group."""
-    for sharded, in_shards in values(run_ranks(images_work.refused, 2, seconds=100)):
+    for sharded, in_shards in values(run_ranks(work_images.refused, 2, seconds=100)):
         assert len(sharded) == 2
         assert all("is sharded, and some ranks have rows with images" in one for one in sharded)
         assert "images or videos came with context_group; expected text alone" in in_shards

@@ -18,17 +18,12 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import ReplayError
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
-import replay_work  # noqa: E402
+import work_replay  # noqa: E402
 from ranks import run_ranks, values  # noqa: E402
-from test_prefix_replay import ROWS as TREES  # noqa: E402
-from test_prefix_replay import batch_of as tree_batch  # noqa: E402
-from test_prefix_replay import close as close_shared  # noqa: E402
-from test_prefix_replay import gradients as tree_gradients  # noqa: E402
-from test_prefix_replay import truth_of as tree_truth  # noqa: E402
-from test_replay_models import (  # noqa: E402
+from rows_alone import (  # noqa: E402
     LIMIT,
     ROWS,
     alone,
@@ -40,6 +35,11 @@ from test_replay_models import (  # noqa: E402
     truth_of,
 )
 from tiny_models import TINY, llama  # noqa: E402
+from tree_rows import ROWS as TREES  # noqa: E402
+from tree_rows import batch_of as tree_batch  # noqa: E402
+from tree_rows import close as close_shared  # noqa: E402
+from tree_rows import gradients as tree_gradients  # noqa: E402
+from tree_rows import truth_of as tree_truth  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 mixers = pytest.importorskip("maskpack.adapters.transformers.mixers")
@@ -116,7 +116,8 @@ all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 FEW = ("Qwen3_5", "FalconH1", "Mamba2", "Lfm2")
 few_models = pytest.mark.parametrize("make", [MODELS[name] for name in FEW], ids=FEW)
 qwen35, lfm2 = MODELS["Qwen3_5"], MODELS["Lfm2"]
-SHARE: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
+TAIL: dict[str, Any] = {"options": ReplayOptions(multiple_of=16)}
+SHARE: dict[str, Any] = {"options": ReplayOptions(share_prefixes=True, min_shared=1)}
 
 
 def owners(model: Any) -> list[str]:
@@ -146,7 +147,9 @@ def test_rows_that_share_prefixes(make: Any) -> None:
     for name in ("groups", "a deep trie"):
         rows = TREES[name]
         batch = tree_batch(rows)
-        seen = response_log_probs(ready, batch, self_check=True, multiple_of=8, **SHARE)
+        seen = response_log_probs(
+            ready, batch, self_check=True, options=ReplayOptions(share_prefixes=True, min_shared=1, multiple_of=8)
+        )
         truth = tree_truth(plain, rows)
         assert off(seen, truth) <= LIMIT
         close_shared(tree_gradients(model, seen.values()), tree_gradients(plain, truth))
@@ -187,7 +190,9 @@ def test_plans_tails_and_entropy(make: Any) -> None:
     ready = replayable(model)
     batch = batch_of(seed=1)
     truth = truth_of(plain, batch, 0.6)
-    seen = response_log_probs(ready, batch, temperature=0.6, entropy=True, multiple_of=64, self_check=True)
+    seen = response_log_probs(
+        ready, batch, temperature=0.6, entropy=True, self_check=True, options=ReplayOptions(multiple_of=64)
+    )
     assert max(map(off, seen, truth)) <= LIMIT
     close_gradients(
         gradients(model, seen[0].values() + 0.5 * seen[1].values()), gradients(plain, truth[0] + 0.5 * truth[1])
@@ -265,7 +270,7 @@ def test_values_of_a_recurrent_gemma() -> None:
         return SimpleNamespace(logits=head(plain(**given).last_hidden_state))
 
     batch = batch_of()
-    for options in ({"multiple_of": 16}, SHARE):
+    for options in (TAIL, SHARE):
         seen = response_values(replayable(model), batch, head, self_check=True, **options)
         truth = torch.cat([value[nth - 1] for value, _, responses in alone(own, batch) for nth in responses])
         assert off(seen, truth) <= LIMIT
@@ -358,7 +363,7 @@ def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sharded_layers() -> None:
     """Other rows, other groups and other counts of calls of mixers on each rank."""
-    for seen in values(run_ranks(replay_work.sharded_mixers, 2, seconds=200)):
+    for seen in values(run_ranks(work_replay.sharded_mixers, 2, seconds=200)):
         assert seen["gradients"] <= 1e-5
         assert max(seen["packed"], seen["planned"], seen["padded"]) <= 5e-6
         assert "is sharded by itself (FSDPConv1d); expected its layer to be" in seen["inside"]
@@ -444,7 +449,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Conv]:
 
 
 @pytest.mark.parametrize("way", ["cu_seq_lens_q", "seq_idx"])
-@pytest.mark.parametrize("options", [{}, {"multiple_of": 16}, SHARE], ids=["rows", "a tail", "shared"])
+@pytest.mark.parametrize("options", [{}, TAIL, SHARE], ids=["rows", "a tail", "shared"])
 def test_bounds_are_taken_where_they_work(way: str, options: Any, stand_in: Any) -> None:
     model, plain = pair(lfm2)
     conv = stand_in(way)
@@ -682,7 +687,7 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_inputs_tell_rows_once() -> None:
     batch = tree_batch(TREES["groups"])
-    inputs = PackedInputs.of(batch, share_prefixes=True, min_shared=1, multiple_of=32)
+    inputs = PackedInputs.of(batch, options=ReplayOptions(share_prefixes=True, min_shared=1, multiple_of=32))
     rows = mixers.MixerRows.of(inputs)
     ids = inputs.input_ids[0]
     lengths = [length for length in inputs.tree.lengths.tolist() if length]

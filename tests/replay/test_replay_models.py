@@ -24,125 +24,30 @@ from torch import Tensor
 import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.layout.jagged import jagged
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
 from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-Replayable, replayable = adapter.Replayable, adapter.replayable
-
-PROMPT, RESPONSE = 6, 9
-LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
-PATH = (True, False, False, False, False, True)
-"""Beside the dtype, what a Replayable remembers of a row that it compared: packed, with gradients, and nothing else."""
-ROWS = ((2, 3), (6, 9), (1, 0), (3, 4), (0, 0), (5, 1), (1, 1), (4, 7))
-
-
-def gpt2(**more: Any) -> Any:
-    """Its positions are learned and absolute, so that it also shows wrong ones."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    return tf.GPT2LMHeadModel(
-        tf.GPT2Config(**sizes | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0} | more)
-    )
-
-
-MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
-all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-
-
-def batch_of(
-    rows: Any = ROWS,
-    prompt: int = PROMPT,
-    response: int = RESPONSE,
-    *,
-    ids: str = "edge",
-    side: str = "both",
-    seed: int = 0,
-) -> TensorDict:
-    """Prompts padded on the left and responses on the right, or both on one side. `ids`: "edge", "none", or for M-RoPE
-    "mrope3" and "mrope4", whose sections differ."""
-    source = torch.Generator().manual_seed(seed)
-    mask = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
-    for b, (p, r) in enumerate(rows):
-        begin = 0 if side == "right" else prompt - p
-        mask[b, begin : begin + p] = 1
-        begin = prompt + response - r if side == "left" else prompt
-        mask[b, begin : begin + r] = 1
-    tokens = torch.randint(3, VOCABULARY, mask.shape, generator=source) * mask
-    text = (mask.cumsum(1) - 1).clamp(min=0)
-    batch = TensorDict(
-        {"prompts": tokens[:, :prompt], "responses": tokens[:, prompt:], "input_ids": tokens, "attention_mask": mask},
-        batch_size=[len(rows)],
-    )
-    if ids == "edge":
-        batch["position_ids"] = text
-    elif ids.startswith("mrope"):
-        sections = [text, text // 2, (text - 3).clamp(min=0)]
-        batch["position_ids"] = torch.stack([text] * (ids == "mrope4") + sections, 1)
-    return batch
-
-
-def for_model(make: Callable[..., Any], *more: Any, **options: Any) -> TensorDict:
-    return batch_of(*more, **options | ({"ids": "mrope3"} if make is qwen25_vl else {}))
-
-
-def alone(model: Any, batch: TensorDict) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """For each row with tokens: what the model gives for them without padding, the tokens, and which are responses."""
-    width = batch["attention_mask"].shape[1]
-    prompt = width - batch["responses"].shape[1]
-    for b in range(batch.batch_size[0]):
-        real = [s for s in range(width) if batch["attention_mask"][b, s]]
-        if not real:
-            continue
-        tokens = batch["input_ids"][b, real][None]
-        where = torch.arange(len(real))[None]
-        if "position_ids" in batch:
-            where = batch["position_ids"][b, ..., real]
-            where = where[None] if where.dim() == 1 else where[:, None]
-        out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False)
-        yield out.logits[0], tokens[0].tolist(), [nth for nth, s in enumerate(real) if s >= prompt]
-
-
-def truth_of(model: Any, batch: TensorDict, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all response tokens, row after row."""
-    log_probs, entropies = [torch.zeros(0)], [torch.zeros(0)]
-    for logits, tokens, responses in alone(model, batch):
-        scores = (logits.float() / temperature).log_softmax(-1)
-        for nth in responses:
-            log_probs.append(scores[nth - 1, tokens[nth]][None])
-            entropies.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum()[None])
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
-def gradients(model: Any, values: Tensor) -> list[Tensor]:
-    """Of a sum of values with weights of their own."""
-    model.zero_grad()
-    (values * torch.linspace(0.3, 1.3, values.numel())).sum().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
-def off(seen: Tensor, truth: Tensor) -> float:
-    values = seen.values() if seen.is_nested else seen
-    assert values.shape == truth.shape
-    return float((values.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
-
-
-def close_gradients(seen: list[Tensor], truth: list[Tensor]) -> None:
-    assert len(seen) == len(truth) > 0
-    for got, want in zip(seen, truth, strict=True):
-        assert float((got - want).norm()) <= GRADIENT_LIMIT * float(want.norm()) + 1e-12
-
-
-# -------------------------------------------------------------------- right numbers
+from rows_alone import (  # noqa: E402
+    LIMIT,
+    PATH,
+    PROMPT,
+    RESPONSE,
+    ROWS,
+    all_models,
+    alone,
+    batch_of,
+    checkpoint,
+    close_gradients,
+    for_model,
+    gpt2,
+    gradients,
+    off,
+    replayable,
+    truth_of,
+)
 
 
 @all_models
@@ -162,7 +67,9 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
 def test_temperature_entropy_and_a_tail(make: Any) -> None:
     model, plain = pair(make)
     batch = for_model(make, seed=1)
-    seen = response_log_probs(replayable(model), batch, temperature=0.6, entropy=True, multiple_of=64)
+    seen = response_log_probs(
+        replayable(model), batch, temperature=0.6, entropy=True, options=ReplayOptions(multiple_of=64)
+    )
     truth = truth_of(plain, batch, 0.6)
     assert max(map(off, seen, truth)) <= LIMIT
     total = seen[0].values() + 0.5 * seen[1].values()
@@ -197,13 +104,6 @@ def test_forms_of_a_batch_are_equal_bit_for_bit(make: Any) -> None:
         assert torch.equal(response_log_probs(ready, other).values(), seen)
     if make is not qwen25_vl:
         assert torch.equal(response_log_probs(ready, batch.exclude("position_ids")).values(), seen)
-
-
-def checkpoint(model: Any, reentrant: bool) -> None:
-    """As `gradient_checkpointing_enable`, whose name changed."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
-    assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
@@ -250,7 +150,7 @@ def test_a_plan_of_empty_rows(make: Any, packing: str, monkeypatch: pytest.Monke
     model, _ = pair(make)
     runs: list[int] = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, given_to: runs.append(given_to[0].numel()))
-    plan = mp.planning.plan_micro_batches([0, 0], 8, min_count=3)
+    plan = mp.planning.plan_micro_batches([0, 0], 8).with_count(3)
     seen = response_log_probs(replayable(model), for_model(make, [(0, 0), (0, 0)]), plan=plan)
     assert (seen.size(0), seen.values().numel(), runs) == (2, 0, [1, 1, 1])
 
@@ -262,7 +162,7 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
     own = model.config._attn_implementation
     batch = for_model(make)
     monkeypatch.setattr(adapter, "packed_attention", None)  # nobody calls it
-    seen = response_log_probs(replayable(model), batch, multiple_of=64)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(multiple_of=64))
     truth, _ = truth_of(plain, batch)
     assert off(seen, truth) <= LIMIT
     assert model.config._attn_implementation == own
@@ -303,7 +203,7 @@ def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch
     ready = replayable(model)
     with pytest.raises(ReplayError, match=r"rows \[1, 3\]"):
         response_log_probs(ready, batch)
-    seen = response_log_probs(ready, batch, no_prompt="skip").values()
+    seen = response_log_probs(ready, batch, options=ReplayOptions(no_prompt="skip")).values()
     unscored = torch.tensor([3, 9])
     truth, _ = truth_of(plain, batch)  # where it takes the last token of the row for the one before the first
     truth[unscored] = 0.0
@@ -321,7 +221,7 @@ def test_a_response_without_prompt(packing: str, monkeypatch: pytest.MonkeyPatch
 def test_any_rows(rows: list[tuple[int, int]], make: Any, multiple_of: int, seed: int) -> None:
     model, plain = pair(make)
     batch = for_model(make, rows, seed=seed)
-    seen = response_log_probs(replayable(model), batch, multiple_of=multiple_of, self_check=True)
+    seen = response_log_probs(replayable(model), batch, self_check=True, options=ReplayOptions(multiple_of=multiple_of))
     assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
 
 
@@ -498,7 +398,7 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
         response_log_probs(ready, moved)
     if packing == "1":
         with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
-            response_log_probs(ready, short, multiple_of=64)
+            response_log_probs(ready, short, options=ReplayOptions(multiple_of=64))
 
 
 @pytest.mark.parametrize("packing", ["0", "1"])
@@ -705,7 +605,9 @@ def critic_truth(model: Any, batch: TensorDict) -> Tensor:
 def test_values_of_a_critic_and_their_gradients(side: str) -> None:
     model, plain = pair(critic)
     batch = batch_of(side=side)
-    seen = response_values(replayable(model), batch, model.score, self_check=True, multiple_of=32)
+    seen = response_values(
+        replayable(model), batch, model.score, self_check=True, options=ReplayOptions(multiple_of=32)
+    )
     truth = critic_truth(plain, batch)
     assert truth.std().item() > 0.1
     assert off(seen, truth) <= LIMIT * truth.abs().max().item()
@@ -1281,7 +1183,7 @@ def test_values_of_a_critic(tail: int) -> None:
     nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
 
     model.set_attn_implementation(adapter.NAME)
-    inputs = PackedInputs.of(nested, multiple_of=tail)
+    inputs = PackedInputs.of(nested, options=ReplayOptions(multiple_of=tail))
     out = model(
         input_ids=inputs.input_ids,
         position_ids=inputs.position_ids,

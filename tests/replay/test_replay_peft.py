@@ -13,8 +13,8 @@ from maskpack.replay import response_log_probs
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-from test_replay_heads import HEADS  # noqa: E402
-from test_replay_models import LIMIT, batch_of, close_gradients, off, truth_of  # noqa: E402
+from head_models import HEADS  # noqa: E402
+from rows_alone import LIMIT, batch_of, close_gradients, off, truth_of  # noqa: E402
 from tiny_models import llama, pair  # noqa: E402
 
 from maskpack.adapters.transformers import replayable  # noqa: E402

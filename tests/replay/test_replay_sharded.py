@@ -10,14 +10,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import replay_work
+import work_replay
 from ranks import run_ranks, values
-from replay_work import SHARING, UNEQUAL
+from work_replay import SHARING, UNEQUAL
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
-    for off in values(run_ranks(replay_work.sharded, 2, tied, seconds=100)):
+    for off in values(run_ranks(work_replay.sharded, 2, tied, seconds=100)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
@@ -25,13 +25,13 @@ def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_sharded_models_are_compiled(tied: bool) -> None:
-    for off in values(run_ranks(replay_work.sharded_and_compiled, 2, tied, seconds=200)):
+    for off in values(run_ranks(work_replay.sharded_and_compiled, 2, tied, seconds=200)):
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
 def test_flattened_weights_are_not_compiled() -> None:
-    for said in values(run_ranks(replay_work.flattened_and_compiled, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.flattened_and_compiled, 2, seconds=100)):
         assert "compile=True with" in said
         assert "FullyShardedDataParallel flattens weights" in said
 
@@ -39,7 +39,7 @@ def test_flattened_weights_are_not_compiled() -> None:
 @pytest.mark.parametrize("sharing", SHARING)
 def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: str) -> None:
     """Also where a rank has a tree and another has none."""
-    for off in values(run_ranks(replay_work.sharded, 2, False, sharing, seconds=100)):
+    for off in values(run_ranks(work_replay.sharded, 2, False, sharing, seconds=100)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
@@ -49,7 +49,7 @@ def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_output_layer_is_gathered_where_it_was_sharded_again(tied: bool, sharing: str | None) -> None:
     """Also where a rank has more rows to compare than another."""
-    for off in values(run_ranks(replay_work.sharded_in_all_parts, 2, tied, sharing, seconds=100)):
+    for off in values(run_ranks(work_replay.sharded_in_all_parts, 2, tied, sharing, seconds=100)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
@@ -57,13 +57,13 @@ def test_an_output_layer_is_gathered_where_it_was_sharded_again(tied: bool, shar
 
 def test_a_pass_without_gradients_leaves_shards() -> None:
     """A weight that stayed whole would be read by the next pass, whatever became of its shards."""
-    for seen in values(run_ranks(replay_work.gathered_without_gradients, 2, seconds=100)):
+    for seen in values(run_ranks(work_replay.gathered_without_gradients, 2, seconds=100)):
         assert seen["whole"] == 0
         assert seen["off"] <= 5e-6
 
 
 def test_an_output_layer_in_shards_without_a_root_is_named() -> None:
-    for said in values(run_ranks(replay_work.head_of_its_own, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.head_of_its_own, 2, seconds=100)):
         assert said.startswith("replayable: the output layer of LlamaForCausalLM is sharded; expected its whole")
 
 
@@ -92,12 +92,12 @@ def check_compared(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
 
 def test_ranks_compare_a_row_together() -> None:
     """Whatever rows they have: where one of them is wrong all of them raise."""
-    check_compared(values(run_ranks(replay_work.compared, 2, ["fsdp2"], seconds=200)))
+    check_compared(values(run_ranks(work_replay.compared, 2, ["fsdp2"], seconds=200)))
 
 
 def test_models_are_compared_however_they_are_sharded() -> None:
-    kinds = [kind for kind in replay_work.SHARDED if kind != "fsdp2"]
-    check_compared(values(run_ranks(replay_work.compared, 2, kinds, seconds=200)))
+    kinds = [kind for kind in work_replay.SHARDED if kind != "fsdp2"]
+    check_compared(values(run_ranks(work_replay.compared, 2, kinds, seconds=200)))
 
 
 def check_trees(found: list[dict[tuple[str, ...], dict[str, Any]]]) -> None:
@@ -115,21 +115,21 @@ def check_trees(found: list[dict[tuple[str, ...], dict[str, Any]]]) -> None:
 
 
 def test_ranks_compare_a_row_together_if_only_some_share_prefixes() -> None:
-    check_trees(values(run_ranks(replay_work.compared_trees, 2, ["fsdp2"], seconds=100)))
+    check_trees(values(run_ranks(work_replay.compared_trees, 2, ["fsdp2"], seconds=100)))
 
 
 def test_models_compare_shared_prefixes_however_they_are_sharded() -> None:
-    kinds = [kind for kind in replay_work.SHARDED if kind != "fsdp2"]
-    check_trees(values(run_ranks(replay_work.compared_trees, 2, kinds, seconds=100)))
+    kinds = [kind for kind in work_replay.SHARDED if kind != "fsdp2"]
+    check_trees(values(run_ranks(work_replay.compared_trees, 2, kinds, seconds=100)))
 
 
 def test_all_ranks_refuse_dropout_if_only_some_share_prefixes() -> None:
-    for said in values(run_ranks(replay_work.dropout_with_trees, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.dropout_with_trees, 2, seconds=100)):
         assert "has dropout (attention_dropout) and is in train mode" in said
 
 
 def test_a_sharded_model_of_values_is_compared() -> None:
-    ranks = values(run_ranks(replay_work.values_compared, 2, seconds=120))
+    ranks = values(run_ranks(work_replay.values_compared, 2, seconds=120))
     for (said, off), where in zip(ranks, ("", " on another rank"), strict=True):
         assert re.match(
             f"replayable: packed hidden states of (FSDP)?LlamaModel are off by [0-9.e]*{where} from its", said
@@ -138,6 +138,6 @@ def test_a_sharded_model_of_values_is_compared() -> None:
 
 
 def test_a_model_inside_what_is_sharded_is_refused() -> None:
-    for said in values(run_ranks(replay_work.inside_a_sharded_module, 2, seconds=120)):
+    for said in values(run_ranks(work_replay.inside_a_sharded_module, 2, seconds=120)):
         assert len(said) == 3
         assert all("lies inside a module that FSDP shards; expected the root" in message for message in said)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
 from tensordict import TensorDict
-from test_replay_models import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
 from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import ReplayError
-from maskpack.replay import PackedInputs, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 from maskpack.replay.inputs import prefix_tree
 
 tf = pytest.importorskip("transformers")
@@ -152,7 +152,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, plain = made(name)
     batch = routed(name, batch_of())
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, routed_experts=True)
+    seen = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
     truth = alone(name, plain, batch)
     assert off(seen, truth) <= LIMIT
     assert off(response_log_probs(ready, batch), truth) > 0.01
@@ -165,7 +165,7 @@ def test_layers_of_the_model_or_those_with_a_router(name: str) -> None:
     layers = model.config.num_hidden_layers
     batch = routed(name, batch_of(seed=2), layers)
     first = layers - MODELS[name][1]
-    seen = response_log_probs(replayable(model), batch, routed_experts=True)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(routed_experts=True))
     assert off(seen, alone(name, plain, batch, lambda nth: nth + first)) <= LIMIT
 
 
@@ -175,7 +175,7 @@ def test_checkpointed_layers_choose_the_same_again(name: str) -> None:
     model.train()
     checkpoint(model, False)
     batch = routed(name, batch_of())
-    seen = response_log_probs(replayable(model), batch, routed_experts=True, multiple_of=32)
+    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(routed_experts=True, multiple_of=32))
     truth = alone(name, plain, batch)
     assert off(seen, truth) <= LIMIT
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
@@ -196,12 +196,15 @@ def groups(name: str) -> TensorDict:
 def test_tokens_are_shared_only_with_their_experts(name: str) -> None:
     model, plain = made(name)
     batch = groups(name)
-    options: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
-    with_experts, without = (PackedInputs.of(batch, routed_experts=on, **options) for on in (True, False))
+    shared = [ReplayOptions(share_prefixes=True, min_shared=1, routed_experts=on) for on in (True, False)]
+    with_experts, without = (PackedInputs.of(batch, options=options) for options in shared)
     total = int(batch["attention_mask"].sum())
     assert (total - with_experts.num_tokens, total - without.num_tokens) == (8, 14)
-    assert prefix_tree(batch, min_shared=1, routed_experts=True).num_tokens == with_experts.num_tokens
-    seen = response_log_probs(replayable(model), batch, routed_experts=True, self_check=True, **options)
+    assert (
+        prefix_tree(batch, options=ReplayOptions(min_shared=1, routed_experts=True)).num_tokens
+        == with_experts.num_tokens
+    )
+    seen = response_log_probs(replayable(model), batch, self_check=True, options=shared[0])
     truth = alone(name, plain, batch)
     assert off(seen, truth) <= LIMIT
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
@@ -211,10 +214,10 @@ def test_tokens_are_shared_only_with_their_experts(name: str) -> None:
 def test_forms_and_dtypes_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
     ready = replayable(made("qwen3_moe")[0])
     batch = routed("qwen3_moe", batch_of())
-    truth = response_log_probs(ready, batch, routed_experts=True).values()
+    truth = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values()
     batch["routed_experts"] = batch["routed_experts"].to(dtype)
     for one in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0), mp.compress(batch, pad_token_id=0)):
-        assert torch.equal(response_log_probs(ready, one, routed_experts=True).values(), truth)
+        assert torch.equal(response_log_probs(ready, one, options=ReplayOptions(routed_experts=True)).values(), truth)
 
 
 def test_a_plan_and_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,9 +226,12 @@ def test_a_plan_and_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = replayable(model)
     truth = alone("deepseek", plain, batch)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
-    assert off(response_log_probs(ready, batch, routed_experts=True, plan=plan), truth) <= LIMIT
+    assert off(response_log_probs(ready, batch, plan=plan, options=ReplayOptions(routed_experts=True)), truth) <= LIMIT
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
-    assert off(response_log_probs(ready, batch, routed_experts=True, self_check=True), truth) <= LIMIT
+    assert (
+        off(response_log_probs(ready, batch, self_check=True, options=ReplayOptions(routed_experts=True)), truth)
+        <= LIMIT
+    )
 
 
 def test_a_router_chooses_where_the_batch_says_nothing() -> None:
@@ -236,13 +242,20 @@ def test_a_router_chooses_where_the_batch_says_nothing() -> None:
     none = batch.clone()
     none["routed_experts"].fill_(-1)
     assert torch.equal(
-        response_log_probs(ready, none, routed_experts=True).values(), response_log_probs(ready, batch).values()
+        response_log_probs(ready, none, options=ReplayOptions(routed_experts=True)).values(),
+        response_log_probs(ready, batch).values(),
     )
     last = batch.clone()
     for b in range(len(ROWS)):
         real = last["attention_mask"][b].nonzero()[:, 0]
         last["routed_experts"][b, real[-1:]] = 0
-    assert off(response_log_probs(ready, last, routed_experts=True), alone("qwen3_moe", plain, batch)) <= LIMIT
+    assert (
+        off(
+            response_log_probs(ready, last, options=ReplayOptions(routed_experts=True)),
+            alone("qwen3_moe", plain, batch),
+        )
+        <= LIMIT
+    )
 
 
 def test_the_model_is_as_before() -> None:
@@ -250,9 +263,11 @@ def test_the_model_is_as_before() -> None:
     model, plain = made("mixtral")
     batch = routed("mixtral", batch_of())
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, routed_experts=True)
+    seen = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
     copied = replayable(copy.deepcopy(ready.release()))
-    assert torch.equal(response_log_probs(copied, batch, routed_experts=True).values(), seen.values())
+    assert torch.equal(
+        response_log_probs(copied, batch, options=ReplayOptions(routed_experts=True)).values(), seen.values()
+    )
     ids = torch.arange(3, 12)[None]
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
 
@@ -261,7 +276,9 @@ def test_compiled_parts() -> None:
     name = "deepseek"
     model, plain = made(name)
     batch = routed(name, batch_of())
-    seen = response_log_probs(replayable(model, compile=True), batch, routed_experts=True, self_check=True)
+    seen = response_log_probs(
+        replayable(model, compile=True), batch, self_check=True, options=ReplayOptions(routed_experts=True)
+    )
     assert off(seen, alone(name, plain, batch)) <= LIMIT
 
 
@@ -270,7 +287,7 @@ def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
     model, plain = made("qwen3_moe")
     batch = routed("qwen3_moe", batch_of())
     ready = replayable(model)
-    truth = response_log_probs(ready, batch, routed_experts=True).values()
+    truth = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values()
 
     class Interrupted(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,9 +296,9 @@ def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
             return func(*args, **(kwargs or {}))
 
     with Interrupted(), pytest.raises(KeyboardInterrupt):
-        response_log_probs(ready, batch, routed_experts=True)
+        response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
     assert torch.overrides._len_torch_function_stack() == 0
-    assert torch.equal(response_log_probs(ready, batch, routed_experts=True).values(), truth)
+    assert torch.equal(response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values(), truth)
     ids = torch.arange(3, 12)[None]
     own = ready.release()(input_ids=ids, use_cache=False).logits
     assert torch.equal(own, plain(input_ids=ids, use_cache=False).logits)
@@ -297,15 +314,15 @@ def test_a_hook_may_replay_another_model(place: str) -> None:
     model.train()
     checkpoint(model, True)
     ready = replayable(model)
-    want = response_log_probs(other, second, routed_experts=True).values()
+    want = response_log_probs(other, second, options=ReplayOptions(routed_experts=True)).values()
     seen_within = []
 
     def hook(*_: Any) -> None:
         with torch.no_grad():
-            seen_within.append(response_log_probs(other, second, routed_experts=True).values())
+            seen_within.append(response_log_probs(other, second, options=ReplayOptions(routed_experts=True)).values())
 
     model.model.layers[1].get_submodule(place).register_forward_hook(hook)
-    seen = response_log_probs(ready, batch, routed_experts=True, self_check=False)
+    seen = response_log_probs(ready, batch, self_check=False, options=ReplayOptions(routed_experts=True))
     truth = alone("qwen3_moe", plain, batch)
     assert off(seen, truth) <= LIMIT
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
@@ -320,7 +337,7 @@ def raises(match: str, batch: TensorDict, name: str = "qwen3_moe", model: Any = 
     ready = replayable(made(name)[0] if model is None else model)
     before = batch.clone()
     with pytest.raises(ReplayError, match=re.escape(match)):
-        response_log_probs(ready, batch, routed_experts=True)
+        response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
     assert all(torch.equal(batch[key], before[key]) for key in batch.keys())  # noqa: SIM118
     assert response_log_probs(ready, batch.exclude("routed_experts")).values().isfinite().all()
 
@@ -357,9 +374,7 @@ def test_models_that_do_not_say_so() -> None:
     ready = replayable(made("qwen3_moe")[0])
     ready.replays_routes = False
     with pytest.raises(ReplayError, match=r"does not declare support for PackedInputs\.routed_experts"):
-        response_log_probs(ready, routed("qwen3_moe", batch_of()), routed_experts=True)
-    with pytest.raises(TypeError, match="routed_experts"):
-        response_values(ready, routed("qwen3_moe", batch_of()), lambda x: x[:, 0], routed_experts=True)
+        response_log_probs(ready, routed("qwen3_moe", batch_of()), options=ReplayOptions(routed_experts=True))
 
 
 def test_a_router_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +395,9 @@ def test_the_self_check_sees_other_experts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(PackedInputs, "of", classmethod(shifted))
     batch = routed("qwen3_moe", batch_of())
-    response_log_probs(replayable(made("qwen3_moe")[0]), batch, routed_experts=True)  # packed and alone agree
+    response_log_probs(
+        replayable(made("qwen3_moe")[0]), batch, options=ReplayOptions(routed_experts=True)
+    )  # packed and alone agree
     monkeypatch.setattr(PackedInputs, "collected", lambda self, own, tokens: own.detach()[torch.from_numpy(tokens) - 1])
     with pytest.raises(ReplayError, match="off by"):
-        response_log_probs(replayable(made("qwen3_moe")[0]), batch, routed_experts=True)
+        response_log_probs(replayable(made("qwen3_moe")[0]), batch, options=ReplayOptions(routed_experts=True))

@@ -63,14 +63,6 @@ def test_they_are_covered_and_come_back(batch: TensorDict) -> None:
     assert_same_batch(mp.decompress(mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)), batch)
 
 
-@given(batches(min_rows=2, max_rows=3, max_prompt=2, max_response=1, objects=False))
-def test_limits_are_kept(batch: TensorDict) -> None:
-    assert batch.batch_size[0] in (2, 3)
-    assert batch["prompts"].shape[1] <= 2
-    assert batch["responses"].shape[1] <= 1
-    assert all(isinstance(value, torch.Tensor) for value in batch.values())
-
-
 @pytest.mark.parametrize(
     "wanted",
     [

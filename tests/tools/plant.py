@@ -208,11 +208,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="run the `first` tests of each fault only")
     parser.add_argument("--clean", action="store_true", help="run what caught faults where none is planted")
+    parser.add_argument("--note", action="store_true", help="write into faults.json what the results say")
     parser.add_argument("--check", action="store_true", help="look for the anchors only")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     faults: list[dict[str, Any]] = json.loads(FAULTS.read_text())
-    if options.only:
+    if options.only and not options.note:
         faults = [fault for fault in faults if {fault["id"], fault["package"]} & set(options.only)]
     if options.check:
         texts = {fault["file"]: (options.tree / fault["file"]).read_text() for fault in faults}
@@ -223,6 +224,12 @@ def main() -> int:
     results = {line["id"]: line for line in map(json.loads, lines)}
     if options.report:
         return report(faults, results)
+    if options.note:
+        for fault in faults:
+            if fault["id"] in results:
+                fault["caught"] = (results[fault["id"]]["by"] or "").partition("[")[0] or None
+        FAULTS.write_text(json.dumps(faults, indent=1, ensure_ascii=False) + "\n")
+        return 0
     if options.clean:
         failed = failing(results, options.tree)
         print(f"without a fault, {len(failed)} tests fail that caught some: {' '.join(sorted(failed)) or 'none'}")

@@ -124,7 +124,7 @@ def test_prefixes_that_rows_share(tmp_path, capsys):
     batch["prompts"], batch["labels"] = ids[:, :32].clone(), ids.clone()
     batch["labels"][batch["attention_mask"] == 0] = -100
     file = saved(batch, tmp_path / "b.pt")
-    line = "prefixes: 33.3% of 90 tokens repeat another row; response_log_probs(share_prefixes=True) skips them\n"
+    line = "prefixes: 33.3% of 90 tokens repeat another row; ReplayOptions(share_prefixes=True) skips them\n"
     assert line in doctor([file], capsys, 1)
     said = json.loads(doctor([file, "--json"], capsys, 1))
     assert (said["tokens"], said["shared_tokens"]) == (90, 30)

@@ -38,7 +38,7 @@ from bench.rivals.attention import dense_log_probs, lone_log_probs, padded_log_p
 from bench.workloads.models import SMALL, TINY, Counts, HybridShape, Shape, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
-from maskpack.planning import FlopsModel, MicroBatchPlan, plan_micro_batches
+from maskpack.planning import MicroBatchPlan, PlanOptions, plan_micro_batches
 from maskpack.replay import response_log_probs
 
 EVEN, DENSE, PADDED = "ours, rows of one length", "own attention, dense rows of one length", "padded"
@@ -194,8 +194,9 @@ class Stage:
     def plan(self) -> MicroBatchPlan:
         """Even by FLOPs, so that the rest over the last full budget is no micro-batch of a few tokens."""
         shape = self.model.shape
-        work = FlopsModel.of_transformer(shape.parameters, shape.layers, shape.heads * shape.head_dim)
-        return plan_micro_batches(self.rows.lengths, self.sizes.token_budget, work=work)
+        pairs = shape.layers * shape.heads * shape.head_dim
+        options = PlanOptions(work=lambda n: 6.0 * shape.parameters * n + 6.0 * pairs * n.astype(float) ** 2)
+        return plan_micro_batches(self.rows.lengths, self.sizes.token_budget, options=options)
 
     def described(self, name: str) -> list[Row]:
         real = int(self.rows.lengths.sum())

@@ -30,7 +30,7 @@ from bench.workloads.rows import log_normal
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
-from maskpack.replay import prefix_tree, response_log_probs
+from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 ONCE, PADDED = "ours, images of a group seen once", "padded"
 _MERGED = 2  # patches a side of a token
@@ -229,7 +229,7 @@ class Stage:
         if not once:
             return plan_micro_batches(self.lengths, self.sizes.token_budget)
         tree = prefix_tree(self.nested)
-        return plan_micro_batches(tree.lengths, self.sizes.token_budget, cost="prefix", tree=tree)
+        return plan_micro_batches(tree.lengths, self.sizes.token_budget, tree=tree)
 
     def works(self) -> dict[str, tuple[float, Callable[[], Iterable[Tensor]]]]:
         """By name: the share of all rows, and the log-probs of their micro-batches."""
@@ -237,7 +237,10 @@ class Stage:
         plans = {OURS: self.plan(False), ONCE: self.plan(True)}
         return {
             OURS: (1.0, lambda: replayed(self.replay, self.nested, plans[OURS])),
-            ONCE: (1.0, lambda: replayed(self.replay, self.nested, plans[ONCE], share_prefixes=True)),
+            ONCE: (
+                1.0,
+                lambda: replayed(self.replay, self.nested, plans[ONCE], options=ReplayOptions(share_prefixes=True)),
+            ),
             PADDED: (
                 min(few, self.sizes.rows) / self.sizes.rows,
                 lambda: padded_log_probs(self.replay.release(), self.padded[:few], self.images, self.sizes.padded_rows),

@@ -117,7 +117,7 @@ class PackedCollator:
 
         Args:
             token_budget: the largest T of a micro-batch, except for a sample that alone is longer.
-            options: further keywords of `plan_micro_batches` (num_updates, multiple_of of the count, max_rows, ...).
+            options: further arguments of `plan_micro_batches`, such as its options.
 
         Returns:
             The plan, whose rows are the samples and whose loss tokens are their labels, and the inputs of each of

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,37 +46,20 @@ class EntryPart(NamedTuple):
     part: int
 
 
-class EntryNumbers(NamedTuple):
-    """The first numbers of ENTRY of core/native.py."""
-
-    kind: int
-    layout: int
-    items: int
-    size: int
-    number: int
-    first: int
-    second: int
-
-
-def entries_of(table: Table) -> list[EntryNumbers]:
-    """The entries of a table, in plain numbers."""
-    return [EntryNumbers._make(line[: len(EntryNumbers._fields)]) for line in table.entries.tolist()]
-
-
 def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, padded: bool) -> list[EntryPart]:
     """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
-    at, entries = int(table.fields[number]), entries_of(table)
+    at, entries = int(table.fields[number]), table.entries
     found = [EntryPart(at, 0)]
-    if entries[at].kind == native.CONCAT:
-        found = [EntryPart(entries[at].first, HEAD), EntryPart(entries[at].second, TAIL)]
+    if entries[at]["kind"] == native.CONCAT:
+        found = [EntryPart(entries[at]["first"], HEAD), EntryPart(entries[at]["second"], TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
         own = entries[one]
-        if _is_near_columns(entries, one) or own.kind == native.CONCAT or own.items != items:
+        if _is_near_columns(entries, one) or own["kind"] == native.CONCAT or own["items"] != items:
             return []
         group = _words_of_column(own)
-        if own.kind == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
+        if own["kind"] == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE and form.pads[0] is not ANY_ZERO
@@ -84,17 +67,17 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(entries: Sequence[EntryNumbers], at: int) -> bool:
+def _is_near_columns(entries: Any, at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
-    while entries[at].kind == native.BLOCKS and entries[at].second >= 0:
-        at = entries[at].second
-        if entries[at].kind in (native.COLUMNS, native.CONCAT):
+    while entries[at]["kind"] == native.BLOCKS and entries[at]["second"] >= 0:
+        at = entries[at]["second"]
+        if entries[at]["kind"] in (native.COLUMNS, native.CONCAT):
             return True
     return False
 
 
-def _words_of_column(entry: EntryNumbers) -> int:
-    return entry.items // entry.second if entry.kind == native.COLUMNS else 1
+def _words_of_column(entry: Any) -> int:
+    return entry["items"] // entry["second"] if entry["kind"] == native.COLUMNS else 1
 
 
 def _is_pair(form: FieldForm) -> bool:
@@ -186,7 +169,7 @@ class _RecipeWriter:
     _with_pads: list[int] = field(default_factory=list[int])
 
     def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
-        self._entries = entries_of(self.table)
+        self._entries = self.table.entries
         copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
         self._job(
             copy,
@@ -249,13 +232,15 @@ class _RecipeWriter:
                 numbers["pads"] = "pads", len(self._with_pads) - 1
         head, head_items = -1, 1
         if len(parts) > 1:
-            layout, head_items = self._entries[parts[0].entry].layout, self._entries[parts[0].entry].items
+            layout, head_items = self._entries[parts[0].entry]["layout"], self._entries[parts[0].entry]["items"]
             if layout >= 0:
-                head, numbers["head_bounds"] = 0, self._axis(self.table.names[layout], _BOUNDS)
+                head, numbers["head_bounds"] = 0, self._axis(self.table.names[int(layout)], _BOUNDS)
         for at, part in parts:
             entry = self._entries[at]
-            columns = range(entry.first, entry.first + entry.second) if entry.kind == native.COLUMNS else [at]
-            by_place = all(self._entries[column].kind in (native.PLAIN, native.NARROW) for column in columns)
+            columns = (
+                range(entry["first"], entry["first"] + entry["second"]) if entry["kind"] == native.COLUMNS else [at]
+            )
+            by_place = all(self._entries[column]["kind"] in (native.PLAIN, native.NARROW) for column in columns)
             flat = not padded and not part and not self.is_large and by_place
             of_rows = dict(numbers)
             if flat:
@@ -266,17 +251,17 @@ class _RecipeWriter:
                 of_rows["spans"] = self._axis(form.layout, _TOKENS if flat else _LONGEST)
             runs = (0, 0, 0) if padded else (-1, -1, -1)
             group = _words_of_column(entry)
-            own, stride = (group, inner) if entry.kind == native.COLUMNS else (items, 1)
+            own, stride = (group, inner) if entry["kind"] == native.COLUMNS else (items, 1)
             for column, source in enumerate(columns):
                 layer, item = divmod(column * group, inner)
                 pad, turn = pads, pad_items
-                if entry.kind == native.COLUMNS and group == 1:
+                if entry["kind"] == native.COLUMNS and group == 1:
                     pad, turn = pads + (column & pad_items), 0
                 target = JobTarget(
                     max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
-                    own if entry.kind == native.COLUMNS else inner, *runs, pad, pad_row,
-                    turn, edge, part, head, own if entry.kind == native.COLUMNS else head_items, group,
+                    own if entry["kind"] == native.COLUMNS else inner, *runs, pad, pad_row,
+                    turn, edge, part, head, own if entry["kind"] == native.COLUMNS else head_items, group,
                 )  # fmt: skip
                 self._job(target, of_rows)
                 self._sources.append(self._wanted.setdefault((source, flat), len(self._wanted)))

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from lora_layer import with_lora
-from replay_work import ROWS, alone, batch_of
 from samples import in_chunks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from work_replay import ROWS, alone, batch_of
 
 from maskpack.adapters.transformers import replayable
 from maskpack.errors import LayoutError

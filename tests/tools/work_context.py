@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replay_work import PROMPT, SHARE, alone, batch_of, groups, tiny
 from tensordict import TensorDict
 from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from work_replay import PROMPT, SHARE, alone, batch_of, groups, tiny
 
 import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
@@ -123,7 +123,8 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     one, spread = mp.replay.response_log_probs(replayable(plain), batch, entropy=True)
     off["entropy"] = far(entropy.values(), spread.values())
     off["one rank"] = far(one.values(), truth)
-    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, context_parallel=dist.get_world_size())
+    shared = mp.planning.PlanOptions(context_parallel=dist.get_world_size())
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, options=shared)
     again = mp.replay.response_log_probs(replay, batch, plan=plan, **options)
     off["planned"] = far(again.values(), truth)
     head = torch.nn.Linear(model.config.hidden_size, 1)
@@ -169,10 +170,18 @@ def routed(group: Any) -> dict[str, float]:
     rows = batch_of(ROWS)
     rows["routed_experts"] = torch.rand(*rows["input_ids"].shape, 2, 6, generator=source).argsort(-1)[..., :2]
     replay = replayable(mixture)
-    seen = mp.replay.response_log_probs(replay, rows, routed_experts=True, self_check=True, context_group=group)
-    one = mp.replay.response_log_probs(replayable(copy.deepcopy(mixture)), rows, routed_experts=True)
+    seen = mp.replay.response_log_probs(
+        replay, rows, self_check=True, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
+    )
+    one = mp.replay.response_log_probs(
+        replayable(copy.deepcopy(mixture)), rows, options=mp.replay.ReplayOptions(routed_experts=True)
+    )
     rows["routed_experts"][0, 3, 0] = torch.tensor([4, 5] if dist.get_rank() else [1, 2])
-    said = said_of(lambda: mp.replay.response_log_probs(replay, rows, routed_experts=True, context_group=group))
+    said = said_of(
+        lambda: mp.replay.response_log_probs(
+            replay, rows, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
+        )
+    )
     refused = "token ids and routed experts differ between the 2 ranks" in said
     return {"routed": far(seen.values(), one.values()), "other experts": float(not refused)}
 
@@ -212,7 +221,10 @@ def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict)
     tokens = batch["attention_mask"][:, PROMPT:].sum(1)
     plan = mp.planning.agree_on_count(
         lambda: mp.planning.plan_micro_batches(
-            batch["attention_mask"].sum(1), 5, context_parallel=2, loss_tokens=tokens
+            batch["attention_mask"].sum(1),
+            5,
+            loss_tokens=tokens,
+            options=mp.planning.PlanOptions(context_parallel=2),
         )
     )
     model.zero_grad()
@@ -348,7 +360,7 @@ def refusals() -> dict[str, str]:
         "temperature": {"temperature": 1.0 + rank},
         "entropy": {"entropy": bool(rank)},
         "self_check": {"self_check": None if rank else True},
-        "share_prefixes": {"share_prefixes": bool(rank)},
+        "share_prefixes": {"options": mp.replay.ReplayOptions(share_prefixes=bool(rank))},
         "routed_experts": {"routed_experts": bool(rank)},
         "invalid": {"temperature": "hot" if rank else 1.0},
     }

@@ -22,11 +22,11 @@ import maskpack as mp
 from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
 from maskpack.errors import ReplayError
-from maskpack.replay import PackedInputs
+from maskpack.replay import PackedInputs, ReplayOptions
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
 PROMPT, RESPONSE = 4, 5
-SHARE: dict[str, Any] = {"share_prefixes": True, "min_shared": 1}
+SHARE: dict[str, Any] = {"options": ReplayOptions(share_prefixes=True, min_shared=1)}
 
 
 def tiny(tied: bool) -> Any:

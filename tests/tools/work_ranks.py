@@ -26,13 +26,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from unsplit import MODES, Batch, Gradient, Model, Rows, batch_of, distance, flat, unsplit_gradient
 
-from maskpack.planning import MicroBatchPlan, agree_on_count, plan_micro_batches
+from maskpack.planning import MicroBatchPlan, PlanOptions, agree_on_count, plan_micro_batches
 
 
 def plan_of(batch: Batch, rows: Rows) -> MicroBatchPlan:
     """That of a rank which knows its own rows only."""
     lengths = [batch.lengths[row] for row in rows]
-    return plan_micro_batches(lengths, loss_tokens=[batch.loss_tokens[row] for row in rows], **batch.options)
+    return plan_micro_batches(lengths, loss_tokens=[batch.loss_tokens[row] for row in rows], **batch.planned)
 
 
 # -------------------------------------------------------------------- gradients of micro-batches
@@ -44,9 +44,8 @@ def micro_batch_gradients(
     plan: MicroBatchPlan,
     weights: Sequence[np.ndarray],
     collected: Callable[[], Gradient],
-    collective: Callable[[], None] = lambda: None,
 ) -> list[Gradient]:
-    """Of each update: `collected` after all micro-batches of it ran, dummies too, with a `collective` in each."""
+    """Of each update: `collected` after all micro-batches of it ran, dummies too."""
     out = []
     of_each = iter(weights)
     for update in range(len(plan.updates)):
@@ -56,7 +55,6 @@ def micro_batch_gradients(
             token_loss = model(rows["ids"][:, :width])
             weight = torch.from_numpy(next(of_each)).to(token_loss.device)
             (weight * (token_loss * rows["mask"][:, :width]).sum(-1)).sum().backward()
-            collective()
         out.append(collected())
     return out
 
@@ -75,52 +73,6 @@ def _trained(plan: MicroBatchPlan, rows: Rows, gradients: list[Gradient]) -> Tra
     real = zip(plan.updates, plan.dummies, strict=True)
     own = [[rows[row] for part in update[: len(update) - dummies] for row in part] for update, dummies in real]
     return Trained(gradients, own, plan.counts, plan.dummies)
-
-
-def _train(batch: Batch, rows: Rows, plan: MicroBatchPlan, weights: Sequence[np.ndarray], mean: bool) -> Trained:
-    """A rank of plain data parallelism: gradients are summed over ranks, or averaged, after each update."""
-    model = Model()
-
-    def collected() -> Gradient:
-        own = torch.from_numpy(flat([parameter.grad for parameter in model.parameters()], model))
-        dist.all_reduce(own)
-        return (own / dist.get_world_size() if mean else own).numpy()
-
-    def collective() -> None:
-        dist.all_reduce(torch.ones(1))
-
-    part = batch.padded(rows)
-    return _trained(plan, rows, micro_batch_gradients(model, part, plan, weights, collected, collective))
-
-
-def train_all(batches: dict[str, Batch], driver: dict[str, tuple[Any, Any]]) -> dict[Any, Trained]:
-    """All batches, modes, and kinds of gradients: planned by the ranks themselves, and as the driver planned."""
-    rank = dist.get_rank()
-    out = {}
-    for name, batch in batches.items():
-        own_rows = batch.rows[rank]
-        agreed = agree_on_count(plan_of(batch, own_rows))
-        rows, plans = driver[name]
-        planned = {"agreed": (own_rows, agreed), "driver": (rows[rank], plans[rank])}
-        planned["agreed twice"] = own_rows, agree_on_count(agreed)
-        for mode in MODES:
-            for who, (own, plan) in planned.items():
-                for gradients in ("mean", "sum"):
-                    weights = plan.loss_weights(mode, gradients=gradients)
-                    out[name, who, mode, gradients] = _train(batch, own, plan, weights, gradients == "mean")
-        out[name, "means of means"] = _train(batch, own_rows, agreed, means_of_means(batch, own_rows, agreed), True)
-    return out
-
-
-def means_of_means(batch: Batch, rows: Rows, plan: MicroBatchPlan) -> list[np.ndarray]:
-    """The usual mistake: each micro-batch divides by its own tokens, and by their number."""
-    out = []
-    for update, dummies in zip(plan.updates, plan.dummies, strict=True):
-        for at, part in enumerate(update):
-            tokens = sum(batch.loss_tokens[rows[row]] for row in part)
-            real = at < len(update) - dummies and tokens
-            out.append(np.full(len(part), 1 / tokens / len(update) if real else 0.0))
-    return out
 
 
 # -------------------------------------------------------------------- failures
@@ -154,7 +106,8 @@ LENGTHS = (4, 3, 2, 5, 1)
 
 
 def _plan(rows: int = 5, budget: int = 5, *, loss: bool = False, **options: Any) -> MicroBatchPlan:
-    return plan_micro_batches(LENGTHS[:rows], budget, loss_tokens=LENGTHS[:rows] if loss else None, **options)
+    tokens = LENGTHS[:rows] if loss else None
+    return plan_micro_batches(LENGTHS[:rows], budget, loss_tokens=tokens, options=PlanOptions(**options))
 
 
 def _without_mask(rank: int) -> Any:
@@ -203,10 +156,8 @@ def attempt_in_groups() -> dict[str, Attempt]:
     return out
 
 
-def do_all(
-    batches: dict[str, Batch], driver: dict[str, tuple[Any, Any]]
-) -> tuple[dict[Any, Trained], dict[str, Attempt], dict[str, Attempt]]:
-    return train_all(batches, driver), attempt_all(), attempt_in_groups()
+def do_all() -> tuple[dict[str, Attempt], dict[str, Attempt]]:
+    return attempt_all(), attempt_in_groups()
 
 
 def some_fail() -> None:
@@ -234,6 +185,11 @@ class Round:
     bad: int | None
     fault: str
 
+    @property
+    def again(self) -> bool:
+        """Whether ranks agree once more, which changes nothing."""
+        return self.mode == MODES[1]
+
     def plan(self, rank: int) -> Any:
         """What the rank gives to agree_on_count."""
         if rank != self.bad:
@@ -254,13 +210,10 @@ def round_of(number: int) -> Round:
         counts[number % 8 // 4] = 1
     bad = number // 5 % 2 if number % 5 == 2 else None
     fault = ("no plan", "no rows", "no lengths")[number // 10 % 3]
-    options = {
-        "token_budget": rng.randint(4, 40),
-        "num_updates": rng.randint(1, 2),
-        "cost": rng.choice(["tokens", "padded"]),
-        "multiple_of": rng.choice([1, 1, 2]),
-    }
-    return Round(batch_of(number, counts, floats=number % 2 == 0, **options), MODES[number % 3], bad, fault)
+    budget, updates = rng.randint(4, 40), rng.randint(1, 2)
+    options = PlanOptions(rng.choice(["tokens", "padded"]), updates, rng.choice([1, 1, 2]))
+    planned = {"token_budget": budget, "options": options}
+    return Round(batch_of(number, counts, planned, floats=number % 2 == 0), MODES[number % 3], bad, fault)
 
 
 @dataclass(frozen=True)
@@ -289,6 +242,7 @@ def run_rounds(device_type: str, numbers: Sequence[int]) -> list[Ran]:
 def _run_round(own: Round, rank: int, model: nn.Module, device: torch.device) -> Ran:
     try:
         plan = agree_on_count(own.plan(rank))
+        plan = agree_on_count(plan) if own.again else plan
     except Exception as error:
         return Ran(type(error).__name__, str(error))
     counts = _gathered(plan.counts, device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,13 @@ class Batch:
     Attributes:
         tokens, masks: of each row, one number a token.
         rows: of each rank, row numbers of the batch.
-        options: for plan_micro_batches.
+        planned: arguments of plan_micro_batches.
     """
 
     tokens: list[list[int]]
     masks: list[list[float]]
     rows: list[Rows]
-    options: dict[str, Any] = field(default_factory=dict)
+    planned: dict[str, Any]
 
     @property
     def lengths(self) -> list[int]:
@@ -56,11 +56,11 @@ class Batch:
         return TensorDict({name: x.to(device) for name, x in fields.items()}, [len(rows)])
 
 
-def batch_of(seed: int, counts: Sequence[int], *, floats: bool = False, longest: int = 12, **options: Any) -> Batch:
+def batch_of(seed: int, counts: Sequence[int], planned: dict[str, Any], *, floats: bool = False) -> Batch:
     """So many rows on each rank: some of length 0, some without a loss token, masks with holes, or of any numbers."""
     rng = random.Random(seed)
     total = sum(counts)
-    tokens = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(0, longest))] for _ in range(total)]
+    tokens = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 12))] for _ in range(total)]
     masks = []
     for row in tokens:
         density = rng.choice([0.0, 0.5, 0.9, 1.0])
@@ -68,7 +68,7 @@ def batch_of(seed: int, counts: Sequence[int], *, floats: bool = False, longest:
     order = rng.sample(range(total), total)
     begins = [sum(counts[:rank]) for rank in range(len(counts))]
     rows = [order[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
-    return Batch(tokens, masks, rows, options)
+    return Batch(tokens, masks, rows, planned)
 
 
 class Block(nn.Module):

@@ -1,0 +1,162 @@
+"""Batches whose rows share prefixes, and what each row alone gives: log-probs and gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from maskpack.replay import ReplayOptions, response_log_probs
+
+tf = pytest.importorskip("transformers")
+import tiny_models  # noqa: E402
+from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
+
+adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+replayable = adapter.replayable
+
+SHARE = ReplayOptions(share_prefixes=True, min_shared=1)
+Row = tuple[list[int], list[int]]
+"""The ids of a prompt and of its response."""
+LIMITS = {torch.float32: (5e-6, 1e-5), torch.float64: (1e-10, 1e-10)}
+"""The largest error of a log-prob, and of the gradient of a weight relative to its norm."""
+MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl)}
+all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+
+
+def wide_norms(model: Any) -> None:
+    """Norms in the dtype of the model; transformers computes them in float32."""
+
+    def norm(layer: Any, x: Tensor) -> Tensor:
+        eps = getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
+        scale = layer.weight + 1 if "Gemma" in type(layer).__name__ else layer.weight
+        return scale * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    for layer in model.modules():
+        if "RMSNorm" in type(layer).__name__:
+            layer.forward = functools.partial(norm, layer)
+
+
+def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """As tiny_models.pair; in float64, norms are too."""
+    both = tiny_models.pair(make, dtype, **options)
+    if dtype == torch.float64:
+        for model in both:
+            wide_norms(model)
+    return both
+
+
+# -------------------------------------------------------------------- rows
+
+
+def drawn(rng: np.random.Generator, count: int, most: int = VOCABULARY) -> list[int]:
+    return rng.integers(3, most, count).tolist()
+
+
+def groups(sizes: Sequence[int], prompt: int = 6, response: int = 8, seed: int = 0) -> list[Row]:
+    """Groups with a prompt each, shuffled; some responses are empty, some begin alike."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for size in sizes:
+        own = drawn(rng, int(rng.integers(1, prompt + 1)))
+        rows += [(own, drawn(rng, int(rng.integers(0, response + 1)), 6)) for _ in range(size)]
+    return [rows[at] for at in rng.permutation(len(rows))]
+
+
+ROWS: dict[str, list[Row]] = {
+    "groups": groups([4, 3, 1, 5]),
+    "one group": groups([6]),
+    "one row": [([5, 6], [7, 8, 9])],
+    "identical rows": [([5, 6], [7, 8, 9])] * 3 + [([5, 6], [7, 8])] * 2,
+    "rows that extend each other": [([5, 6], list(range(7, 7 + n))) for n in (4, 0, 2, 9, 1)],
+    "nothing is shared": [([b + 5, 6], [7, 8]) for b in range(4)],
+    "empty responses": [([5, 6, 7], []), ([5, 6, 7], []), ([5, 6], []), ([5, 6, 8], [9])],
+    "rows without tokens": [([], []), ([5, 6], [7]), ([5, 6], [8]), ([], [])],
+    "prompt and response at other places": [([5], [6, 7, 8]), ([5, 6], [7, 8]), ([5, 6, 7], [8]), ([5, 6, 7, 8], [])],
+    "a deep trie": [([5], [6] * n + [7] * 3) for n in range(1, 9)],
+}
+
+
+def batch_of(rows: Sequence[Row], *, side: str = "both", mrope: bool = False, extra: int = 2) -> TensorDict:
+    """Prompts padded on the left and responses on the right, or both on one side; `extra` columns more than needed."""
+    prompt, response = (extra + max(map(len, column)) for column in zip(*rows, strict=True))
+    ids = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for b, (own, answer) in enumerate(rows):
+        begin = 0 if side == "right" else prompt - len(own)
+        after = prompt + response - len(answer) if side == "left" else prompt
+        for at, tokens in ((begin, own), (after, answer)):
+            ids[b, at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            mask[b, at : at + len(tokens)] = 1
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    fields = {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids, "attention_mask": mask}
+    fields["position_ids"] = torch.stack([places, places // 2, (places - 3).clamp(min=0)], 1) if mrope else places
+    return TensorDict(fields, batch_size=[len(rows)])
+
+
+def for_model(make: Callable[..., Any], rows: Sequence[Row], **more: Any) -> TensorDict:
+    return batch_of(rows, mrope=make is qwen25_vl, **more)
+
+
+def truth_of(model: Any, rows: Sequence[Row], mrope: bool = False) -> Tensor:
+    """Log-probs of all response tokens, row after row, each row alone."""
+    out = [torch.zeros(0, dtype=next(model.parameters()).dtype)]
+    for prompt, response in rows:
+        tokens = torch.tensor([[*prompt, *response]])
+        if not response or not prompt:
+            continue
+        places = torch.arange(tokens.shape[1])
+        where = torch.stack([places, places // 2, (places - 3).clamp(min=0)])[:, None] if mrope else places[None]
+        logits = model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False
+        ).logits[0]
+        scores = logits.log_softmax(-1)
+        out += [scores[len(prompt) + nth - 1, token][None] for nth, token in enumerate(response)]
+    return torch.cat(out)
+
+
+def slopes(values: Tensor) -> Tensor:
+    return torch.linspace(0.3, 1.3, values.numel(), dtype=values.dtype)
+
+
+def gradients(model: Any, values: Tensor) -> list[Tensor]:
+    """Of a sum of values with weights of their own."""
+    model.zero_grad()
+    (values * slopes(values)).sum().backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
+    """Relative to the norm of each; for those that are rounding errors alone, to a tenth of the largest."""
+    assert len(seen) == len(truth) > 0
+    largest = max(float(want.norm()) for want in truth)
+    for got, want in zip(seen, truth, strict=True):
+        assert float((got - want).norm()) <= limit * max(float(want.norm()), largest / 10)
+
+
+def check(make: Callable[..., Any], rows: Sequence[Row], dtype: torch.dtype = torch.float32, **more: Any) -> None:
+    """Log-probs and the gradients of all weights are those of each row alone."""
+    model, plain = pair(make, dtype)
+    limit, gradient_limit = LIMITS[dtype]
+    options = {"self_check": True, "options": SHARE} | more
+    batch = for_model(make, rows, side=options.pop("side", "both"))
+    seen = response_log_probs(replayable(model), batch, **options)
+    truth = truth_of(plain, rows, make is qwen25_vl)
+    assert seen.offsets().diff().tolist() == [len(response) for _, response in rows]
+    assert seen.values().shape == truth.shape
+    if not truth.numel():
+        return
+    assert float((seen.values() - truth).detach().abs().max()) <= limit
+    close(gradients(model, seen.values()), gradients(plain, truth), gradient_limit)
+
+
+def checkpoint(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
