@@ -109,7 +109,7 @@ class PackedStorage(_ListStorage):
     @property
     def nbytes(self) -> int:
         """The number of encoded bytes in memory, including overwritten rows of segments that are still in use."""
-        sources = [] if self._rows is None else [source for group in self._rows.groups for source in group.sources]
+        sources = [] if self._rows is None else [source for group in self._rows.groups for source in group.parts]
         return sum(source.held.nbytes for source in sources)
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
@@ -270,9 +270,9 @@ def _appended(rows: BatchView, packed: PackedBatch) -> BatchView:
 def _tidied(rows: BatchView) -> BatchView:
     """The same rows; those of mostly overwritten segments, and of many small ones, are moved into one new segment."""
     (group,) = rows.groups
-    source, _ = group.segments.by_row()
-    used = np.bincount(source, minlength=len(group.sources))
-    held = np.array([source.meta.num_rows for source in group.sources])
+    source, _ = group.rows.by_row()
+    used = np.bincount(source, minlength=len(group.parts))
+    held = np.array([source.meta.num_rows for source in group.parts])
     small = held < _FEW
     again = (2 * used < held) | (small & (np.count_nonzero(small) >= _FEW))
     moved = np.flatnonzero(again[source])

@@ -56,9 +56,9 @@ class RowsAt:
         """`add` takes a reference and returns its number among the objects."""
 
         def numbered(group: ColumnGroup) -> ColumnGroup:
-            alone = len(group.sources) == 1 and group.sources[0].meta.head is group.head
-            sources = tuple(add(source.held) for source in group.sources)
-            return replace(group, sources=sources, head=None if alone else group.head)
+            alone = len(group.parts) == 1 and group.parts[0].meta.head is group.head
+            sources = tuple(add(source.held) for source in group.parts)
+            return replace(group, parts=sources, head=None if alone else group.head)
 
         return cls(tuple(map(numbered, view.groups)), view.order, view.head.schema.root, whole)
 

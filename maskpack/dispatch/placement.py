@@ -133,9 +133,9 @@ class Placement:
         sent = 0
         groups: list[ColumnGroup] = []
         for group in view.groups:
-            number, row = group.segments.by_row()
+            number, row = group.rows.by_row()
             sources: list[Source] = []
-            for place, source in enumerate(group.sources):
+            for place, source in enumerate(group.parts):
                 own = number == place
                 needed, row_in_part = np.unique(row[own], return_inverse=True)
                 part, nbytes = self._part(source, needed, site, again)
@@ -143,7 +143,7 @@ class Placement:
                 sent += nbytes
                 if part.meta.num_rows != source.meta.num_rows:
                     row[own] = row_in_part
-            groups.append(replace(group, sources=tuple(sources), segments=Segments.of_rows(number, row)))
+            groups.append(replace(group, parts=tuple(sources), rows=Segments.of_rows(number, row)))
         return replace(view, groups=tuple(groups)), sent
 
     def _part(self, source: Source, rows: IntArray, site: Site, again: bool) -> tuple[Source, int]:

@@ -1,7 +1,6 @@
 """Packed batches of rows without padding: values and lengths in, no masks and no jagged tensors needed.
 
 name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows--> PackedBatch
-rows of PackedBatches of one schema --joined_rows--> PackedBatch
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.decode import decoded
 from maskpack.packed.table import Job, encode
 
 
@@ -38,10 +36,8 @@ class Values(NamedTuple):
         values: Any = self.values
         return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
 
-    def take(self, rows: IntArray | None) -> Values:
-        """The rows at some indices; itself for None."""
-        if rows is None:
-            return self
+    def take(self, rows: IntArray) -> Values:
+        """The rows at some indices."""
         if self.lengths is None:
             return Values(from_words(words(self.values.contiguous()).numpy()[rows], self.values.dtype))
         own = self.rows()
@@ -95,32 +91,6 @@ def packed_rows(
         raise odd_bools_error(call, odd)
     objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
     return PackedBatch(rows, schema, encoded.table, objects)
-
-
-def joined_rows(
-    parts: Sequence[tuple[PackedBatch, IntArray | None]], hints: Mapping[str, tuple[str, ...]], call: str
-) -> PackedBatch:
-    """Rows of batches of `packed_rows` with one schema, one batch after the other: those at some indices, or all."""
-    first = parts[0][0]
-    columns: dict[str, list[Values]] = {form.path[0]: [] for form in first.tensors}
-    objects: dict[str, list[Objects]] = {form.path[0]: [] for form in first.schema.forms if form.dtype is None}
-    for batch, rows in parts:
-        tensors = decoded(batch, batch.tensors, True)
-        for form in batch.tensors:
-            lengths = None if form.layout is None else batch.layouts[form.layout].lengths
-            columns[form.path[0]].append(Values(tensors[form.path], lengths).take(rows))
-        for (name,), held in batch.objects.items():
-            objects[name].append(held if rows is None else held.take(rows.tolist()))
-    joined: dict[str, Values | Objects] = {}
-    for form in first.schema.forms:
-        name = form.path[0]
-        if form.dtype is None:
-            data = [row for held in objects[name] for row in held.data]
-            joined[name] = Objects(data, 1, bare=all(held.bare for held in objects[name]))
-        else:
-            joined[name] = Values.cat(columns[name])
-    count = sum(len(batch) if rows is None else rows.size for batch, rows in parts)
-    return packed_rows(joined, count, hints, call)
 
 
 @lru_cache(256)

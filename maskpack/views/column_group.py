@@ -8,7 +8,7 @@ A view has at least one group. All groups of a view hold the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,8 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.columns import Columns
 from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
-from maskpack.packed.segments import Segments
 from maskpack.views.origins import UNKNOWN, Origins
 
 
@@ -77,6 +77,11 @@ class Source:
     meta: BatchMeta
     origins: Origins = UNKNOWN
 
+    @property
+    def key(self) -> Any:
+        """A key that is equal for sources that are one batch: the same object, or equal references."""
+        return self.held
+
     def checked(self, packed: Any) -> PackedBatch:
         """`packed`, as it was fetched. Raises LayoutError unless it is the batch that `meta` describes."""
         if not isinstance(packed, PackedBatch):
@@ -95,48 +100,32 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnGroup:
-    """Some fields, and where their rows come from.
+class ColumnGroup(Columns):
+    """Some fields of a view, and where their rows come from: its parts are Sources, or the places of batches that were
+    fetched.
 
     Attributes:
-        paths: the fields.
-        sources: the sources that the segments number: Sources, or the places of batches that were fetched.
-        segments: which rows of which source, for all rows.
         head: a batch with the schema of the fields and no rows; None if it is the head of the only source, and need
             not be sent.
     """
 
-    paths: tuple[Path, ...]
-    sources: tuple[Any, ...]
-    segments: Segments
-    head: PackedBatch | None
+    head: PackedBatch | None = None
 
     def declared(self) -> PackedBatch:
         """The fields of the group, without rows."""
         assert self.head is not None
         return only(self.head, self.paths)
 
-    def take(self, index: IntArray) -> ColumnGroup:
-        return replace(self, segments=self.segments.take(index)).trimmed()
-
-    def trimmed(self) -> ColumnGroup:
-        """The group without the sources that give no row."""
-        used, numbers = np.unique(self.segments.source, return_inverse=True)
-        if used.size == len(self.sources):
-            return self
-        sources = tuple(self.sources[number] for number in used)
-        return replace(self, sources=sources, segments=replace(self.segments, source=numbers))
-
     def layout(self, name: str) -> RowLayout:
-        shares, order = self.segments.shares()
-        parts = [self.sources[share.source].meta.layouts[name].take(share.rows) for share in shares]
+        shares, order = self.rows.shares()
+        parts = [self.parts[share.source].meta.layouts[name].take(share.rows) for share in shares]
         layout = RowLayout.cat([self.declared().layouts[name], *parts])
         return layout if order is None else layout.take(order)
 
     def origins(self) -> Origins:
         """The rows of packed batches that its rows stand for."""
-        shares, order = self.segments.shares()
-        known = [self.sources[share.source].origins.take(share.rows).by_row() for share in shares]
+        shares, order = self.rows.shares()
+        known = [self.parts[share.source].origins.take(share.rows).by_row() for share in shares]
         if not known:
             return UNKNOWN
         row, origin, number = (np.concatenate(column) for column in zip(*known, strict=True))
@@ -146,24 +135,24 @@ class ColumnGroup:
 
     def known_as(self, origins: Origins) -> ColumnGroup:
         """The same rows, which stand for the rows that `origins` names."""
-        number, row = self.segments.by_row()
+        number, row = self.rows.by_row()
         order = np.argsort(number, kind="stable")
-        ends = np.searchsorted(number[order], np.arange(len(self.sources) + 1))
+        ends = np.searchsorted(number[order], np.arange(len(self.parts) + 1))
         place, origin, where = origins.by_row()
         at = np.argsort(place, kind="stable")
         sources: list[Source] = []
-        for source, begin, end in zip(self.sources, ends[:-1], ends[1:], strict=True):
+        for source, begin, end in zip(self.parts, ends[:-1], ends[1:], strict=True):
             rows = order[begin:end]
             first, last = (np.searchsorted(place[at], rows, side) for side in ("left", "right"))
             taken = at[ranges(first, last - first)]
             known = Origins.of(np.repeat(row[rows], last - first), origin[taken], where[taken])
             sources.append(replace(source, origins=known))
-        return replace(self, sources=tuple(sources))
+        return replace(self, parts=tuple(sources))
 
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields as one packed batch. `fetch` gives the packed batch of a source."""
-        shares, order = self.segments.shares()
-        parts = [only(fetch(self.sources[share.source]).take(share.rows), self.paths) for share in shares]
+        shares, order = self.rows.shares()
+        parts = [only(fetch(self.parts[share.source]).take(share.rows), self.paths) for share in shares]
         if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
             whole = parts[0]
         else:
@@ -182,23 +171,16 @@ def assembled(
     return replace(packed, schema=replace(packed.schema, root=root))
 
 
-def cat_groups(groups: Sequence[ColumnGroup], paths: Sequence[Path]) -> ColumnGroup:
-    sources: dict[Any, Source] = {}
-    numbers: dict[Any, int] = {}
-    numbered: list[Segments] = []
-    for group in groups:
-        for source in group.sources:
-            numbers.setdefault(source.held, len(numbers))
-            sources.setdefault(source.held, source)
-        own = [numbers[source.held] for source in group.sources]
-        numbered.append(group.segments.renumbered(np.array(own, np.int64)))
+def cat_groups(groups: Sequence[ColumnGroup], columns: Columns) -> ColumnGroup:
+    """The group of `columns`, which has the rows of some fields of several groups."""
+    paths = columns.paths
     heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
     head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
     if any(
         form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are
-        joined([head, *(only(source.meta.head, paths) for source in sources.values())], "BatchView.cat")
-    return ColumnGroup(tuple(paths), tuple(sources.values()), Segments.cat(numbered), head)
+        joined([head, *(only(source.meta.head, paths) for source in columns.parts)], "BatchView.cat")
+    return ColumnGroup(paths, columns.parts, columns.rows, head)
 
 
 def narrowed(
@@ -207,13 +189,8 @@ def narrowed(
     """The groups with the fields that are named, and these fields in the order of the view; all if none is named.
     Raises FieldError for a field that is not in the view."""
     kept = tuple(path for path, _ in select_entries([(path, None) for path in order], fields, call))
-    left = [without(group, set(order) - set(kept)) for group in groups]
+    left = [group.without(set(order) - set(kept)) for group in groups]
     return [group for group in left if group.paths] or left[:1], kept  # one group has to keep the number of rows
-
-
-def without(group: ColumnGroup, paths: Collection[Path]) -> ColumnGroup:
-    kept = tuple(path for path in group.paths if path not in paths)
-    return group if len(kept) == len(group.paths) else replace(group, paths=kept)
 
 
 def parts_merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:

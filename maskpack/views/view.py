@@ -25,6 +25,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
+from maskpack.packed.columns import cat_columns
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
 from maskpack.packed.segments import Segments
@@ -37,7 +38,6 @@ from maskpack.views.column_group import (
     cat_groups,
     narrowed,
     parts_merged,
-    without,
 )
 from maskpack.views.origins import Origins
 
@@ -94,7 +94,7 @@ class BatchView:
         return self.num_rows
 
     def __repr__(self) -> str:
-        segments = sum(group.segments.count.size for group in self.groups)
+        segments = sum(group.rows.count.size for group in self.groups)
         return f"BatchView(rows={self.num_rows}, fields={len(self.order)}, segments={segments})"
 
     # ---------------------------------------------------------------- what is known here
@@ -113,9 +113,9 @@ class BatchView:
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if every row of a packed batch takes an equal share."""
         return sum(
-            group.sources[share.source].meta.nbytes_of(share.rows.size)
+            group.parts[share.source].meta.nbytes_of(share.rows.size)
             for group in self.groups
-            for share in group.segments.shares()[0]
+            for share in group.rows.shares()[0]
         )
 
     @property
@@ -188,20 +188,13 @@ class BatchView:
         if len(views) == 1:
             return views[0]
         _check_fields(views)
-        paths_of: dict[tuple[int, ...], list[Path]] = {}
-        for path in views[0].order:
-            paths_of.setdefault(tuple(view._group_number(path) for view in views), []).append(path)
-        if not paths_of:  # a view without fields has rows, too
-            paths_of[(0,) * len(views)] = []
+        together = cat_columns([view.groups for view in views], views[0].order)
         groups = [
-            cat_groups([view.groups[number] for view, number in zip(views, numbers, strict=True)], paths)
-            for numbers, paths in paths_of.items()
+            cat_groups([view.groups[number] for view, number in zip(views, numbers, strict=True)], columns)
+            for columns, numbers in together
         ]
-        _check_places(views, list(paths_of), groups)
+        _check_places(views, [numbers for _, numbers in together], groups)
         return BatchView(tuple(groups), views[0].order, sum(view.num_rows for view in views))
-
-    def _group_number(self, path: Path) -> int:
-        return next(number for number, group in enumerate(self.groups) if path in group.paths)
 
     def _rows(self, index: IntArray) -> BatchView:
         return replace(self, groups=tuple(group.take(index) for group in self.groups), num_rows=index.size)
@@ -265,7 +258,7 @@ class BatchView:
                 )
         order = [path for path in self.order if path in fresh or path in kept]
         order += [path for path in other.order if path not in order]
-        groups = [without(group, fresh | set(self.order) - set(kept)) for group in self.groups]
+        groups = [group.without(fresh | set(self.order) - set(kept)) for group in self.groups]
         replaced = not groups[0].paths  # the fields that said which rows these are
         groups += (other.known_as(self.origins()) if replaced else other).groups
         groups = [group for group in groups if group.paths] or groups[:1]
@@ -297,7 +290,7 @@ class BatchView:
     def to_packed(self, *fields: Key, get: Get | None = None) -> PackedBatch:
         """Fetches the rows, still encoded, as one PackedBatch. Arguments and errors are those of `materialize`."""
         groups, order = narrowed(self.groups, self.order, fields, "BatchView.materialize")
-        fetched = _fetched([source for group in groups for source in group.sources], get)
+        fetched = _fetched([source for group in groups for source in group.parts], get)
         root = self.head.schema.root
         return assembled(groups, order, root, lambda source: fetched[id(source)])
 

@@ -36,7 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import Values, joined_rows, packed_rows
+from maskpack.packed.rows import Values, packed_rows
 
 _PADDED = MaskNestingRegistry(
     {
@@ -98,9 +98,9 @@ class Chunk:
     @staticmethod
     def cat(parts: Sequence[tuple[Chunk, Sequence[int] | None]]) -> Chunk:
         """Rows of chunks of one kind: those at some indices, or all."""
-        first = parts[0][0]
-        taken = [(chunk.packed, None if rows is None else np.array(rows, np.int64)) for chunk, rows in parts]
-        return Chunk(joined_rows(taken, _HINTS, "join"), first.turned, any(chunk.shares for chunk, _ in parts))
+        taken = [chunk if rows is None else chunk.take(rows) for chunk, rows in parts]
+        packed = PackedBatch.cat([chunk.packed for chunk in taken])
+        return Chunk(packed, taken[0].turned, any(chunk.shares for chunk in taken))
 
 
 class Piece(NamedTuple):

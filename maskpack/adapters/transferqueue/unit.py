@@ -219,7 +219,7 @@ class Samples:
         """Joins the small chunks of a kind."""
         numbers = list(self._waiting[kind])
         parts = [self.chunks[number] for number in numbers]
-        chunk = Chunk.cat([(part.chunk, None) for part in parts])
+        chunk = Chunk.cat([(part.chunk, None) for part in parts]).own()
         for number in numbers:
             self._pop(number)
         samples = [sample for part in parts for sample in part.samples]
