@@ -950,7 +950,7 @@ def test_a_field_that_is_kept_whole(group, batch):
         assert_same(group.call("echo", batch), batch)
 
 
-@pytest.mark.parametrize("kind", ["ObjectStorageError", "OutOfDiskError"])
+@pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
 def test_a_full_store_is_named(group, batch, monkeypatch, kind):
     """On the way there and on the way back."""
 
