@@ -38,4 +38,4 @@ def run_interpreted(file: str) -> None:
         cwd=HERE.parent,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert done.stdout.count(f"PASSED tests/{file}::") > 10, done.stdout
+    assert done.stdout.count(f"PASSED tests/{file}::") >= 10, done.stdout

@@ -18,6 +18,7 @@ from torch import Tensor
 from maskpack import PackedBatch
 from maskpack.core import native
 from maskpack.nesting import checks, device_read, verify
+from maskpack.packed import batch
 from maskpack.packed.cuda import decode, encode, job_table
 from maskpack.packed.cuda.device_plan import DevicePlan
 
@@ -81,9 +82,11 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
             yield Place(torch.device("cpu"))
         return
     here, guarded = Place(DEVICE), Guarded()
-    of_fields, of_plan = encode.encoded, DevicePlan.encoded
+    of_fields, of_plan = encode.encode_on_device, DevicePlan.encoded
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "encoded", lambda *given: (here.encoded.append(of_fields(*given)), here.encoded[-1])[1])
+        patch.setattr(
+            batch, "encode_on_device", lambda *given: (here.encoded.append(of_fields(*given)), here.encoded[-1])[1]
+        )
         patch.setattr(
             DevicePlan, "encoded", lambda *given: (out := of_plan(*given), here.plans.append(out is not None))[0]
         )

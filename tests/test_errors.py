@@ -64,7 +64,6 @@ VIEW = mp.views.BatchView.of(PACKED)
         lambda name: mp.select_and_pad_to_response(batch(), name),
         lambda name: PACKED.lengths(name),
         lambda name: VIEW.lengths(name),
-        lambda name: VIEW.sort_by_length(name),
     ],
 )
 def test_a_name_that_is_not_there_is_a_field_error_everywhere(ask):

@@ -15,7 +15,7 @@ from maskpack.dispatch.messages import RemoteTraceback
 from maskpack.errors import MaskpackError, StorageError
 
 _ray: Any = ray
-_FULL = (_ray.exceptions.ObjectStorageError, _ray.exceptions.OutOfDiskError)
+_FULL = (_ray.exceptions.ObjectStoreFullError, _ray.exceptions.OutOfDiskError)
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _FRAME = re.compile(r'(?m)^  File "[^"\n]*(?:/site-packages/ray/|maskpack/dispatch/endpoints\.py).*\n(?:    .*\n)*')
 """A frame of Ray or of `endpoint`."""

@@ -692,7 +692,7 @@ def gpus(local_ray):
 @pytest.mark.parametrize("method", ["echo_nested", "echo_in_parts"])
 def test_results_come_to_the_host(gpus, group, batch, method):
     """From whatever device the ranks returned them; also of a retry, and where a rank takes them next."""
-    options = {"plan": gpus.plan(gpus.pack(batch), None, max_rows=2)} if method == "echo_in_parts" else {}
+    options = {"plan": gpus.plan(gpus.pack(batch), 2, options=BY_ROWS)} if method == "echo_in_parts" else {}
     for device in (None, "cpu"):
         out = gpus.call(method, batch, device=device, **options)
         assert out.device == (None if device is None else torch.device("cpu"))
@@ -950,7 +950,7 @@ def test_a_field_that_is_kept_whole(group, batch):
         assert_same(group.call("echo", batch), batch)
 
 
-@pytest.mark.parametrize("kind", ["ObjectStorageError", "OutOfDiskError"])
+@pytest.mark.parametrize("kind", ["ObjectStoreFullError", "OutOfDiskError"])
 def test_a_full_store_is_named(group, batch, monkeypatch, kind):
     """On the way there and on the way back."""
 

@@ -119,7 +119,20 @@ def test_the_option_of_a_configuration_file_and_the_processes_of_xdist(project: 
     (project / "pytest.ini").write_text("[pytest]\naddopts = --maskpack-strict -n 1\n")
     done = run(project)
     assert outcomes(done)[1] == STRICT, done.stdout
-    assert "maskpack: strict mask nesting\n" in done.stdout
+
+
+def test_the_header_says_it_and_the_variable_is_put_back(project: Path) -> None:
+    (project / "test_theirs.py").write_text("import os\ndef test_a(): assert os.environ['MASKPACK_STRICT'] == '1'\n")
+    code = "import os, pytest; os.environ['MASKPACK_STRICT'] = '0'; print(int(pytest.main(['--maskpack-strict', '-p', "
+    code += "'no:cacheprovider'])), os.environ['MASKPACK_STRICT']); os.environ.pop('MASKPACK_STRICT'); "
+    code += "print(int(pytest.main(['--maskpack-strict', '-p', 'no:cacheprovider'])), 'MASKPACK_STRICT' in os.environ)"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(project / "site"), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=project, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.count("\nmaskpack: strict mask nesting\n") == 2, done.stdout
+    assert "\n0 0\n" in done.stdout
+    assert done.stdout.endswith("\n0 False\n")
 
 
 def test_a_run_without_the_option_imports_neither_maskpack_nor_torch(project: Path) -> None:

@@ -314,6 +314,7 @@ def tables(file: Path) -> Iterator[tuple[str, bytes]]:
 # -------------------------------------------------------------------- the norm
 
 
+@lru_cache(1)
 def norm() -> dict[str, Any]:
     """The reader that the Python blocks of the norm make up."""
     names: dict[str, Any] = {}
@@ -428,12 +429,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", nargs="*", type=Path, help="files whose tables are changed number by number")
 
 
-_READER: dict[str, Any] = {}
-
-
 def session(given: argparse.Namespace) -> AbstractContextManager[None]:
     torch.set_num_threads(1)
-    _READER.update(norm())
+    norm()
     if not given.table:
         sources(given.seed // COUNT)  # before processes fork
     return nullcontext()
@@ -452,7 +450,7 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Counter
 
 
 def closely(data: bytes) -> Counter[str]:
-    return Counter([outcome_closely(data, _READER)])
+    return Counter([outcome_closely(data, norm())])
 
 
 def play(seed: int) -> Counter[str]:

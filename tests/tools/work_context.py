@@ -149,9 +149,10 @@ def options() -> dict[str, float]:
         return far(seen.values(), mp.replay.response_log_probs(one, batch, self_check=False, **more).values())
 
     alone_too = batch_of(((0, 3), (2, 4), (0, 0), (3, 1)))
-    off = {"skip": apart(alone_too, no_prompt="skip"), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
+    skip, multiple = mp.replay.ReplayOptions(no_prompt="skip"), mp.replay.ReplayOptions(multiple_of=4)
+    off = {"skip": apart(alone_too, options=skip), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
     sizes.clear()
-    off["multiple"] = apart(batch_of(((2, 3), (4, 2))), multiple_of=4)  # 11 tokens: 12 would make shards of 6
+    off["multiple"] = apart(batch_of(((2, 3), (4, 2))), options=multiple)  # 11 tokens: 12 would make shards of 6
     off["tokens of a shard"] = sizes[0]
     vision = qwen25_vl().eval()
     rows = batch_of(ROWS)
@@ -361,7 +362,7 @@ def refusals() -> dict[str, str]:
         "entropy": {"entropy": bool(rank)},
         "self_check": {"self_check": None if rank else True},
         "share_prefixes": {"options": mp.replay.ReplayOptions(share_prefixes=bool(rank))},
-        "routed_experts": {"routed_experts": bool(rank)},
+        "routed_experts": {"options": mp.replay.ReplayOptions(routed_experts=bool(rank))},
         "invalid": {"temperature": "hot" if rank else 1.0},
     }
     differing = {name: said_of(replayed(replay, same, **given)) for name, given in options.items()}

@@ -39,6 +39,7 @@ from bench.harness.report import Ratio, Row, times, without_targets
 from bench.rivals import nesting
 from bench.rivals.compressors import RIVALS, encode_checked
 from bench.workloads import PAD_ID, VARIANTS, WORKLOADS, batch_of
+from maskpack.nesting.survey import dense_fields
 from maskpack.packed.sizes import figures
 
 _SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
@@ -119,7 +120,7 @@ def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBa
     padded = wire_bytes(batch) / rows
     jagged = wire_bytes(nesting.nest(batch)) / rows
     ours, small = wire_bytes(packed) / rows, wire_bytes(replace(packed, codec="zstd")) / rows
-    dense = maskpack.dense_fields(batch, maskpack.RL_FIELDS, pad_token_id=PAD_ID)
+    dense = dense_fields(batch, maskpack.RL_FIELDS, pad_token_id=PAD_ID)
     report = [
         Row(case, "tensors, padded", sum(tensor.nbytes for tensor in tensors(batch)) / rows, "bytes/row"),
         Row(case, "wire, padded", padded, "bytes/row"),
