@@ -285,11 +285,11 @@ def _lost_objects(team: Team, sample: Sample, tally: Tally) -> None:
         placed = group.put(packed)
     kept = group.call("score", sample.batch, FACTOR, format="view")
     first, last = sample.rows(rank)[0], sample.rows(rank)[-1] + 1
-    (source,) = kept[first:last].groups[0].sources
+    (source,) = kept[first:last].groups[0].parts
     rows_lost = BatchView.at(put_by_keeper(ray.get(source.held)), source.meta)
     kept = BatchView.cat([kept[:first], rows_lost, kept[last:]])
     ray.kill(keeper)
-    lost = [group.sources[0].held for view in (placed, rows_lost) for group in view.groups]
+    lost = [group.parts[0].held for view in (placed, rows_lost) for group in view.groups]
     until(lambda: all(is_lost(reference) for reference in lost))
     team.ran()
 

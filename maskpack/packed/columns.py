@@ -47,16 +47,13 @@ class Columns:
         paths: the fields.
         parts: Bodies, or what stands for packed batches that are elsewhere; each has a `key`.
         rows: which rows of which part, for all rows.
+        layouts: the layouts of the batch that come from these bodies.
     """
 
     paths: tuple[Path, ...]
     parts: tuple[Any, ...]
     rows: Segments
-
-    @classmethod
-    def whole(cls, paths: Sequence[Path], part: Any, num_rows: int) -> Columns:
-        """All rows of one part."""
-        return cls(tuple(paths), (part,), Segments.whole(num_rows))
+    layouts: tuple[str, ...] = ()
 
     def take(self, index: IntArray) -> Columns:
         """Some rows, in the order given."""
@@ -88,8 +85,13 @@ class Columns:
         kept = tuple(path for path in self.paths if path not in paths)
         return self if len(kept) == len(self.paths) else replace(self, paths=kept)
 
+    def kept(self, paths: Collection[Path], layouts: Collection[str]) -> Columns:
+        """Some of the fields and layouts."""
+        names = tuple(name for name in self.layouts if name in layouts)
+        return replace(self, paths=tuple(path for path in self.paths if path in paths), layouts=names)
+
     @staticmethod
-    def cat(columns: Sequence[Columns], paths: Sequence[Path]) -> Columns:
+    def cat(columns: Sequence[Columns], paths: Sequence[Path], layouts: Sequence[str] = ()) -> Columns:
         """The rows of several, of the fields `paths`. Equal parts are one."""
         numbers: dict[Any, int] = {}
         parts: dict[Any, Any] = {}
@@ -100,21 +102,24 @@ class Columns:
                 numbers.setdefault(key, len(numbers))
                 parts.setdefault(key, part)
             rows.append(own.rows.renumbered(np.array([numbers[key] for key in keys], np.int64)))
-        return Columns(tuple(paths), tuple(parts.values()), Segments.cat(rows))
+        return Columns(tuple(paths), tuple(parts.values()), Segments.cat(rows), tuple(layouts))
 
 
-def cat_columns(batches: Sequence[Sequence[Columns]], paths: Sequence[Path]) -> list[tuple[Columns, tuple[int, ...]]]:
-    """The rows of several batches, one after the other: fields that come from the same columns of each batch are one.
-    With each, the number of its columns in every batch."""
-    homes = [{path: at for at, own in enumerate(batch) for path in own.paths} for batch in batches]
-    paths_of: dict[tuple[int, ...], list[Path]] = {}
-    for path in paths:
-        paths_of.setdefault(tuple(home[path] for home in homes), []).append(path)
-    if not paths_of:  # a batch without fields has rows, too
-        paths_of[(0,) * len(batches)] = []
+def cat_columns(
+    batches: Sequence[Sequence[Columns]], paths: Sequence[Path], layouts: Collection[str] = ()
+) -> list[tuple[Columns, tuple[int, ...]]]:
+    """The rows of several batches, one after the other: fields and layouts that come from the same columns of each
+    batch are one. With each, the number of its columns in every batch."""
+    homes = [{name: at for at, own in enumerate(batch) for name in (*own.paths, *own.layouts)} for batch in batches]
+    names: dict[tuple[int, ...], tuple[list[Path], list[str]]] = {}
+    for name in (*paths, *layouts):
+        own = names.setdefault(tuple(home[name] for home in homes), ([], []))
+        own[1].append(name) if isinstance(name, str) else own[0].append(name)
+    if not names:  # a batch without fields has rows, too
+        names[(0,) * len(batches)] = [], []
     return [
-        (Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], own), numbers)
-        for numbers, own in paths_of.items()
+        (Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], *own), numbers)
+        for numbers, own in names.items()
     ]
 
 
@@ -151,7 +156,8 @@ class Picked:
     @classmethod
     def of(cls, table: Table, numbers: Mapping[Path, int]) -> Picked:
         """All rows of a table."""
-        return cls((Columns.whole([*numbers], Body(table, numbers), table.rows),), table.frames)
+        own = Columns(tuple(numbers), (Body(table, numbers),), Segments.whole(table.rows), table.names)
+        return cls((own,), table.frames)
 
     def take(self, index: IntArray) -> Picked:
         """Some rows, in the order given."""
@@ -160,10 +166,10 @@ class Picked:
 
     def only(self, paths: Collection[Path], layouts: Collection[str]) -> Picked:
         """Some fields and layouts."""
-        columns = [replace(own, paths=tuple(path for path in own.paths if path in paths)) for own in self.columns]
+        columns = [own.kept(paths, layouts) for own in self.columns]
         frames = {name: frame for name, frame in self.frames.items() if name in layouts}
         pads = {path: words for path, words in self.row_pads.items() if path in paths}
-        return Picked(tuple([own for own in columns if own.paths] or columns[:1]), frames, pads)
+        return Picked(used(columns), frames, pads)
 
     def shown_as(self, shown: Shown) -> Picked:
         """The same rows in narrower layouts."""
@@ -178,9 +184,8 @@ class Picked:
         for own in self.columns:
             shares, order = own.rows.shares()
             tables = [own.parts[share.source].table for share in shares]
-            for name, (width, anchor) in self.frames.items():
-                if name in out or not all(name in table.names for table in tables):
-                    continue
+            for name in own.layouts:
+                width, anchor = self.frames[name]
                 held = [table.layouts[name] for table in tables]
                 parts = [_rows_of(layout, share.rows) for layout, share in zip(held, shares, strict=True)]
                 if len(parts) != 1 or (parts[0].width, parts[0].anchor) != (width, anchor):
@@ -197,6 +202,11 @@ class Picked:
                 table = part.table.select([part.numbers[path] for path in own.paths])
                 total += table.nbytes * count / max(1, table.rows)
         return round(total)
+
+
+def used(columns: Sequence[Columns]) -> tuple[Columns, ...]:
+    """Columns that have a field or a layout; one at least, which has the rows."""
+    return tuple([own for own in columns if own.paths or own.layouts] or columns[:1])
 
 
 def empty_layout(width: int, anchor: int) -> RowLayout:

@@ -25,8 +25,9 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.signs import moved_signs, signs_of_rows
-from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns
+from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
 from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, has_row_pads, row_pad_words, shape_in
+from maskpack.packed.segments import Segments
 from maskpack.packed.table import Job, Table, encode, merge, words_of_one
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _picked_together(
     row_pads: Mapping[Path, Words],
 ) -> Picked:
     """The rows of some tensors of several batches, one after the other."""
-    columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms])
+    columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms], frames)
     return Picked(tuple(columns for columns, _ in columns), frames, row_pads)
 
 
@@ -119,7 +120,7 @@ def _alone(
     job = Job(form, words=held.reshape(-1), row_pads=pads)
     encoded = encode([job], layouts, rows, rows)
     assert encoded is not None
-    return Columns.whole([form.path], Body(encoded.table, {form.path: 0}), rows)
+    return Columns((form.path,), (Body(encoded.table, {form.path: 0}),), Segments.whole(rows))
 
 
 def table_of_rows(packed: PackedBatch) -> Table:
@@ -152,7 +153,7 @@ def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
     table = table if count == table.rows else table.between(start, start + count)
     chosen = [numbers[path] for path in columns.paths]
     table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
-    return table.with_layouts((table.frames.keys() & picked.frames.keys()) | table.layouts_in_use())
+    return table.with_layouts({*columns.layouts} | table.layouts_in_use())
 
 
 def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
@@ -326,7 +327,7 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     home = next(columns for columns in picked.columns if form.path in columns.paths)
     cut = [_narrow_body(body, form.path, start * inner, length * inner) for body in home.parts if before == 1]
     if len(cut) == len(home.parts) and None not in cut:
-        mine = replace(home, paths=(form.path,), parts=tuple(cut))
+        mine = replace(home, paths=(form.path,), parts=tuple(cut), layouts=())
     else:
         has_rows = form.layout is not None or batch.schema.root.more_dims is not None
         elements = shape_in(batch, form, True)[0] if has_rows else 1
@@ -336,8 +337,7 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
         pads = row_pad_words(batch, form) if has_row_pads(form) else None
         mine = _alone(own, held, layouts, batch.num_rows, pads)
     columns = (*(columns.without({form.path}) for columns in picked.columns), mine)
-    kept = tuple(columns for columns in columns if columns.paths)
-    return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=kept))
+    return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=used(columns)))
 
 
 def _narrow_body(body: Body, path: Path, start: int, length: int) -> Body | None:
@@ -349,14 +349,17 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     """The fields of several batches with the same rows and layouts, in the order given. No field is in two batches."""
     forms = {form.path: form for part in reversed(parts) for form in part.schema.forms}
     axes = {axis[0]: axis for part in reversed(parts) for axis in part.schema.axes}
-    columns = tuple(columns for part in parts for columns in part.picked.columns)
-    frames = {name: frame for part in reversed(parts) for name, frame in part.frames.items()}
+    frames: dict[str, Frame] = {}
+    columns: list[Columns] = []
+    for part in parts:
+        columns += [own.kept(own.paths, part.frames.keys() - frames.keys()) for own in part.picked.columns]
+        frames = {**part.frames, **frames}
     pads = {path: held for part in parts for path, held in part.picked.row_pads.items()}
     first = parts[0]
     return replace(
         first,
         schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        rows=Picked(columns, frames, pads),
+        rows=Picked(used(columns), frames, pads),
         objects={path: held for part in parts for path, held in part.objects.items()},
     )
 

@@ -180,7 +180,7 @@ def cat_groups(groups: Sequence[ColumnGroup], columns: Columns) -> ColumnGroup:
         form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are
         joined([head, *(only(source.meta.head, paths) for source in columns.parts)], "BatchView.cat")
-    return ColumnGroup(paths, columns.parts, columns.rows, head)
+    return ColumnGroup(paths, columns.parts, columns.rows, head=head)
 
 
 def narrowed(

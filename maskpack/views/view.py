@@ -87,7 +87,7 @@ class BatchView:
     def _of(cls, source: Source) -> BatchView:
         meta = source.meta
         order = tuple(form.path for form in meta.head.schema.forms)
-        group = ColumnGroup(order, (source,), Segments.whole(meta.num_rows), meta.head)
+        group = ColumnGroup(order, (source,), Segments.whole(meta.num_rows), head=meta.head)
         return cls((group.trimmed(),), order, meta.num_rows)
 
     def __len__(self) -> int:

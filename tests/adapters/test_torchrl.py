@@ -318,7 +318,7 @@ def test_rows_are_kept_small_and_what_is_overwritten_goes():
     for start in range(0, 640, 24):
         packed.set([(start + step) % 64 for step in range(24)], rows[:24])
         assert packed.nbytes < 2.6 * one
-    held = {id(source.held) for group in packed.rows.groups for source in group.sources}
+    held = {id(source.held) for group in packed.rows.groups for source in group.parts}
     assert len(held) < 8
 
 
@@ -343,7 +343,7 @@ def test_many_small_segments_are_joined():
     for number in range(300):
         packed.set(number, rows[number])
     (group,) = packed.rows.groups
-    assert len(group.sources) < 80
+    assert len(group.parts) < 80
     assert_same(packed.get(slice(None)), rows)
 
 

@@ -145,7 +145,7 @@ def needed(monkeypatch):
 
     def told(self, view, site, again=False):
         placed, nbytes = settled(self, view, site, again)
-        seen.extend((site, source) for group in placed.groups for source in group.sources)
+        seen.extend((site, source) for group in placed.groups for source in group.parts)
         return placed, nbytes
 
     monkeypatch.setattr(Placement, "settled", told)
@@ -159,7 +159,7 @@ def lies(reference):
 
 
 def sources(view):
-    return [source for group in view.groups for source in group.sources]
+    return [source for group in view.groups for source in group.parts]
 
 
 # -------------------------------------------------------------------- rows that stay on the ranks

@@ -135,7 +135,7 @@ def bodies(monkeypatch: pytest.MonkeyPatch, by_kernels: Place) -> list[int]:
 @pytest.mark.skipif(IS_GPU, reason="a GPU copies pinned memory; see test_one_launch_few_copies_no_sync")
 def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, bodies: list[int]) -> None:
     packed = small()
-    packed = replace(packed, table=packed.table.own().moved(lambda size: torch.empty(size, dtype=torch.uint8).numpy()))
+    packed = replace(packed, rows=packed.table.own().moved(lambda size: torch.empty(size, dtype=torch.uint8).numpy()))
     memory = root_of(packed.table.body).base
     monkeypatch.setattr(Tensor, "is_pinned", lambda x: x.data_ptr() == memory.data_ptr())
     for batch, straight in (

@@ -227,7 +227,7 @@ def test_an_array_of_two_fields_travels_once() -> None:
     values = torch.randn(500)
     packed = compress(TensorDict({"a": values, "b": values + 1}, [500]))
     assert carried(packed) == 4000
-    shared = replace(packed, table=packed.table.select([0, 0]))
+    shared = replace(packed, rows=packed.table.select([0, 0]))
     assert carried(shared) == 2000
     back = received(shared)
     assert back.table.fields.tolist() == [0, 0]
@@ -257,8 +257,8 @@ def test_most_rows_travel_in_their_body_and_few_do_not() -> None:
 def test_a_tenth_more_is_the_most_that_a_body_brings_along(more: int, whole: bool) -> None:
     kept = compress(TensorDict({"a": torch.randn(1000)}, [1000]))
     wide = kept.table.like(body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
-    assert (carried(replace(kept, table=wide)) == 4000 + more) is whole
-    assert carried(replace(kept, table=wide)) in (4000, 4000 + more)
+    assert (carried(replace(kept, rows=wide)) == 4000 + more) is whole
+    assert carried(replace(kept, rows=wide)) in (4000, 4000 + more)
 
 
 # -------------------------------------------------------------------- slices

@@ -49,7 +49,7 @@ def naive_wire(packed):
         begin, end = entry["data_offsets"]
         sent[int(name.partition(".")[0])] = end - begin
     table = as_sent(packed.table, packed.codec)
-    plain = dataclasses.replace(packed, table=table, codec=None).to_bytes()
+    plain = dataclasses.replace(packed, rows=table, codec=None).to_bytes()
     size, header = header_of(plain)
     begin, end = header["0.table"]["data_offsets"]
     line = list(struct.unpack(f"<{(end - begin) // 8}q", plain[8 + size + begin : 8 + size + end]))
@@ -227,7 +227,7 @@ def test_fields_whose_names_look_alike_are_kept_apart():
 def test_an_array_of_two_fields_counts_once():
     batch = TensorDict({"a": torch.randn(50), "b": torch.randn(50)}, [50])
     packed = pack(batch)
-    packed = dataclasses.replace(packed, table=packed.table.select([0, 0]))
+    packed = dataclasses.replace(packed, rows=packed.table.select([0, 0]))
     found = report(None, packed)
     assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
     assert [found[f"maskpack/field/{name}/wire_bytes"] for name in "ab"] == [200, 0]

@@ -158,7 +158,7 @@ def test_rows_that_were_packed_apart_are_told_by_their_lengths() -> None:
 def test_rows_are_known_when_all_their_first_fields_are_others() -> None:
     view = BatchView.of(numbers(4))
     replaced = view.with_fields(numbers(4))
-    assert replaced.groups[0].sources[0].held is not view.groups[0].sources[0].held
+    assert replaced.groups[0].parts[0].held is not view.groups[0].parts[0].held
     replaced.with_fields(result_of(view, "y"))
     with pytest.raises(LayoutError, match="row 0 of the fields is row 3"):
         replaced.with_fields(result_of(view[::-1], "y"))
@@ -174,7 +174,7 @@ def test_origins_do_not_grow_from_call_to_call() -> None:
         order = rng.permutation(64)
         view = view.take(order).with_fields(numbers(64, "y"))
         view = view.with_fields(result_of(view, "x"))
-    assert sum(source.origins.row.size for group in view.groups for source in group.sources) <= 128
+    assert sum(source.origins.row.size for group in view.groups for source in group.parts) <= 128
 
 
 def test_ranks_are_not_told() -> None:
@@ -186,4 +186,4 @@ def test_ranks_are_not_told() -> None:
         for some in (view, view.known_as(UNKNOWN), view.known_as(Origins.whole(50)))
     ]
     assert len(set(sizes)) == 1
-    assert isinstance(group.segments, Segments)
+    assert isinstance(group.rows, Segments)

@@ -86,7 +86,7 @@ def taken(batch: TensorDict, *names: Any) -> TensorDict:
 def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     """Of a view whose fields come from the same places."""
     (group,) = view.groups
-    parts = group.segments
+    parts = group.rows
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
 
 
@@ -115,7 +115,7 @@ def test_parts_cost_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     view = BatchView.cat([BatchView.of(numbers(100)) for _ in range(3)]).take(rows)
     monkeypatch.setattr(Segments, "by_row", None)  # a list of all rows
     cut = [*view.split(1), *view.chunk(150)]
-    assert all(len(part.groups[0].sources) <= len(part) for part in cut)
+    assert all(len(part.groups[0].parts) <= len(part) for part in cut)
     monkeypatch.undo()
     assert [row for part in cut for row in rows_of(part)] == 2 * (rows % 100).tolist()
 
@@ -124,7 +124,7 @@ def test_equal_references_are_one_batch() -> None:
     meta = BatchMeta.of(numbers(2))
     views = [BatchView.at(("place", number % 3), meta) for number in range(6)]
     joined = BatchView.cat(views)
-    assert [source.held for source in joined.groups[0].sources] == [("place", number) for number in range(3)]
+    assert [source.held for source in joined.groups[0].parts] == [("place", number) for number in range(3)]
     assert segments_of(joined) == [(number % 3, 0, 2) for number in range(6)]
 
 
@@ -245,7 +245,7 @@ def test_segments_that_meet_join() -> None:
     packed = numbers()
     again = BatchView.cat([BatchView.of(packed)[:3], BatchView.of(packed)[3:]])
     assert segments_of(again) == [(0, 0, 10)]
-    assert len(again.groups[0].sources) == 1
+    assert len(again.groups[0].parts) == 1
     assert segments_of(a[0:0]) == []
     assert repr(BatchView.cat([a, b])) == "BatchView(rows=20, fields=1, segments=2)"
 
