@@ -503,11 +503,13 @@ def mark(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows
     """Where the rows of entries begin in their arrays, for `decode` of some rows and for `split`."""
     table = address(entries), entries.size, address(layouts), address(body), rows, dense_rows
     marks: IntArray = np.empty(0, np.int64)
-    while (used := _core.maskpack_mark(*table, address(marks), marks.size)) > marks.size:
+    while True:
+        used: int = _core.maskpack_mark(*table, address(marks), marks.size)
+        if used < 0:
+            raise MemoryError(_NO_MEMORY)
+        if used <= marks.size:
+            return marks
         marks = np.empty(used, np.int64)
-    if used < 0:
-        raise MemoryError(_NO_MEMORY)
-    return marks
 
 
 def cut(layout: HostLayout, low: int, width: int) -> HostLayout:

@@ -24,7 +24,7 @@ from tensordict import TensorDict, TensorDictBase
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
-from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, ranges, row_index
 from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
@@ -159,7 +159,10 @@ class PackedBatch:
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(self._rows_at(np.arange(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+        return tuple(
+            self._rows_at(ranges(np.array([end - size]), np.array([size])))
+            for end, size in zip(ends, sizes, strict=True)
+        )
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are

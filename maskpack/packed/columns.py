@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from maskpack.layout.row_layout import RowLayout, layout_of_table
 from maskpack.packed.segments import Segments
 from maskpack.packed.table import Table
 
+_Own = TypeVar("_Own", bound="Columns")
 Frame = tuple[int, int]
 """The width and the anchor of a layout."""
 
@@ -55,11 +56,11 @@ class Columns:
     rows: Segments
     layouts: tuple[str, ...] = ()
 
-    def take(self, index: IntArray) -> Columns:
+    def take(self: _Own, index: IntArray) -> _Own:
         """Some rows, in the order given."""
         return replace(self, rows=self.rows.take(index)).trimmed()
 
-    def trimmed(self) -> Columns:
+    def trimmed(self: _Own) -> _Own:
         """The same rows without the parts that give none."""
         used, numbers = np.unique(self.rows.source, return_inverse=True)
         if used.size == len(self.parts):
@@ -80,7 +81,7 @@ class Columns:
         places = np.split(order, np.searchsorted(source[order], np.arange(1, len(self.parts))))
         return [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
 
-    def without(self, paths: Collection[Path]) -> Columns:
+    def without(self: _Own, paths: Collection[Path]) -> _Own:
         """The columns without some fields."""
         kept = tuple(path for path in self.paths if path not in paths)
         return self if len(kept) == len(self.paths) else replace(self, paths=kept)

@@ -93,7 +93,11 @@ class Table:
         """The width and the anchor of each layout."""
         if self.known is not None:
             return {name: (layout.width, layout.anchor) for name, layout in self.known.items()}
-        return dict(zip(self.names, map(tuple, self.stored[["width", "anchor"]].tolist()), strict=True))
+        return dict(
+            zip(
+                self.names, zip(*(self.stored[name].tolist() for name in ("width", "anchor")), strict=True), strict=True
+            )
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
