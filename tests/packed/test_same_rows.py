@@ -258,7 +258,7 @@ def test_masks_of_many_spans_and_of_few(place: str, name: str) -> None:
         assert_rows(PackedBatch.from_bytes(packed.to_bytes()), batch, here.device)
 
 
-PLANNED = ("reference", "routed-experts", "ppo")
+PLANNED = ("reference", "multi-turn", "routed-experts", "ppo")
 """The workloads whose third padded batch on a device has a plan."""
 
 

@@ -1079,7 +1079,7 @@ def test_a_dictionary_is_split_row_by_row() -> None:
     table = packed.table
 
     def run() -> None:
-        line = table.layout_rows, table.body, n, np.arange(n + 1)
+        line = table.layout_rows, table.body, n, table.marks, np.arange(n + 1)
         entries, _ = native.split(table.entries, table.stored, *line)
         assert (entries["number"][:, 1] == np.arange(n)).all()
 

@@ -34,7 +34,7 @@ JOB = [
 ENTRY = [(name, "i8") for name in ["kind", "layout", "items", "size", "number", "first", "second"]]
 ENTRY += [(name, PLACE) for name in "abc"]
 STORED = [*((name, "i8") for name in ["width", "anchor", "kind", "parent", "low"]), *((name, PLACE) for name in "abc")]
-TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("rows", "i8")]
+TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("part", "i8")]
 CONSTANT, EDGE, BY_ROW = 1, 2, 3
 DICTIONARY = (8, 0, 0, 0, 0, 0, 0, 0)
 """A form: a dictionary of plain rows."""
@@ -161,10 +161,28 @@ class Core:
     def decode(
         self, targets: np.ndarray, table: Table, layout: Layout, threads: int = 1, kept: np.ndarray | None = None
     ) -> None:
-        places = map(address, (targets, table.entries, layout.line, table.body))
-        first, *others = places
-        some = (0, 0) if kept is None else (address(kept), kept.size)
-        assert self.call("decode", first, targets.size, *others, layout.rows, *some, 0, threads) == 0
+        rows, out, marks = layout.rows, layout, None
+        if kept is not None:
+            ends = np.cumsum([0, *np.diff(layout.bounds)[kept]], dtype=np.int64)
+            nothing = np.zeros(0, np.int64)
+            out, marks = (
+                Layout(layout.width, nothing, nothing, np.zeros(kept.size + 1, np.int64), ends),
+                self.marks(table, layout),
+            )
+        some = (0, 0) if marks is None else (address(marks), address(kept))
+        places = map(address, (table.entries, layout.line, table.body))
+        given = np.array([*places, rows, rows, *some, 0, out.rows])
+        numbers = address(targets), targets.size, address(given), 1, address(out.line), out.rows
+        assert self.call("decode", *numbers, 0, threads) == 0
+
+    def marks(self, table: Table, layout: Layout) -> np.ndarray:
+        """Where the rows of entries begin."""
+        places = address(table.entries), table.entries.size, address(layout.line), address(table.body)
+        numbers = *places, layout.rows, layout.rows
+        marks = np.full(self.call("mark", *numbers, 0, 0) + MARGIN, 0x55)
+        assert self.call("mark", *numbers, address(marks), marks.size - MARGIN) == marks.size - MARGIN
+        assert (marks[-MARGIN:] == 0x55).all()
+        return marks
 
     def packed(
         self, entry: int, table: Table, layout: Layout, want: np.ndarray, kept: np.ndarray | None = None
@@ -173,7 +191,8 @@ class Core:
         out = np.full(want.size + MARGIN, 0x55, want.dtype)
         target = np.zeros(1, TARGET)
         target["field"]["packed"], target["entry"] = address(out[: want.size]), entry
-        target["rows"] = layout.rows
+        for name in ("items", "size", "layout"):
+            target["field"][name] = table.entries[name][entry]
         self.decode(target, table, layout, kept=kept)
         assert (out[want.size :] == np.full(MARGIN, 0x55, want.dtype)).all()
         return out[: want.size]
@@ -181,7 +200,16 @@ class Core:
     def split(self, table: Table, layout: Layout, cuts: np.ndarray) -> list[Table]:
         parts, stored = np.zeros((cuts.size - 1, table.entries.size), ENTRY), np.zeros((cuts.size - 1, 1), STORED)
         numbers = address(table.entries), table.entries.size, address(table.stored), 1, address(layout.line)
-        places = address(table.body), layout.rows, address(cuts), len(parts), address(parts), address(stored)
+        marks = self.marks(table, layout)
+        places = (
+            address(table.body),
+            layout.rows,
+            address(marks),
+            address(cuts),
+            len(parts),
+            address(parts),
+            address(stored),
+        )
         assert self.call("split", *numbers, *places) == 0
         return [table._replace(entries=part, stored=own) for part, own in zip(parts, stored, strict=True)]
 
@@ -240,7 +268,7 @@ def run(core: Core, seed: int) -> None:
         targets, outs = np.zeros(jobs.size, TARGET), []
         for at, job in enumerate(jobs):
             assert (core.packed(int(fields[at]), table, mask, truth[at]) == truth[at]).all()
-            kept = np.flatnonzero(rng.random(rows) < 0.5)
+            kept = rng.integers(0, rows, 2 * rows) if rows else np.zeros(0, np.int64)  # in any order, and repeated
             ends = mask.bounds * job["items"]
             want = np.concatenate([truth[at][:0], *(truth[at][ends[row] : ends[row + 1]] for row in kept)])
             if kept.size:
@@ -253,7 +281,7 @@ def run(core: Core, seed: int) -> None:
             held.append(pads)
             target["field"]["padded"], target["field"]["row_pads"] = address(out[:-MARGIN]), address(pads)
             target["field"]["mode"], target["field"]["pad"] = mode[0], mode[1]
-            target["padded"], target["entry"], target["rows"] = 1, fields[at], rows
+            target["padded"], target["entry"] = 1, fields[at]
         core.decode(targets, table, core.layout(table, width, rows) if rng.random() < 0.5 else mask, threads)
         for out, full in zip(outs, padded, strict=True):
             assert (out[:-MARGIN].reshape(full.shape) == full).all()
@@ -294,7 +322,7 @@ def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, j
             target["field"] = job["field"]
             target["field"]["padded"], target["field"]["row_pads"] = address(full[:-MARGIN]), address(pads)
             target["field"]["mode"] = rng.choice([CONSTANT, EDGE, BY_ROW])
-            target["padded"], target["entry"], target["rows"] = 1, table.fields[at], spans.rows
+            target["padded"], target["entry"] = 1, table.fields[at]
             core.decode(target, own, spans)
             assert (full[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()
 
