@@ -111,8 +111,11 @@ def assert_same_rows(
     mapped, names = PackedBatch.load(path / "packed"), [*batch.keys()]
     ways = [(way(packed), slice(None)) for way in WAYS.values()]
     ways += [(own[rows], rows) for own in (packed, mapped) for rows in ROWS]
+    turns = [*enumerate(ways)]
+    if place != "host" and not IS_GPU:  # the interpreter takes its time: each batch goes a third of the ways
+        turns = turns[len(names) % 3 :: 3]
     with at(place, chunk) as here:
-        for turn, (own, rows) in enumerate(ways):
+        for turn, (own, rows) in turns:
             some = names[turn % 4 :: 4]
             taken = oracle.take_rows(batch.select(*some), np.arange(len(batch))[rows].tolist()).to("cpu")
             format = ("padded", "nested")[turn // 4 % 2]
