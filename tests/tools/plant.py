@@ -45,7 +45,7 @@ TESTS = {
     "fields": f"tests/fields tests/nesting {COMMON}",
     "nesting": f"tests/nesting {COMMON} tests/packed",
     "packed": f"tests/packed tests/nesting {COMMON} tests/views",
-    "device": "tests/test_interpreted_staging.py tests/test_interpreted_encoding.py tests/test_interpreted_ops.py",
+    "device": "tests/test_interpreted_rows.py tests/test_interpreted_device.py tests/test_interpreted_ops.py",
     "views": f"tests/views {COMMON} tests/dispatch/test_placement.py",
     "dispatch": f"tests/dispatch {COMMON}",
     "planning": f"tests/planning {COMMON}",
