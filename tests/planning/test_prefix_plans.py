@@ -105,6 +105,13 @@ def test_groups_are_spread_over_micro_batches() -> None:
     assert sorted(len(rows) for rows in plan.micro_batches) == [12, 12]
 
 
+def test_bins_are_evened_within_the_budget_only() -> None:
+    """The smallest bin each would give 7 and 5 tokens."""
+    rows = [(label,) * n for label, n in enumerate((3, 3, 2, 2, 2))]
+    plan = plan_micro_batches([*map(len, rows)], 6, tree=tree_of(rows))
+    assert plan.loads() == [6, 6]
+
+
 def test_parts_of_one_root_in_one_micro_batch_share_again() -> None:
     """The groups a and c are one micro-batch; they have the system prompt in common once."""
     system = (9,) * 5
