@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
 from maskpack.nesting.survey import dense_fields
 
@@ -228,6 +229,31 @@ def test_pads_are_tried_in_order():
         assert_same(mp.unnest_batch_by_mask(nested), batch)
         packed = mp.compress(batch, registry=registry, pad_token_id=PAD, strict_mask_nesting=True)
         assert_same(mp.decompress(packed), batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad"),
+    [
+        (torch.uint8, -100),
+        (torch.uint8, 256),
+        (torch.int64, 0.5),
+        (torch.int32, 2**31),
+        (torch.int64, float("inf")),
+        (torch.int64, float("nan")),
+        (torch.bool, 2),
+        (torch.float16, 1e6),
+        (torch.float32, 1j),
+    ],
+    ids=str,
+)
+def test_a_pad_that_the_dtype_cannot_hold(dtype, pad):
+    batch = TensorDict({"m": torch.ones(2, 3), "x": torch.ones(2, 3).to(dtype)}, batch_size=[2])
+    name = str(dtype).removeprefix("torch.")
+    for spec in (MaskNestingSpec("m", pad), MaskNestingSpec("m", [pad])):
+        with pytest.raises(RegistryError, match=rf'field "x" is {name}; its pad .* does not fit'):
+            mp.nest_batch_by_mask(batch, {"x": spec})
+        with pytest.raises(RegistryError, match=rf'field "x" is {name}; its pad .* does not fit'):
+            mp.compress(batch, registry={"x": spec})
 
 
 @pytest.mark.parametrize("hint", [*HINTS, "concat:a,b", "concat:a/b,c", "near:a", "near:a/b"])

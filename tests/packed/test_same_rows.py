@@ -63,7 +63,7 @@ def nothing_remembered() -> None:
 WAYS: dict[str, Callable[[PackedBatch], PackedBatch]] = {
     "pickle": lambda packed: pickle.loads(pickle.dumps(packed)),
     "bytes": lambda packed: PackedBatch.from_bytes(packed.to_bytes(allow_pickle=True), allow_pickle=True),
-    "cat": lambda packed: PackedBatch.cat([packed[:1], packed[1:]]),
+    "cat": lambda packed: PackedBatch.cat([pickle.loads(pickle.dumps(part)) for part in (packed[:1], packed[1:])]),
 }
 ROWS: list[Any] = [slice(1, 4), [3, 0, 0, 2], slice(None, None, -1), slice(0, 0)]
 
