@@ -1011,3 +1011,17 @@ def test_pads_of_fields_in_any_memory_order(dtype: torch.dtype) -> None:
             stray["x"][1, 1, 2] = 5
             with pytest.raises(LossyPadError, match=r'"x" holds \(?5.* at \(1, 2, 1'):
                 nest_batch_by_mask(stray, registry, strict_mask_nesting=True)
+
+
+@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
+def test_one_pad_a_row_in_every_dtype(dtype: torch.dtype) -> None:
+    mask = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, False, False]]
+    rng = np.random.default_rng(11)
+    registry = {"x": MaskNestingSpec("m", PER_ROW), "m": MaskNestingSpec("m")}
+    for trailing in ((), (2,)):
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
+        x = oracle.unpack(values, mask, 4, strategies.values(rng, (4,), dtype))
+        batch = TensorDict({"m": oracle.mask_tensor(mask, 4), "x": x}, batch_size=[4])
+        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
+        assert_same_tensor(nested["x"].values(), values)
+        assert_same_batch(unnest(nested), batch)
