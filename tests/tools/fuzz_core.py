@@ -159,17 +159,22 @@ class Core:
         return Layout(width, starts[:count], counts[:count], splits, bounds)
 
     def decode(
-        self, targets: np.ndarray, table: Table, layout: Layout, threads: int = 1, kept: np.ndarray | None = None
+        self,
+        targets: np.ndarray,
+        table: Table,
+        layout: Layout,
+        threads: int = 1,
+        kept: np.ndarray | None = None,
+        marks: np.ndarray | None = None,
     ) -> None:
-        rows, out, marks = layout.rows, layout, None
+        """`marks` may be of bytes that were in the body before."""
+        rows, out = layout.rows, layout
         if kept is not None:
             ends = np.cumsum([0, *np.diff(layout.bounds)[kept]], dtype=np.int64)
             nothing = np.zeros(0, np.int64)
-            out, marks = (
-                Layout(layout.width, nothing, nothing, np.zeros(kept.size + 1, np.int64), ends),
-                self.marks(table, layout),
-            )
-        some = (0, 0) if marks is None else (address(marks), address(kept))
+            out = Layout(layout.width, nothing, nothing, np.zeros(kept.size + 1, np.int64), ends)
+            marks = self.marks(table, layout) if marks is None else marks
+        some = (0, 0) if marks is None or kept is None else (address(marks), address(kept))
         places = map(address, (table.entries, layout.line, table.body))
         given = np.array([*places, rows, rows, *some, 0, out.rows])
         numbers = address(targets), targets.size, address(given), 1, address(out.line), out.rows
@@ -185,7 +190,13 @@ class Core:
         return marks
 
     def packed(
-        self, entry: int, table: Table, layout: Layout, want: np.ndarray, kept: np.ndarray | None = None
+        self,
+        entry: int,
+        table: Table,
+        layout: Layout,
+        want: np.ndarray,
+        kept: np.ndarray | None = None,
+        marks: np.ndarray | None = None,
     ) -> np.ndarray:
         """The words of an entry, as many as are wanted."""
         out = np.full(want.size + MARGIN, 0x55, want.dtype)
@@ -193,7 +204,7 @@ class Core:
         target["field"]["packed"], target["entry"] = address(out[: want.size]), entry
         for name in ("items", "size", "layout"):
             target["field"][name] = table.entries[name][entry]
-        self.decode(target, table, layout, kept=kept)
+        self.decode(target, table, layout, kept=kept, marks=marks)
         assert (out[want.size :] == np.full(MARGIN, 0x55, want.dtype)).all()
         return out[: want.size]
 
@@ -217,6 +228,8 @@ class Core:
 def run(core: Core, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, width = int(rng.integers(0, 9)), int(rng.choice([0, 1, 5, 40, 700]))
+    if width <= 40 and rng.random() < 0.5:  # several marks of rows
+        rows = int(rng.integers(9, 40))
     ways = [lambda: np.zeros(width, bool), lambda: np.ones(width, bool), lambda: rng.random(width) < 0.5]
     ways.append(lambda: np.arange(width) >= rng.integers(0, width + 1))
     mask = Mask(np.array([ways[rng.integers(4)]() for _ in range(rows)], bool).reshape(rows, width))
@@ -300,11 +313,16 @@ def run(core: Core, seed: int) -> None:
 def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, jobs: np.ndarray) -> None:
     """Any bytes may be in a body once it was checked: nothing is read or written outside of it and of the outputs.
     Layouts that are read from it then are no longer those that the table was made for."""
-    body = table.body
+    body, marks = table.body, core.marks(table, mask)
     part = rng.random(body.size) < rng.choice([0.01, 0.3, 1])
     body[part] = rng.choice(np.array([0, 1, 127, 255, *rng.integers(0, 256, 4)], np.uint8), int(part.sum()))
     layout = core.layout(table, mask.width, mask.rows)
     layout.assert_in_order()
+    rows = rng.integers(0, mask.rows, 2 * mask.rows) if mask.rows else np.zeros(0, np.int64)
+    for at, job in enumerate(jobs):  # rows that were marked before the bytes were written
+        size = int(np.diff(mask.bounds)[rows].sum()) * int(job["items"])
+        if rows.size:
+            core.packed(int(table.fields[at]), table, mask, np.zeros(size, f"i{job['size']}"), rows, marks)
     cuts = np.sort(rng.integers(0, mask.rows + 1, 3))
     parts = list(zip(core.split(table, mask, cuts), itertools.pairwise(cuts), strict=True))
     parts = [(part, core.layout(part, mask.width, int(end - begin))) for part, (begin, end) in parts]
