@@ -38,8 +38,8 @@ def not_strict() -> Generator[None]:
 class VerifyFirst:
     """A value of `verify=` that checks the pads of the first batch with given fields, and trusts them in later batches.
 
-    Use one object for each producer of batches, because their pads may differ even if their fields are the same. Fields
-    whose registry entry lists EDGE beside other pads are checked in every batch, because several may fit the first one.
+    Use one object for each producer of batches, because their pads may differ even if their fields are the same. A
+    field is checked again until its batch has padding that only EDGE fits, or only the other pads of the registry.
     Of zeros `SIGNED_ZERO` is remembered, so a row that mixes 0.0 and -0.0 later gets one sign. A pickled object
     remembers nothing.
     """

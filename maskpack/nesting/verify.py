@@ -69,6 +69,7 @@ class Verifier:
         self._options = options
         self._known = known
         self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
+        self._ambiguous: set[Path] = set()  # EDGE and another pad fit
         self._odd: list[Path] = []  # bools with bytes other than 0 and 1
         self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
         self._moved: dict[tuple[str, torch.device], RowLayout] = {}
@@ -167,11 +168,10 @@ class Verifier:
         return {**sure, **read}
 
     def _may_learn(self, form: FieldForm) -> bool:
-        """Whether the pad that fits a batch is the one of its producer: it is not if the field has no padding, and
-        EDGE and a constant may fit one batch, but not the next."""
+        """Whether the pad that fits a batch is the one of its producer: a field without padding does not tell, nor one
+        that both EDGE and another pad fit."""
         layout = self._layouts[form.layout or ""]
-        has_padding = layout.num_tokens < layout.num_rows * layout.width
-        return has_padding and (EDGE not in form.pads or len(form.pads) == 1)
+        return layout.num_tokens < layout.num_rows * layout.width and form.path not in self._ambiguous
 
     def _read(
         self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm], sure: Mapping[Path, PadValue]
@@ -234,6 +234,8 @@ class Verifier:
             if row_pads is not None:
                 self._row_pads[form.path, pad] = row_pads
             if exact:
+                if any(checks.read(x, layout, other)[0] for other in self._rivals(form, pad)):
+                    self._ambiguous.add(form.path)
                 return pad
         self.values[form.path] = self._gather(form)
         return None
@@ -270,6 +272,11 @@ class Verifier:
             for (form, pad), (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
                 found[form.path] = None if count else pad
             flags, counts = [], []
+        rivals = [(form, other) for form in rest for other in self._rivals(form, found[form.path])]
+        counts = [self._count_non_pads(form, other) for form, other in rivals]
+        for (form, _), (count,) in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
+            if not count:
+                self._ambiguous.add(form.path)
         return found
 
     def _take(
@@ -284,11 +291,19 @@ class Verifier:
             form = unsure.get(path)
             differs = flags[place].tolist()
             if form is not None:
-                found[path] = next(
-                    (pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ), None
-                )
+                fitting = [pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ]
+                found[path] = fitting[0] if fitting else None
+                if any(other is pad for pad in fitting for other in self._rivals(form, found[path])):
+                    self._ambiguous.add(path)
             if path in self._bools and differs and differs[-1]:
                 self._odd.append(path)
+
+    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
+        """The pads that may fit a batch beside its own and not the next one, EDGE beside others; needed only if the pad
+        is remembered."""
+        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
+            return []
+        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)

@@ -751,7 +751,7 @@ def test_verify_always_first_never() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["padding both times", "no padding first"])
-def test_fields_with_edge_among_their_pads_are_never_trusted(again: bool) -> None:
+def test_edge_is_not_trusted_while_another_pad_fits(again: bool) -> None:
     """The first batch fits EDGE and 0; the next fits 0 alone."""
     first, mask = VerifyFirst(), [[1, 1, 0], [1, 0, 0]]
     positions = [[[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [0, 0, 0]]]
@@ -763,6 +763,22 @@ def test_fields_with_edge_among_their_pads_are_never_trusted(again: bool) -> Non
         for _ in range(2):
             assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
             assert_same_batch(decompress(compress(batch, registry=registry, verify=first)), batch)
+
+
+def test_edge_is_trusted_once_no_other_pad_fits() -> None:
+    first = VerifyFirst()
+    for x, is_trusted in (
+        ([0, 0, 7], False),
+        ([0, 0, 0], False),
+        ([0, 0, 7], False),
+        ([0, 1, 1], False),
+        ([0, 1, 7], True),
+    ):
+        batch, registry = under([[1, 1, 0]], {"x": [EDGE, 0]}, x=torch.tensor([x]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MaskpackWarning)
+            nested = nest_batch_by_mask(batch, registry, verify=first)
+        assert torch.equal(unnest(nested)["x"], batch["x"]) != is_trusted
 
 
 def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
