@@ -469,12 +469,19 @@ def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:
     return np.ndarray(line.size * 8 // dtype.itemsize, dtype, line)
 
 
-def bytes_of(structs: Structs) -> int:
-    """Bytes of all arrays whose PLACEs are the last parts of some structs: one of a PLACE, three of others."""
+def places_of(structs: Structs) -> IntArray:
+    """int64 [k, n, 3]: the PLACEs that are the last parts of n contiguous structs, one of a PLACE, three of others, in
+    their memory."""
     numbers = structs.dtype.itemsize // 8
-    line = np.ascontiguousarray(structs).view(np.int64).reshape(-1, numbers)
-    places = line[:, numbers - (9 if numbers > 3 else 3) :].reshape(-1, 3)
-    return int(places[:, 1] @ places[:, 2])
+    count = 3 if numbers > 3 else 1
+    line = structs.view(np.int64).reshape(structs.size, numbers)[:, numbers - 3 * count :]
+    return line.reshape(structs.size, count, 3).swapaxes(0, 1)  # a view: only the last dim is split
+
+
+def bytes_of(structs: Structs) -> int:
+    """Bytes of all arrays of some structs."""
+    places = places_of(structs)
+    return int((places[..., 1] * places[..., 2]).sum())
 
 
 def number_jobs(jobs: Structs) -> None:
@@ -567,9 +574,16 @@ def split(
     return out, out_stored
 
 
-def compact(places: Sequence[int], body: Words) -> Words:
-    """A copy of the arrays whose PLACEs are at some addresses, in a body of their own. The PLACEs are changed."""
-    line = np.array(places, np.int64)
+def compact(structs: Sequence[Structs], body: Words) -> Words:
+    """A copy of the arrays of some structs, in a body of their own. Their PLACEs are changed, to 0 if they hold no
+    numbers."""
+    lines: list[IntArray] = []
+    for places in map(places_of, structs):
+        count, size, _ = places.shape
+        places[places[..., 2] == 0, 0] = 0
+        own = np.arange(count)[:, None] * places.strides[0] + np.arange(size) * places.strides[1]
+        lines.append(address(places) + own.reshape(-1))
+    line = np.concatenate(lines)
     to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
     _core.maskpack_compact(address(line), line.size, address(body), address(to))
     return to

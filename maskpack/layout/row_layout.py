@@ -250,7 +250,17 @@ class RowLayout:
     def take(self, rows: Rows) -> RowLayout:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B]."""
         index = row_index(rows, self.num_rows, "RowLayout.take")
+        if isinstance(rows, slice) and index.size and rows.step in (None, 1) and self.device.type == "cpu":
+            return self._between(int(index[0]), int(index[-1]) + 1)
         return layout_of_table(self.width, table_rows(self._table, index), self.device, self.anchor)
+
+    def _between(self, begin: int, end: int) -> RowLayout:
+        """The rows from `begin` to `end`, on the CPU."""
+        table, bounds = self._table, self.row_offsets[begin : end + 1]
+        splits = table.splits[begin : end + 1]
+        first, last = int(splits[0]), int(splits[-1])
+        own = SpanTable(table.starts[first:last], table.counts[first:last], splits - first)
+        return layout_of_core(HostLayout(self.width, own, bounds - bounds[0]), self.anchor)
 
     def narrow(self, start: int, stop: int) -> RowLayout:
         """Returns the layout of `mask[:, start:stop]`, computed from the spans."""

@@ -24,7 +24,7 @@ from tensordict import TensorDict, TensorDictBase
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
-from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, ranges, row_index
+from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
@@ -111,8 +111,7 @@ class PackedBatch:
     def nbytes(self) -> int:
         """The size in bytes of the encoded tensors, the tensors inside Python objects and the layouts, before any
         codec. Rows that were selected have the share of the bytes that an equal division gives them."""
-        held = self.rows if isinstance(self.rows, Table) else self.__dict__.get("table")
-        tensors = self.picked.nbytes() if held is None else held.nbytes
+        tensors = self.rows.nbytes if isinstance(self.rows, Table) else self.rows.nbytes()
         return tensors + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
 
     @cached_property
@@ -147,7 +146,8 @@ class PackedBatch:
         `own` cuts them loose. Their bytes are made when they are pickled or saved.
         """
         self._need_rows("take")
-        return self._rows_at(row_index(rows, self.num_rows, "PackedBatch.take"))
+        index = row_index(rows, self.num_rows, "PackedBatch.take")
+        return self._rows_at(index, index.size)
 
     def __getitem__(self, rows: Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
@@ -160,8 +160,7 @@ class PackedBatch:
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         return tuple(
-            self._rows_at(ranges(np.array([end - size]), np.array([size])))
-            for end, size in zip(ends, sizes, strict=True)
+            self._rows_at(slice(end - size, end), size) for end, size in zip(ends, sizes, strict=True)
         )
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
@@ -183,9 +182,10 @@ class PackedBatch:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
-    def _rows_at(self, index: IntArray) -> PackedBatch:
-        objects = {path: entry.take(index.tolist()) for path, entry in self.objects.items()}
-        return replace(self, num_rows=index.size, rows=self.picked.take(index), objects=objects)
+    def _rows_at(self, index: IntArray | slice, count: int) -> PackedBatch:
+        rows = range(index.start, index.stop) if isinstance(index, slice) else index.tolist() if self.objects else ()
+        objects = {path: entry.take(rows) for path, entry in self.objects.items()}
+        return replace(self, num_rows=count, rows=self.picked.take(index), objects=objects)
 
     def own(self) -> PackedBatch:
         """Returns the rows with bytes of their own, which keep no memory of other rows alive."""

@@ -56,12 +56,14 @@ class Columns:
     rows: Segments
     layouts: tuple[str, ...] = ()
 
-    def take(self: _Own, index: IntArray) -> _Own:
-        """Some rows, in the order given."""
+    def take(self: _Own, index: IntArray | slice) -> _Own:
+        """Some rows, in the order given; a slice as for `Segments.take`."""
         return replace(self, rows=self.rows.take(index)).trimmed()
 
     def trimmed(self: _Own) -> _Own:
         """The same rows without the parts that give none."""
+        if len(self.parts) == 1 and self.rows.source.size:
+            return self
         used, numbers = np.unique(self.rows.source, return_inverse=True)
         if used.size == len(self.parts):
             return self
@@ -160,8 +162,8 @@ class Picked:
         own = Columns(tuple(numbers), (Body(table, numbers),), Segments.whole(table.rows), table.names)
         return cls((own,), table.frames)
 
-    def take(self, index: IntArray) -> Picked:
-        """Some rows, in the order given."""
+    def take(self, index: IntArray | slice) -> Picked:
+        """Some rows, in the order given; a slice as for `Segments.take`."""
         pads = {path: words[index] for path, words in self.row_pads.items()}
         return replace(self, columns=tuple(own.take(index) for own in self.columns), row_pads=pads)
 
@@ -218,5 +220,6 @@ def empty_layout(width: int, anchor: int) -> RowLayout:
 
 def _rows_of(layout: RowLayout, rows: IntArray) -> RowLayout:
     """Some rows of a layout; itself for all of them in order."""
-    whole = rows.size == layout.num_rows and bool((np.diff(rows) == 1).all())
-    return layout if whole else layout.take(rows)
+    if not rows.size or (np.diff(rows) != 1).any():
+        return layout.take(rows)
+    return layout if rows.size == layout.num_rows else layout.take(slice(int(rows[0]), int(rows[-1]) + 1))

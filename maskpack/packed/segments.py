@@ -74,10 +74,24 @@ class Segments:
         """The source of each row, and the row in it: int64 [B] each."""
         return np.repeat(self.source, self.count), ranges(self.start, self.count)
 
-    def take(self, index: IntArray) -> Segments:
-        """Some rows, in the order given. The time depends on these rows only."""
+    def take(self, index: IntArray | slice) -> Segments:
+        """Some rows, in the order given; a slice begins and ends at rows that there are. The time depends on these rows
+        only."""
+        if isinstance(index, slice):
+            return self._between(index.start, index.stop)
         place = np.searchsorted(self.bounds, index, side="right") - 1
         return Segments.of_rows(self.source[place], self.start[place] + index - self.bounds[place])
+
+    def _between(self, begin: int, end: int) -> Segments:
+        if begin == end:
+            return Segments.whole(0)
+        first, last = int(self.bounds.searchsorted(begin, "right")) - 1, int(self.bounds.searchsorted(end))
+        start, count = self.start[first:last].copy(), self.count[first:last].copy()
+        before = begin - int(self.bounds[first])
+        start[0] += before
+        count[0] -= before
+        count[-1] -= int(self.bounds[last]) - end
+        return Segments(self.source[first:last], start, count)
 
     def renumbered(self, numbers: IntArray) -> Segments:
         """The segments with `numbers[s]` in the place of source `s`."""
@@ -87,6 +101,8 @@ class Segments:
         """The rows of each source that is used, by rising number, and the index that puts the concatenated shares into
         the order of the segments; None if they are in that order."""
         source, row = self.by_row()
+        if self.source.size == 1:
+            return [Share(int(self.source[0]), row)], None
         order = np.argsort(source, kind="stable")
         used, counts = np.unique(source, return_counts=True)
         ends = cumulated(counts)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.bits import Words, address, word_dtype
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
@@ -153,6 +153,7 @@ class Table:
         """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
         return self.references[at] if self.entries["kind"][at] in (native.DICTIONARY, native.COLUMNS) else [at]
 
+    @cached_property
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
         reached: set[int] = set()
@@ -176,7 +177,7 @@ class Table:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        kept = self._reached()
+        kept = self._reached
         entries = self.entries if len(kept) == self.entries.size else self.entries[kept]
         return native.bytes_of(entries) + native.bytes_of(self.stored) + native.bytes_of(self.row_pads)
 
@@ -185,7 +186,8 @@ class Table:
         place = self.row_pads[field]
         if not place["count"]:
             return None
-        size, word = int(place["size"]), _word_of(place)
+        size = int(place["size"])
+        word = _word_of(size)
         more = () if size == word else (size // word,)
         line = self.array(place).view(word_dtype(word)).reshape(int(place["count"]), *more)
         return np.broadcast_to(line, (self.rows, *more))
@@ -238,9 +240,9 @@ class Table:
         pads["count"][several] = rows
         if not rows:
             pads["count"] = 0
-        layouts = {name: layout.take(slice(begin, end)) for name, layout in self.layouts.items()}
+        known = self.known and {name: layout.take(slice(begin, end)) for name, layout in self.known.items()}
         own = {"stored": stored[0], "entries": entries[0], "row_pads": pads}
-        return self.like(rows=rows, dense_rows=rows, known=layouts, **own)
+        return self.like(rows=rows, dense_rows=rows, known=known, **own)
 
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
@@ -301,14 +303,12 @@ class Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
         entries, fields = self._needed()
         stored, pads = self.stored.copy(), self.row_pads.copy()
-        for place in [*(line[name] for line in (stored, entries) for name in "abc"), pads]:
-            place["at"][place["count"] == 0] = 0
-        body = native.compact([address(place) for place in _places(stored, entries, pads)], self.body)
+        body = native.compact([stored, entries, pads], self.body)
         return self.like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
 
     def _needed(self) -> tuple[Structs, IntArray]:
         """The entries that some field needs, a copy, and the entry of each field among them."""
-        kept = self._reached()
+        kept = self._reached
         numbers = np.full(self.entries.size + 1, -1)
         numbers[kept] = np.arange(len(kept))
         entries = self.entries[kept].copy()
@@ -323,7 +323,7 @@ class Table:
 
     def layouts_in_use(self) -> set[str]:
         """The names of the layouts of the fields, and of the fields that they refer to."""
-        numbers = self.entries["layout"][self._reached()]
+        numbers = self.entries["layout"][self._reached]
         return {self.names[number] for number in numbers.tolist() if number >= 0}
 
     def with_layouts(self, names: Collection[str]) -> Table:
@@ -334,10 +334,9 @@ class Table:
         stored, head = stored_alone(layouts, self.rows)
         entries, fields = self._needed()
         pads = self.row_pads.copy()
-        places = _places(stored[:0], entries, pads)
-        body = native.compact([address(place) for place in places], self.body)
-        for place in places:
-            place["at"] += head.nbytes
+        body = native.compact([entries, pads], self.body)
+        for places in map(native.places_of, (entries, pads)):
+            places[places[..., 2] > 0, 0] += head.nbytes
         places = {name: place for place, name in enumerate(layouts)}
         numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
         under = entries["layout"] >= 0
@@ -365,44 +364,40 @@ class Table:
 
     def arrays(self) -> list[Words]:
         """The arrays, in unsigned integers, in the order of `with_arrays`."""
-        found: list[Words] = []
-        for place in _places(self.stored, self.entries, self.row_pads):
-            found.append(self.array(place[0]).view(f"u{_word_of(place[0])}"))
-        return found
+        places = _used(self.stored, self.entries, self.row_pads).tolist()
+        return [self.body[at : at + size * count].view(f"u{_word_of(size)}") for at, size, count in places]
 
     def places(self) -> list[int]:
         """Where each of `arrays` begins in the body."""
-        return [int(place["at"][0]) for place in _places(self.stored, self.entries, self.row_pads)]
+        return _used(self.stored, self.entries, self.row_pads)[:, 0].tolist()
 
     def places_of(self, field: int) -> list[int]:
         """Where the arrays of a field begin in the body."""
-        own = self.entries[self.own_entries(field)]
-        return [int(place["at"][0]) for place in _places(self.stored[:0], own, self.row_pads[field : field + 1])]
+        return _used(self.entries[self.own_entries(field)], self.row_pads[field : field + 1])[:, 0].tolist()
 
     def with_arrays(self, arrays: Sequence[Words]) -> Table:
         """The table with other arrays of the same sizes, in a body of their own."""
         stored, entries, pads = self.stored.copy(), self.entries.copy(), self.row_pads.copy()
-        places = _places(stored, entries, pads)
-        ends = np.cumsum([-(-array.nbytes // 8) * 8 for array in arrays], dtype=np.int64)
-        body = np.zeros(int(ends[-1]) if ends.size else 0, np.uint8)
-        for place, array, end in zip(places, arrays, ends.tolist(), strict=True):
-            begin = end - -(-array.nbytes // 8) * 8
+        begins = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays], np.int64))
+        body = np.zeros(int(begins[-1]), np.uint8)
+        for array, begin in zip(arrays, begins[:-1].tolist(), strict=True):
             body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-            place["at"] = begin
+        done = 0
+        for places in map(native.places_of, (stored, entries, pads)):
+            used = places[..., 2] > 0
+            places[used, 0] = begins[done : (done := done + int(used.sum()))]
         return self.like(stored=stored, entries=entries, row_pads=pads, body=body)
 
 
-def _word_of(place: Any) -> int:
-    """Bytes of a word of the numbers at a PLACE: 16 bytes are two words, the signs of a row are bytes."""
-    size = int(place["size"])
+def _word_of(size: int) -> int:
+    """Bytes of a word of numbers of some bytes: 16 bytes are two words, the signs of a row are bytes."""
     return size if size in (1, 2, 4, 8) else 8 if size == 16 else 1
 
 
-def _places(stored: Structs, entries: Structs, pads: Structs) -> list[Structs]:
-    """The PLACEs [1] of all arrays that hold numbers, to be read or written."""
-    lines = [line[name] for line in (stored, entries) for name in "abc"]
-    found = [line[at : at + 1] for line in [*lines, pads] for at in range(line.size)]
-    return [place for place in found if place["count"][0]]
+def _used(*structs: Structs) -> IntArray:
+    """int64 [n, 3]: the PLACEs of structs that hold numbers."""
+    places = np.concatenate([native.places_of(own).reshape(-1, 3) for own in structs])
+    return places[places[:, 2] > 0]
 
 
 # -------------------------------------------------------------------- encoding

@@ -220,7 +220,7 @@ def test_layouts_of_many_runs_travel_as_bits(name: str) -> None:
             int(place["size"] * place["count"]) for row in form.table.stored for place in map(row.__getitem__, "abc")
         )
         assert layouts <= len(form) * size + 256
-        assert carried(form) <= 1.1 * form.nbytes + 64 + 8 * count_arrays(form)
+        assert carried(form) <= 1.1 * form.table.nbytes + 64 + 8 * count_arrays(form)
 
 
 def test_an_array_of_two_fields_travels_once() -> None:
