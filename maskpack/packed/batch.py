@@ -159,9 +159,7 @@ class PackedBatch:
         self._need_rows("split")
         sizes = part_sizes(sizes, self.num_rows, "PackedBatch.split")
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
-        return tuple(
-            self._rows_at(slice(end - size, end), size) for end, size in zip(ends, sizes, strict=True)
-        )
+        return tuple(self._rows_at(slice(end - size, end), size) for end, size in zip(ends, sizes, strict=True))
 
     def chunk(self, parts: int) -> tuple[PackedBatch, ...]:
         """Splits the rows into `parts` consecutive parts whose sizes differ by at most one; parts beyond the rows are

@@ -60,6 +60,13 @@ def settled(place: Placement, view: BatchView, site: Site = ALONE) -> list[int]:
     return rows_of(place.settled(view, site)[0])
 
 
+def test_rows_that_a_site_needs_twice_are_sent_once(store):
+    _, puts = store
+    rows = [5, 1, 5, 5, 2, 1]
+    assert settled(Placement(1), BatchView.of(numbers(64)).take(rows), Site([A])) == rows
+    assert [part.num_rows for part in puts] == [3]
+
+
 def test_a_put_of_another_thread_while_the_old_one_is_released(store):
     """Ray lets other threads run while it releases an object."""
     place, view = Placement(1), BatchView.of(numbers(64))

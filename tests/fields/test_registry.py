@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 from typing import Any
@@ -16,6 +17,7 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.core.keys import show
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
 from maskpack.nesting.survey import dense_fields
@@ -45,6 +47,12 @@ EVERYTHING = MaskNestingRegistry(
 )
 
 # -------------------------------------------------------------------- a mapping that merges
+
+
+def test_no_two_paths_have_one_text():
+    names = ["".join(signs) for size in range(4) for signs in itertools.product("a/\\", repeat=size)]
+    paths = [path for size in (1, 2) for path in itertools.product(names, repeat=size)]
+    assert len({show(path) for path in paths}) == len(paths)
 
 
 def test_it_is_a_mapping():

@@ -286,6 +286,19 @@ def test_nesting_again_restores_shared_offsets_and_nests_new_fields() -> None:
     assert_same_batch(unnest(again), batch)
 
 
+def test_dims_of_equal_sizes_and_rows_of_as_many_tokens() -> None:
+    """A width behind a dim of its size, with gradients; and a new jagged field whose rows differ in their order from
+    those of its mask."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+    x = (torch.arange(27.0).reshape(3, 3, 3) * mask[:, None]).requires_grad_()
+    batch = TensorDict({"m": mask, "x": x}, [3])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 0, ragged_dim=2), "y": MaskNestingSpec("m")}
+    nested = nest_batch_by_mask(batch, registry)
+    assert nested["x"].values().tolist() == [x[b, :, s].tolist() for b in range(3) for s in range(3) if mask[b, s]]
+    batch["y"] = nested["y"] = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 3, 5, 5]))
+    assert_same_batch(unnest(nest_batch_by_mask(nested, registry)), batch)
+
+
 # -------------------------------------------------------------------- operations commute
 
 

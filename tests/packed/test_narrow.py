@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -246,6 +248,18 @@ def test_columns_of_any_words(columns: int, items: int, dtype: torch.dtype, pad:
         assert_same_batch(decompress(packed.take([5, 0, 3, 3])), batch[[5, 0, 3, 3]])
         assert_same_batch(decompress(packed.narrow("x", 1, columns - 1)), with_part(batch, "x", 2, 1, columns - 1))
         assert turn == 0 or kind(packed, "x") == kind(compress(batch, registry=specs), "x")
+
+
+def test_columns_of_several_words_as_another_writer_may_store_them() -> None:
+    """Elements [384] in columns of eight words: only whole columns are cut."""
+    batch = routers()
+    packed = compress(batch, pad_token_id=0)
+    forms = [replace(form, shape=(384,)) if form.path == ("routed_experts",) else form for form in packed.tensors]
+    packed = replace(packed, schema=replace(packed.schema, forms=tuple(forms)))
+    assert packed.table.entries[packed.table.fields[packed.numbers["routed_experts",]]]["second"] == 48
+    for start, length in itertools.product((0, 4, 8), (4, 8, 12)):
+        seen = decompress(packed.narrow("routed_experts", start, length, dim=2))["routed_experts"]
+        assert_same_tensor(seen, part(batch["routed_experts"].flatten(2), 2, start, length).contiguous())
 
 
 def test_a_remembered_form_that_no_longer_fits() -> None:
