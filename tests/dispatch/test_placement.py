@@ -13,8 +13,9 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from maskpack import PackedBatch, compress
+from maskpack import MaskNestingSpec, PackedBatch, compress
 from maskpack.dispatch import placement
+from maskpack.dispatch.division import planned_lengths
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.views.view import BatchView
 
@@ -65,6 +66,12 @@ def test_rows_that_a_site_needs_twice_are_sent_once(store):
     rows = [5, 1, 5, 5, 2, 1]
     assert settled(Placement(1), BatchView.of(numbers(64)).take(rows), Site([A])) == rows
     assert [part.num_rows for part in puts] == [3]
+
+
+def test_a_plan_counts_prompts_and_responses():
+    masks = {"prompt": torch.tensor([[1, 1, 0], [1, 1, 1]]), "response": torch.tensor([[1, 0], [0, 0]])}
+    packed = compress(TensorDict(masks, [2]), registry={name: MaskNestingSpec(name) for name in masks})
+    assert planned_lengths(BatchView.of(packed)).tolist() == [3, 3]
 
 
 def test_a_put_of_another_thread_while_the_old_one_is_released(store):
