@@ -690,7 +690,7 @@ def padded(rng: np.random.Generator, packed: Tensor, mask: oracle.Mask, width: i
         return oracle.unpack(packed, mask, width, oracle.EDGE)
     if pad is PER_ROW:
         return oracle.unpack(packed, mask, width, values(rng, (rows,), dtype))
-    if pad is ANY_ZERO and packed.dim() == 1:
+    if pad is ANY_ZERO and packed.dim() == 1 and dtype in FLOATS:
         return torch.where(oracle.mask_tensor(mask, width), oracle.unpack(packed, mask, width), zeros)
     if pad in (SIGNED_ZERO, ANY_ZERO):
         return oracle.unpack(packed, mask, width, zeros[:, 0] if width else zeros.new_zeros(rows))
