@@ -536,7 +536,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
         if number in bits and _odd_from_device(tensors[number], bits[number], row_pads.get(path)):
             odd.append(path)
     if odd:
-        raise odd_bools_error("compress", odd)
+        raise odd_bools_error("compress", dict.fromkeys(odd))
     jobs = [
         Job(tensors[number], words=bits[number].reshape(-1), row_pads=row_pads.get(tensors[number].path))
         if number in bits

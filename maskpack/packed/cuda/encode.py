@@ -362,7 +362,7 @@ class Encoder:
         places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
-        odd_ones = [recipe.tensors[int(at)] for at in np.unique(recipe.owners[odd])]
+        odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
         return OnDevice(table, numbers, odd_ones, [recipe.places[at] for at in sorted(left)])
 
 
