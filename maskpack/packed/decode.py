@@ -126,11 +126,15 @@ def shapes_of(
     packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shapes and dtypes of tensors as `decoded` gives them."""
+    return _shapes(packed, _targets_of(packed, forms, nested))
+
+
+def _shapes(packed: PackedBatch, targets: _Targets) -> list[tuple[tuple[int, ...], torch.dtype]]:
     tokens = {name: (layout.num_tokens,) for name, layout in packed.layouts.items()}
     rows = (packed.num_rows,)
     return [
         ((*(tokens[name] if name is not None else rows if by_rows else ()), *shape), dtype)
-        for name, shape, by_rows, dtype in _targets_of(packed, forms, nested).shapes
+        for name, shape, by_rows, dtype in targets.shapes
     ]
 
 
@@ -209,19 +213,22 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]. Each row is read
     where it lies."""
     targets = _targets_of(packed, forms, nested)
-    tensors = [empty_of(shape, dtype) for shape, dtype in shapes_of(packed, forms, nested)]
+    tensors = [empty_of(shape, dtype) for shape, dtype in _shapes(packed, targets)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
     held: list[Any] = [row_pad_words(packed, forms[at]) for at in targets.row_pads]
-    lines[targets.row_pads, _ROW_PADS] = [address(pads) for pads in held]
+    for at, pads in zip(targets.row_pads, held, strict=True):
+        lines[at, _ROW_PADS] = address(pads)
     numbers = {form.path: at for at, form in enumerate(forms)}
     blocks: list[IntArray] = []
     given: list[tuple[int, ...]] = []
     for columns in packed.picked.columns:
         chosen = [path for path in columns.paths if path in numbers]
         places = [numbers[path] for path in chosen]
-        for body, taken, to in columns.taken() if chosen else ():
-            table, block = body.table, lines[places]
+        bodies = columns.taken() if chosen else ()
+        whole = len(bodies) == 1 and places == [*range(len(forms))]
+        for body, taken, to in bodies:
+            table, block = body.table, lines if whole else lines[places]
             block[:, _ENTRY] = table.fields[[body.numbers[path] for path in chosen]]
             block[:, _PART] = len(given)
             given.append(table.given(table.rows if taken is None else taken.size, taken, to))
@@ -232,7 +239,8 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
             blocks.append(block)
     if blocks:
         parts = native.structs(np.array(given, np.int64).reshape(-1), native.GIVEN)
-        all_targets = native.structs(np.concatenate(blocks).reshape(-1), native.TARGET)
+        block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        all_targets = native.structs(block.reshape(-1), native.TARGET)
         native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
 

@@ -88,16 +88,13 @@ class Table:
         anchors = self.stored["anchor"].tolist()
         return {name: layout_of_core(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)}
 
-    @property
+    @cached_property
     def frames(self) -> dict[str, tuple[int, int]]:
         """The width and the anchor of each layout."""
         if self.known is not None:
             return {name: (layout.width, layout.anchor) for name, layout in self.known.items()}
-        return dict(
-            zip(
-                self.names, zip(*(self.stored[name].tolist() for name in ("width", "anchor")), strict=True), strict=True
-            )
-        )
+        columns = (self.stored[name].tolist() for name in ("width", "anchor"))
+        return dict(zip(self.names, zip(*columns, strict=True), strict=True))
 
     @property
     def widths(self) -> tuple[int, ...]:
