@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from maskpack.core.index import IntArray
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.segments import Segments
-from maskpack.views.column_group import BatchMeta, ColumnGroup, Source
+from maskpack.views.column_group import BatchMeta, ColumnGroup, Cut, Source
 from maskpack.views.view import BatchView
 
 Site = frozenset[str]
@@ -40,8 +40,8 @@ _ray: Any = ray
 
 
 @ray.remote(num_cpus=0)
-def _cut(packed: PackedBatch, rows: IntArray) -> PackedBatch:
-    return packed.take(rows)
+def _cut(packed: PackedBatch, rows: IntArray, cut: Cut | None) -> PackedBatch:
+    return (packed if cut is None else cut.of(packed)).take(rows)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -151,12 +151,14 @@ class Placement:
         whole = rows.size == source.meta.num_rows
         if isinstance(source.held, PackedBatch):
             return self._put_once(source, rows, None if whole else site, again)
-        nodes = _nodes_of(source.held) if site and not whole else []
-        if not nodes or site.issubset(nodes):  # on the site already, or small enough for Ray to inline
+        nodes = _nodes_of(source.held) if source.cut is not None or (site and not whole) else []
+        if source.cut is None and (not nodes or site.issubset(nodes)):  # on the site, or so small that Ray inlines it
             return source, 0
-        task = cast("Any", _cut).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
+        task = cast("Any", _cut)
+        if nodes:
+            task = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
         meta = source.meta.take(rows)
-        return Source(task.remote(source.held, rows), meta), meta.nbytes
+        return Source(task.remote(source.held, rows, source.cut), meta), meta.nbytes
 
     def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
         """Puts the whole batch (`site` None) or the rows of a site, unless the last put for it had the same rows."""

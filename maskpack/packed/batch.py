@@ -36,6 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
+from maskpack.nesting.response import SEQUENCE
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, hidden, survey
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
@@ -51,6 +52,7 @@ from maskpack.packed.file.write import write_message
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
 from maskpack.packed.table import EncodedTable, Job, Table, encode, merge, plans, wholes_first
+from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -179,6 +181,26 @@ class PackedBatch:
         for batch in batches:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
+
+    def take_tokens(self, spans: Any, layout: str = SEQUENCE) -> PackedBatch:
+        """Makes a row of each span of tokens, such as the turns of a trajectory: its fields of `layout` are jagged.
+
+        No value is copied before the rows are decoded or sent, as for `take`. Fields without a layout, and Python
+        objects, are those of the row.
+
+        Args:
+            spans: integers [N, 3]: a row, its first token and the token behind its last, which count valid tokens. Rows
+                may repeat, and spans overlap.
+            layout: the layout whose tokens are counted.
+
+        Raises:
+            LayoutError: a span that is not in the batch; a field with another layout, to be left out by `select`.
+            FieldError: the batch has no such layout.
+        """
+        call = "PackedBatch.take_tokens"
+        self._need_rows("take_tokens")
+        lengths = named(self.layouts, layout, call).lengths
+        return tokens_taken(self, TokenSpans.of(spans, layout, lengths, call), call)
 
     def _rows_at(self, index: IntArray | slice, count: int) -> PackedBatch:
         rows = range(index.start, index.stop) if isinstance(index, slice) else index.tolist() if self.objects else ()

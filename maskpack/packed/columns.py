@@ -39,6 +39,18 @@ class Body:
         """A key that is equal for bodies that are one."""
         return self
 
+    @property
+    def num_rows(self) -> int:
+        return self.table.rows
+
+    @property
+    def layouts(self) -> Mapping[str, RowLayout]:
+        return self.table.layouts
+
+    def nbytes_of(self, paths: Sequence[Path]) -> int:
+        """The encoded bytes of some fields, with the layouts."""
+        return self.table.select([self.numbers[path] for path in paths]).nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class Columns:
@@ -46,7 +58,7 @@ class Columns:
 
     Attributes:
         paths: the fields.
-        parts: Bodies, or what stands for packed batches that are elsewhere; each has a `key`.
+        parts: Bodies, TokenBodies (tokens.py), or what stands for packed batches that are elsewhere; each has a `key`.
         rows: which rows of which part, for all rows.
         layouts: the layouts of the batch that come from these bodies.
     """
@@ -74,7 +86,7 @@ class Columns:
         """Each part that gives rows, which of its rows, and which rows of all they are; None for all in order."""
         if len(self.parts) == 1 and self.rows.count.size == 1:
             start, count = int(self.rows.start[0]), int(self.rows.count[0])
-            whole = start == 0 and count == self.parts[0].table.rows
+            whole = start == 0 and count == self.parts[0].num_rows
             return [(self.parts[0], None if whole else np.arange(start, start + count), None)]
         source, row = self.rows.by_row()
         if len(self.parts) <= 1:
@@ -186,10 +198,10 @@ class Picked:
         out: dict[str, RowLayout] = {}
         for own in self.columns:
             shares, order = own.rows.shares()
-            tables = [own.parts[share.source].table for share in shares]
+            bodies = [own.parts[share.source] for share in shares]
             for name in own.layouts:
                 width, anchor = self.frames[name]
-                held = [table.layouts[name] for table in tables]
+                held = [body.layouts[name] for body in bodies]
                 parts = [_rows_of(layout, share.rows) for layout, share in zip(held, shares, strict=True)]
                 if len(parts) != 1 or (parts[0].width, parts[0].anchor) != (width, anchor):
                     parts = [RowLayout.cat([empty_layout(width, anchor), *parts])]
@@ -202,8 +214,7 @@ class Picked:
         for own in self.columns:
             counts = np.bincount(np.repeat(own.rows.source, own.rows.count), minlength=len(own.parts)).tolist()
             for part, count in zip(own.parts, counts, strict=True):
-                table = part.table.select([part.numbers[path] for path in own.paths])
-                total += table.nbytes * count / max(1, table.rows)
+                total += part.nbytes_of(own.paths) * count / max(1, part.num_rows)
         return round(total)
 
 

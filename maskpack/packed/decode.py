@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.bits import Words, address, empty_of, from_words, word_dtype, words
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, ranges
 from maskpack.core.pads import ANY_ZERO, PER_ROW
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
@@ -27,7 +27,7 @@ from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
 from maskpack.nesting.signs import moved_signs
-from maskpack.packed.columns import Shown
+from maskpack.packed.columns import Body, Shown
 from maskpack.packed.table import size_of_word, trial_of, words_of_one
 
 if TYPE_CHECKING:
@@ -228,6 +228,12 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
         bodies = columns.taken() if chosen else ()
         whole = len(bodies) == 1 and places == [*range(len(forms))]
         for body, taken, to in bodies:
+            if not isinstance(body, Body):  # spans of tokens
+                bounds = packed.layouts[forms[places[0]].layout or ""].row_offsets
+                at = slice(None) if to is None else ranges(bounds[to], bounds[to + 1] - bounds[to])
+                for place, own in zip(places, body.words_of(chosen, taken), strict=True):
+                    words(tensors[place]).numpy()[at] = own
+                continue
             table, block = body.table, lines if whole else lines[places]
             block[:, _ENTRY] = table.fields[[body.numbers[path] for path in chosen]]
             block[:, _PART] = len(given)

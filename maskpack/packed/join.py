@@ -146,6 +146,8 @@ def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
     picked = packed.picked
     if len(columns.parts) != 1 or columns.rows.count.size != 1 or picked.row_pads.keys() & set(columns.paths):
         return None
+    if not isinstance(columns.parts[0], Body):
+        return None
     table, numbers = columns.parts[0].table, columns.parts[0].numbers
     if any(table.frames.get(name, frame) != frame for name, frame in picked.frames.items()):
         return None
@@ -340,8 +342,8 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=used(columns)))
 
 
-def _narrow_body(body: Body, path: Path, start: int, length: int) -> Body | None:
-    table = body.table.narrow(body.numbers[path], start, length)
+def _narrow_body(body: Any, path: Path, start: int, length: int) -> Body | None:
+    table = body.table.narrow(body.numbers[path], start, length) if isinstance(body, Body) else None
     return None if table is None else replace(body, table=table)
 
 

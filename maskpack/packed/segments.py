@@ -86,7 +86,8 @@ class Segments:
         if begin == end:
             return Segments.whole(0)
         first, last = int(self.bounds.searchsorted(begin, "right")) - 1, int(self.bounds.searchsorted(end))
-        start, count = self.start[first:last].copy(), self.count[first:last].copy()
+        start: IntArray = np.array(self.start[first:last])
+        count: IntArray = np.array(self.count[first:last])
         before = begin - int(self.bounds[first])
         start[0] += before
         count[0] -= before

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,21 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.columns import Columns
 from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
+from maskpack.packed.segments import Segments
+from maskpack.packed.tokens import TokenSpans, tokens_taken
 from maskpack.views.origins import UNKNOWN, Origins
+
+
+class Cut(NamedTuple):
+    """Spans of the tokens of some fields."""
+
+    paths: tuple[Path, ...]
+    spans: TokenSpans
+
+    def of(self, packed: PackedBatch, *, rows: bool = True) -> PackedBatch:
+        """The spans of a packed batch, as rows; without `rows`, the schema alone."""
+        spans = self.spans if rows else self.spans.take(np.zeros(0, np.int64))
+        return tokens_taken(only(packed, self.paths), spans, "BatchView.take_tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +72,12 @@ class BatchMeta:
         layouts = {name: layout.take(rows) for name, layout in self.layouts.items()}
         return BatchMeta(self.head, layouts, rows.size, self.nbytes_of(rows.size))
 
+    def take_tokens(self, cut: Cut) -> BatchMeta:
+        """Returns the BatchMeta of spans of tokens."""
+        head, layouts = cut.of(self.head, rows=False), {cut.spans.layout: cut.spans.rows}
+        share = cut.spans.rows.num_tokens / max(1, self.layouts[cut.spans.layout].num_tokens)
+        return BatchMeta(head, layouts, cut.spans.row.size, round(self.nbytes * share))
+
     def nbytes_of(self, rows: int) -> int:
         """The encoded bytes of some rows, if every row takes an equal share."""
         return round(self.nbytes * rows / self.num_rows) if self.num_rows else 0
@@ -69,18 +89,28 @@ class Source:
 
     Attributes:
         held: the PackedBatch, or a reference from which `get` fetches it. Equal references are one batch.
-        meta: its schema, lengths and size.
+        meta: its schema, lengths and size; of the spans, if there is a cut.
         origins: the rows of packed batches that its rows stand for.
+        cut: the spans that its rows are; None for whole rows.
     """
 
     held: Any
     meta: BatchMeta
     origins: Origins = UNKNOWN
+    cut: Cut | None = None
 
     @property
     def key(self) -> Any:
         """A key that is equal for sources that are one batch: the same object, or equal references."""
-        return self.held
+        return self.held if self.cut is None else (self.held, id(self.cut))
+
+    def take_tokens(self, cut: Cut) -> Source:
+        """Spans of the tokens of its rows, which are cut when the batch is fetched."""
+        meta = self.meta.take_tokens(cut)
+        if isinstance(self.held, PackedBatch):
+            return Source(cut.of(self.held), meta)
+        spans = cut.spans if self.cut is None else cut.spans.within(self.cut.spans)
+        return Source(self.held, meta, cut=Cut(cut.paths, spans))
 
     def checked(self, packed: Any) -> PackedBatch:
         """`packed`, as it was fetched. Raises LayoutError unless it is the batch that `meta` describes."""
@@ -89,7 +119,7 @@ class Source:
                 f"BatchView.materialize: a reference resolved to {said(packed)}; expected a PackedBatch. Put what "
                 "compress returned."
             )
-        meta = self.meta
+        meta, packed = self.meta, packed if self.cut is None else self.cut.of(packed)
         fits = packed.num_rows == meta.num_rows and packed.schema == meta.head.schema
         if not fits or dict(packed.layouts) != dict(meta.layouts):
             raise LayoutError(
@@ -121,6 +151,21 @@ class ColumnGroup(Columns):
         parts = [self.parts[share.source].meta.layouts[name].take(share.rows) for share in shares]
         layout = RowLayout.cat([self.declared().layouts[name], *parts])
         return layout if order is None else layout.take(order)
+
+    def take_tokens(self, spans: TokenSpans) -> ColumnGroup:
+        """Spans of tokens, as rows."""
+        head = Cut(self.paths, spans).of(self.declared(), rows=False)
+        if not head.layouts:
+            return self.take(spans.row)
+        number, row = (of_rows[spans.row] for of_rows in self.rows.by_row())
+        at = np.empty(row.size, np.int64)
+        sources: list[Source] = []
+        for place, source in enumerate(self.parts):
+            own = np.flatnonzero(number == place)
+            at[own] = np.arange(own.size)
+            cut = Cut(self.paths, replace(spans.take(own), row=row[own]))
+            sources.append(source.take_tokens(cut))
+        return ColumnGroup(self.paths, tuple(sources), Segments.of_rows(number, at), head=head)
 
     def origins(self) -> Origins:
         """The rows of packed batches that its rows stand for."""

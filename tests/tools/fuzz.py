@@ -4,6 +4,7 @@
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes --threads --kills
     queue       processes of TransferQueue die while others put and get
+    rows        programs of operations on rows, fields and tokens, against lists of what each row holds
     wire        broken files; what was read must decode                          --table FILE ...
 
 A case that fails is printed with the command that plays it again; the end prints what was done. `--jobs` plays cases in
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("batches", "core", "dispatch", "queue", "wire")
+NAMES = ("batches", "core", "dispatch", "queue", "rows", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
