@@ -89,6 +89,11 @@ class FieldForm:
         object.__setattr__(self, "pads_by_bits", text_of(self.pads))
 
 
+def name_of_jagged(path: Path) -> str:
+    """The name of the layout that jagged fields share, after the first of them."""
+    return f"{show(path)} (jagged)"
+
+
 @dataclass(frozen=True)
 class Schema:
     """The root of a batch, the forms of its entries in key order, and the name, width and anchor of each axis."""

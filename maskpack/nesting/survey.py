@@ -32,7 +32,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, verify
 from maskpack.nesting.axes import Axes, Axis
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
-from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
+from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, name_of_jagged, read_layouts, read_pads
 from maskpack.nesting.signs import signs_of_rows
 from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch
@@ -388,7 +388,7 @@ class _Planner:
         """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""
         offsets = offsets_of(value)
         if id(offsets) not in self._own:
-            self._own[id(offsets)] = self._use(f"{show(path)} (jagged)", RowLayout.from_cu_seqlens(offsets))
+            self._own[id(offsets)] = self._use(name_of_jagged(path), RowLayout.from_cu_seqlens(offsets))
         return self._own[id(offsets)]
 
     def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:

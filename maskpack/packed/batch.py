@@ -36,7 +36,6 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.response import SEQUENCE
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.nesting.survey import Survey, hidden, survey
 from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
@@ -182,8 +181,9 @@ class PackedBatch:
             batch._need_rows("cat")
         return batches[0] if len(batches) == 1 else joined(batches, "PackedBatch.cat")
 
-    def take_tokens(self, spans: Any, layout: str = SEQUENCE) -> PackedBatch:
-        """Makes a row of each span of tokens, such as the turns of a trajectory: its fields of `layout` are jagged.
+    def take_tokens(self, spans: Any, layout: str | None = None) -> PackedBatch:
+        """Makes a row of each span of tokens, such as a turn of a trajectory. The fields of `layout` are jagged, as if
+        they had been so when they were packed.
 
         No value is copied before the rows are decoded or sent, as for `take`. Fields without a layout, and Python
         objects, are those of the row.
@@ -191,7 +191,7 @@ class PackedBatch:
         Args:
             spans: integers [N, 3]: a row, its first token and the token behind its last, which count valid tokens. Rows
                 may repeat, and spans overlap.
-            layout: the layout whose tokens are counted.
+            layout: the layout whose tokens are counted; None for `sequence`, or the only one.
 
         Raises:
             LayoutError: a span that is not in the batch; a field with another layout, to be left out by `select`.
@@ -199,8 +199,7 @@ class PackedBatch:
         """
         call = "PackedBatch.take_tokens"
         self._need_rows("take_tokens")
-        lengths = named(self.layouts, layout, call).lengths
-        return tokens_taken(self, TokenSpans.of(spans, layout, lengths, call), call)
+        return tokens_taken(self, TokenSpans.of(spans, layout, self.layouts, call), call)
 
     def _rows_at(self, index: IntArray | slice, count: int) -> PackedBatch:
         rows = range(index.start, index.stop) if isinstance(index, slice) else index.tolist() if self.objects else ()

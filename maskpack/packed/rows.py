@@ -19,7 +19,7 @@ from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.table import Job, encode
 
@@ -77,7 +77,7 @@ def packed_rows(
         _check(name, values, call)
         layout = None
         if lengths is not None:
-            layout = names.setdefault(lengths.tobytes(), f"{name} (jagged)")
+            layout = names.setdefault(lengths.tobytes(), name_of_jagged((name,)))
             if layout not in layouts:
                 layouts[layout] = RowLayout.from_lengths(lengths)
         kind = "dense" if layout is None else "jagged"

@@ -6,20 +6,22 @@ result  jagged rows of 3, 4 and 4 tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maskpack.core.arguments import named
 from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.tensors import host_array
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.response import SEQUENCE
+from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.columns import Columns, Frame, Picked, used
 from maskpack.packed.decode import decoded
 from maskpack.packed.segments import Segments
@@ -39,8 +41,13 @@ class TokenSpans:
     count: IntArray
 
     @classmethod
-    def of(cls, spans: Any, layout: str, lengths: IntArray, call: str) -> TokenSpans:
-        """From [N, 3]: row, start and stop. Raises LayoutError for spans that rows of these lengths do not have."""
+    def of(cls, spans: Any, layout: str | None, layouts: Mapping[str, RowLayout], call: str) -> TokenSpans:
+        """From [N, 3]: row, start and stop. `layout` None stands for the sequence, or the only layout.
+
+        Raises FieldError if it is not among `layouts`, and LayoutError for spans that its rows do not have.
+        """
+        layout = next(iter(layouts)) if layout is None and len(layouts) == 1 else layout or SEQUENCE
+        lengths = named(layouts, layout, call).lengths
         array = host_array(spans, "spans", call)
         if not array.size:
             array = np.zeros((0, 3), np.int64)
@@ -68,7 +75,7 @@ class TokenSpans:
 
     def within(self, other: TokenSpans) -> TokenSpans:
         """Spans whose rows are the spans of `other`, as spans of the rows of `other`."""
-        return TokenSpans(self.layout, other.row[self.row], other.start[self.row] + self.start, self.count)
+        return TokenSpans(other.layout, other.row[self.row], other.start[self.row] + self.start, self.count)
 
     @cached_property
     def rows(self) -> RowLayout:
@@ -98,7 +105,7 @@ class TokenBody:
 
     @property
     def layouts(self) -> dict[str, RowLayout]:
-        return {self.spans.layout: self.spans.rows}
+        return {name_of_jagged(self.batch.tensors[0].path): self.spans.rows}
 
     def nbytes_of(self, paths: Sequence[Path]) -> int:
         """The encoded bytes of some fields, if every token takes an equal share."""
@@ -119,19 +126,20 @@ class TokenBody:
 def tokens_taken(packed: PackedBatch, spans: TokenSpans, call: str) -> PackedBatch:
     """The spans as rows. Raises LayoutError if a field has another layout."""
     inside = [form.path for form in packed.tensors if form.layout == spans.layout]
-    schema = _schema_of_spans(packed.schema, spans.layout, call)
+    name = name_of_jagged(inside[0]) if inside else ""
+    schema = _schema_of_spans(packed.schema, spans.layout, name, call)
     rows = packed.take(spans.row)
     columns: list[Columns] = [own.without(inside).kept(own.paths, ()) for own in rows.picked.columns]
     frames: dict[str, Frame] = {}
     if inside:
         body = TokenBody(packed.select(*inside), spans)
-        columns.append(Columns(tuple(inside), (body,), Segments.whole(spans.row.size), (spans.layout,)))
-        frames[spans.layout] = spans.rows.width, 0
+        columns.append(Columns(tuple(inside), (body,), Segments.whole(spans.row.size), (name,)))
+        frames[name] = spans.rows.width, 0
     return replace(rows, schema=schema, rows=Picked(used(columns), frames))
 
 
-def _schema_of_spans(schema: Schema, layout: str, call: str) -> Schema:
-    """The schema in which the fields of a layout are jagged."""
+def _schema_of_spans(schema: Schema, layout: str, name: str, call: str) -> Schema:
+    """The schema in which the fields of a layout are jagged, in the layout `name`."""
     forms: list[FieldForm] = []
     for form in schema.forms:
         if form.layout not in (None, layout):
@@ -144,6 +152,8 @@ def _schema_of_spans(schema: Schema, layout: str, call: str) -> Schema:
                 f'{call}: the sub-batch "{show(form.path)}" has batch dims {form.node.more_dims} behind its rows; '
                 "expected none. Leave it out, or give the TensorDict batch_size=[rows] before packing."
             )
-        kind = "jagged" if form.kind == "padded" else form.kind
-        forms.append(replace(form, kind=kind, pads=() if form.layout else form.pads, ragged_dim=1, axis=None))
+        if form.layout is not None:
+            kind = "jagged" if form.kind == "padded" else form.kind
+            form = replace(form, kind=kind, layout=name, pads=(), ragged_dim=1)
+        forms.append(replace(form, axis=None))
     return Schema(schema.root, tuple(forms), ())

@@ -74,7 +74,8 @@ class BatchMeta:
 
     def take_tokens(self, cut: Cut) -> BatchMeta:
         """Returns the BatchMeta of spans of tokens."""
-        head, layouts = cut.of(self.head, rows=False), {cut.spans.layout: cut.spans.rows}
+        head = cut.of(self.head, rows=False)
+        layouts = dict.fromkeys(head.layouts, cut.spans.rows)
         share = cut.spans.rows.num_tokens / max(1, self.layouts[cut.spans.layout].num_tokens)
         return BatchMeta(head, layouts, cut.spans.row.size, round(self.nbytes * share))
 

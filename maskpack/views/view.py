@@ -24,7 +24,6 @@ from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.response import SEQUENCE
 from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.columns import cat_columns
 from maskpack.packed.decode import MAX_BYTES, shape_of
@@ -198,11 +197,10 @@ class BatchView:
         _check_places(views, [numbers for _, numbers in together], groups)
         return BatchView(tuple(groups), views[0].order, sum(view.num_rows for view in views))
 
-    def take_tokens(self, spans: Any, layout: str = SEQUENCE) -> BatchView:
+    def take_tokens(self, spans: Any, layout: str | None = None) -> BatchView:
         """Makes a row of each span of tokens, as `PackedBatch.take_tokens`. No data moves: rows that are elsewhere are
         cut there if they are sent to a rank, or here when they are fetched."""
-        lengths = named(self.layouts, layout, "BatchView.take_tokens").lengths
-        own = TokenSpans.of(spans, layout, lengths, "BatchView.take_tokens")
+        own = TokenSpans.of(spans, layout, self.layouts, "BatchView.take_tokens")
         groups = tuple(group.take_tokens(own).trimmed() for group in self.groups)
         return BatchView(groups, self.order, own.row.size).known_as(Origins.whole(own.row.size))
 

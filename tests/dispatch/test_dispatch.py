@@ -455,6 +455,19 @@ def test_what_every_rank_gets_whole_and_what_is_divided(group, batch):
     assert [found["args"] for found in given] == [({"a": 1}, [1, 2])] * 3
 
 
+def test_spans_of_tokens(group, batch):
+    """Of rows here, and of rows in the object store, which are cut there."""
+    spans = [(row, 1, int(n)) for row, n in enumerate(batch["attention_mask"].sum(-1)) if n > 1] + [(2, 0, 1)]
+    fields = batch.select("input_ids", "attention_mask", "uid")
+    stored = group.put(fields)
+    returned = group.call("echo", fields, format="view")
+    for rows in (group.pack(fields), stored, returned):
+        out = group.call("echo", rows.take_tokens(spans))
+        for own, (row, start, stop) in zip(out["input_ids"].unbind(), spans, strict=True):
+            assert own.tolist() == batch["input_ids"][row][batch["attention_mask"][row].bool()][start:stop].tolist()
+        assert list(out["uid"]) == [batch["uid"][row] for row, _, _ in spans]
+
+
 def test_equal_tokens(group, batch):
     assert_same(group.call("echo", batch, balance="tokens"), batch)
     tokens = [p + r for p, r in ROWS]

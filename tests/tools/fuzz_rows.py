@@ -167,21 +167,20 @@ class Program:
         return Held(packed.narrow("experts", start, length), rows, own.spans)
 
     def take_tokens(self, own: Held) -> Held:
-        layout = next((name for name in own.form.layouts if name in ("mask",)), None)
-        if layout is None or not own.rows:
+        inside = [form.layout for form in self.forms(own) if form.layout is not None]
+        if not inside or not own.rows:
             return own
-        lengths = own.form.lengths(layout)
+        lengths = own.form.lengths(inside[0])
         spans: list[tuple[int, int, int]] = []
         for _ in range(int(self.rng.integers(0, 12))):
             row = int(self.rng.integers(len(own.rows)))
             start, stop = np.sort(self.rng.integers(0, lengths[row] + 1, 2)).tolist()
             spans.append((row, start, stop))
-        if not any(name in row for row in own.rows[:1] for name in ("ids", "logs", "advantages", "experts", "mask")):
-            return own
         rows = [
             {name: v[start:stop] if isinstance(v, np.ndarray) else v for name, v in own.rows[row].items()}
             for row, start, stop in spans
         ]
+        layout = inside[0] if len(own.form.layouts) > 1 or self.chance(0.5) else None
         return Held(own.form.take_tokens(spans, layout), rows, True)
 
     def own(self, own: Held) -> Held:
