@@ -108,16 +108,14 @@ class Columns:
     @staticmethod
     def cat(columns: Sequence[Columns], paths: Sequence[Path], layouts: Sequence[str] = ()) -> Columns:
         """The rows of several, of the fields `paths`. Equal parts are one."""
-        numbers: dict[Any, int] = {}
         parts: dict[Any, Any] = {}
-        rows: list[Segments] = []
         for own in columns:
-            keys = [part.key for part in own.parts]
-            for key, part in zip(keys, own.parts, strict=True):
-                numbers.setdefault(key, len(numbers))
-                parts.setdefault(key, part)
-            rows.append(own.rows.renumbered(np.array([numbers[key] for key in keys], np.int64)))
-        return Columns(tuple(paths), tuple(parts.values()), Segments.cat(rows), tuple(layouts))
+            for part in own.parts:
+                parts.setdefault(part.key, part)
+        number = {key: at for at, key in enumerate(parts)}
+        numbers = [np.array([number[part.key] for part in own.parts], np.int64) for own in columns]
+        rows = Segments.cat([own.rows for own in columns], numbers)
+        return Columns(tuple(paths), tuple(parts.values()), rows, tuple(layouts))
 
 
 def cat_columns(
@@ -125,17 +123,22 @@ def cat_columns(
 ) -> list[tuple[Columns, tuple[int, ...]]]:
     """The rows of several batches, one after the other: fields and layouts that come from the same columns of each
     batch are one. With each, the number of its columns in every batch."""
-    homes = [{name: at for at, own in enumerate(batch) for name in (*own.paths, *own.layouts)} for batch in batches]
+    kinds = [tuple([(own.paths, own.layouts) for own in batch]) for batch in batches]
+    homes: dict[Any, dict[Path | str, int]] = {}
+    for kind in dict.fromkeys(kinds):
+        homes[kind] = {name: at for at, own in enumerate(kind) for part in own for name in part}
     names: dict[tuple[int, ...], tuple[list[Path], list[str]]] = {}
     for name in (*paths, *layouts):
-        own = names.setdefault(tuple(home[name] for home in homes), ([], []))
+        own = names.setdefault(tuple([home[name] for home in homes.values()]), ([], []))
         own[1].append(name) if isinstance(name, str) else own[0].append(name)
     if not names:  # a batch without fields has rows, too
-        names[(0,) * len(batches)] = [], []
-    return [
-        (Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], *own), numbers)
-        for numbers, own in names.items()
-    ]
+        names[(0,) * len(homes)] = [], []
+    out: list[tuple[Columns, tuple[int, ...]]] = []
+    for of_kinds, own in names.items():
+        at = dict(zip(homes, of_kinds, strict=True))
+        numbers = tuple([at[kind] for kind in kinds])
+        out.append((Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], *own), numbers))
+    return out
 
 
 class Shown(NamedTuple):

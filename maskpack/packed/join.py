@@ -412,6 +412,8 @@ def _pad_words(form: FieldForm, rows: int) -> Words:
 def with_stacks(batches: Sequence[PackedBatch]) -> list[PackedBatch]:
     """The batches, with each sub-batch that one of them holds as a lazy stack held as one by all of them."""
     stacks = {path for batch in batches for path, held in batch.objects.items() if held.stacked}
+    if not stacks:
+        return list(batches)
     return [_with_stack(batch, stacks & {f.path for f in batch.schema.forms if f.kind == "node"}) for batch in batches]
 
 

@@ -52,9 +52,13 @@ class Segments:
         return cls(source[first], start[first], np.diff(cumulated(count)[np.append(first, start.size)]))
 
     @staticmethod
-    def cat(parts: Sequence[Segments]) -> Segments:
+    def cat(parts: Sequence[Segments], numbers: Sequence[IntArray]) -> Segments:
+        """One after the other, with `numbers[i][s]` in the place of source `s` of part `i`."""
         columns = [(part.source, part.start, part.count) for part in parts]
-        return Segments._longest(*map(np.concatenate, zip(*columns, strict=True)))
+        source, start, count = map(np.concatenate, zip(*columns, strict=True))
+        first = cumulated(np.array([own.size for own in numbers], np.int64))[:-1]
+        place = np.repeat(first, [part.source.size for part in parts])
+        return Segments._longest(np.concatenate(numbers)[place + source], start, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as the narrowest unsigned integers: a shuffled view has a segment for each row."""
@@ -93,10 +97,6 @@ class Segments:
         count[0] -= before
         count[-1] -= int(self.bounds[last]) - end
         return Segments(self.source[first:last], start, count)
-
-    def renumbered(self, numbers: IntArray) -> Segments:
-        """The segments with `numbers[s]` in the place of source `s`."""
-        return Segments._longest(numbers[self.source], self.start, self.count)
 
     def shares(self) -> tuple[list[Share], IntArray | None]:
         """The rows of each source that is used, by rising number, and the index that puts the concatenated shares into

@@ -57,15 +57,19 @@ def test_rows(pairs: list[Pair], more: list[Pair], numbers: list[int], data: st.
     check(Segments.whole(len(pairs)), [(0, row) for row in range(len(pairs))])
     index = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=20)) if pairs else []
     check(segments.take(np.array(index, np.int64)), [pairs[place] for place in index])
-    check(Segments.cat([segments, made(more), segments]), [*pairs, *more, *pairs])
-    check(segments.renumbered(np.array(numbers)), [(numbers[source], row) for source, row in pairs])
+    begin, end = sorted(data.draw(st.integers(0, len(pairs))) for _ in range(2))
+    check(segments.take(slice(begin, end)), pairs[begin:end])
+    own, same = np.array(numbers), np.arange(4)
+    renamed = [(numbers[source], row) for source, row in pairs]
+    check(Segments.cat([segments, made(more), segments], [own, same, same]), [*renamed, *more, *pairs])
     check(pickle.loads(pickle.dumps(segments)), pairs)
     for column, old in zip((segments.source, segments.start, segments.count), before, strict=True):
         assert column.tolist() == old.tolist(), "what is given is not changed"
 
 
 def test_two_sources_that_become_one_join() -> None:
-    check(made([(0, 0), (0, 1), (1, 2), (1, 3)]).renumbered(np.array([7, 7])), [(7, row) for row in range(4)])
+    one = made([(0, 0), (0, 1), (1, 2), (1, 3)])
+    check(Segments.cat([one], [np.array([7, 7])]), [(7, row) for row in range(4)])
 
 
 @given(PAIRS)

@@ -1,0 +1,118 @@
+"""Rows by number: take, cat and split of packed rows, and what it costs to decode or to send the rows chosen.
+
+A decode of all rows is the measure: to decode k of B rows should take k / B of it. `batch[rows]` of the padded batch is
+what a user has without maskpack; its times include no encoding.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from tensordict import TensorDict
+
+from bench.harness.measure import interleaved, progress, require_same, torch_threads
+from bench.harness.registry import case
+from bench.harness.report import Row, times
+from bench.workloads import PAD_ID, batch_of
+from maskpack import PackedBatch, compress, decompress
+from maskpack.core.index import IntArray
+from maskpack.planning import plan_micro_batches
+
+_SOME = (1, 8, 64)
+_WHOLE, _PARTS = "decode of all rows, nested", "plan.apply and decode, nested"
+_PADDED = "plan.apply of the padded batch"
+_CAT, _MANY = "cat of 64 slices", "cat of 4,000 slices"
+_SEND, _SEND_PARTS, _ANEW = "pickle of all rows", "split and pickle of 64 parts", "compress of 64 parts"
+_SPLIT = "split into 64 parts"
+_TOKENS = "take_tokens and decode of 1 turn of each row"
+
+
+@case(
+    "rows",
+    help="take, cat, split of packed rows, and decoding what was chosen",
+    on="cpu",
+    tiny={"rows": 70, "scale": 0.016},
+)
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+    """Raises NotExact if rows that were taken, cut and joined hold other values than the rows of the padded batch."""
+    rows = max(rows, 64)
+    progress(f"rows: {rows} rows")
+    batch = batch_of("reference", rows, scale=scale)
+    packed = compress(batch, pad_token_id=PAD_ID)
+    nbytes = {_SEND: len(pickle.dumps(packed, 5))}
+    report: list[Row] = []
+    with torch_threads(1):
+        report += _planned(batch, packed, rows, rounds)
+        report += _taken(batch, packed, rows, rounds)
+        slices = list(packed.split(-(-rows // 64)))
+        many = [packed[at % rows : at % rows + 1] for at in range(4000)]
+        require_same("cat", decompress(PackedBatch.cat(slices)), batch)
+        parts = list(packed.chunk(64))
+        nbytes[_SEND_PARTS] = sum(len(pickle.dumps(part, 5)) for part in parts)
+        padded = [batch[begin : begin + len(part)] for begin, part in zip(_begins(parts), parts, strict=True)]
+        nbytes[_ANEW] = sum(len(pickle.dumps(compress(part, pad_token_id=PAD_ID), 5)) for part in padded)
+        lengths = packed.lengths("sequence")
+        turns = [(row, int(n) // 4, int(n) // 2) for row, n in enumerate(lengths)]
+        some = packed.select("input_ids")
+        works = {
+            _WHOLE: lambda: decompress(packed, format="nested"),
+            _CAT: lambda: PackedBatch.cat(slices),
+            _MANY: lambda: PackedBatch.cat(many),
+            _SEND: lambda: pickle.dumps(packed, 5),
+            _SPLIT: lambda: packed.chunk(64),
+            _SEND_PARTS: lambda: [pickle.dumps(part, 5) for part in packed.chunk(64)],
+            _ANEW: lambda: [pickle.dumps(compress(part, pad_token_id=PAD_ID), 5) for part in padded],
+            _TOKENS: lambda: decompress(some.take_tokens(turns)),
+        }
+        ms = interleaved(works, rounds)
+    name = f"rows {rows}"
+    report += times(name, ms, ((_SEND_PARTS, _SEND, "<= 1.5"), (_ANEW, _SEND_PARTS, None), (_TOKENS, _WHOLE, None)))
+    report.append(Row(name, "bytes of 64 parts / compressed anew", nbytes[_SEND_PARTS] / nbytes[_ANEW], "x", "<= 1.2"))
+    return report
+
+
+def _planned(batch: TensorDict, packed: PackedBatch, rows: int, rounds: int) -> list[Row]:
+    plan = plan_micro_batches(packed.lengths("sequence"), 16 * int(packed.lengths("sequence").mean()))
+    for part, own in zip(plan.apply(packed), plan.micro_batches, strict=True):
+        require_same("plan.apply", decompress(part), batch[list(own)])
+    ms = interleaved(
+        {
+            _WHOLE: lambda: decompress(packed, format="nested"),
+            _PARTS: lambda: [decompress(part, format="nested") for part in plan.apply(packed)],
+            _PADDED: lambda: list(plan.apply(batch)),
+        },
+        rounds,
+    )
+    name = f"rows {rows} in {len(plan.micro_batches)} micro-batches"
+    return times(name, ms, ((_PARTS, _WHOLE, "<= 2"), (_PADDED, _PARTS, None)))
+
+
+def _taken(batch: TensorDict, packed: PackedBatch, rows: int, rounds: int) -> list[Row]:
+    rng, report = np.random.default_rng(0), list[Row]()
+    for some in _SOME:
+        index = rng.permutation(rows)[:some]
+        require_same("take", decompress(packed.take(index)), batch[index.tolist()])
+        whole, take, decode, padded = _WHOLE, f"take of {some}", f"take and decode of {some}", f"batch[rows] of {some}"
+        works: dict[str, Callable[[], object]] = {
+            whole: lambda: decompress(packed, format="nested"),
+            take: partial(packed.take, index),
+            decode: partial(_decoded, packed, index),
+            padded: partial(batch.__getitem__, index.tolist()),
+        }
+        ms = interleaved(works, rounds)
+        name = f"rows {rows}, {some} scattered"
+        report += times(name, ms, ((padded, decode, None),))
+        most = 0.02 + 3 * ms[whole] * some / rows
+        report.append(Row(name, "take and decode / (20 us + 3 shares of a decode)", ms[decode] / most, "x", "<= 1"))
+    return report
+
+
+def _decoded(packed: PackedBatch, index: IntArray) -> TensorDict:
+    return decompress(packed.take(index), format="nested")
+
+
+def _begins(parts: list[PackedBatch]) -> list[int]:
+    return np.cumsum([0, *map(len, parts)])[:-1].tolist()
