@@ -1,7 +1,8 @@
 """Views of rows of packed batches, which may be in the object store or on other nodes.
 
-view.py        BatchView                     column_group.py    fields whose rows come from the same batches
-segments.py    which rows of which batch     origins.py         which rows of which batch the rows of a view stand for
+view.py            BatchView
+column_group.py    fields whose rows come from the same batches
+origins.py         which rows of which batch the rows of a view stand for
 """
 
 from maskpack.views.column_group import BatchMeta
