@@ -25,7 +25,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
-from maskpack.core.arguments import flag, said, whole
+from maskpack.core.arguments import said, whole
 from maskpack.dispatch.call import Call, answers, deadline, left, seconds
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, shares
 from maskpack.dispatch.endpoints import endpoint
@@ -63,7 +63,6 @@ class WorkerGroup:
         strict_mask_nesting: option of `compress` on the driver. Ranks pack a field that no mask covers padded, with a
             warning; with "both" they raise, too.
         verify: option of `compress` on the driver. Ranks always verify their results.
-        ray_metrics: whether calls are recorded in Ray's own metrics, too, which Prometheus reads (docs/operations.md).
 
     A group can be passed to tasks and actors, which then call the same actors; `close` there kills none. A group is a
     context manager that closes itself.
@@ -83,7 +82,6 @@ class WorkerGroup:
         strict_mask_nesting: bool | Literal["both"] = False,
         verify: Verify = "always",
         codec: str | None = None,
-        ray_metrics: bool = False,
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
@@ -98,8 +96,7 @@ class WorkerGroup:
         packing = Packing(
             None if registry is RL_FIELDS else registry, pad_token_id, strict_mask_nesting == "both", codec
         )
-        ray_metrics = flag(ray_metrics, "ray_metrics", "WorkerGroup")
-        self._ranks = Ranks(list(actors), dp_ranks, collect, packing, ray_metrics)
+        self._ranks = Ranks(list(actors), dp_ranks, collect, packing)
         self._launched: tuple[Any, ...] = ()
         self._options: dict[str, Any] = {
             "registry": registry,
@@ -429,7 +426,7 @@ class WorkerGroup:
         metrics = {"bytes_sent": float(sum(nbytes for _, nbytes in settled)), "bytes_padded": float(view.padded_nbytes)}
         metrics |= {f"{stage}_seconds": took for stage, _, took in stages}
         self.metrics = {PREFIX + name: value for name, value in metrics.items()}
-        self._ranks.record(CallTimes("put", tuple(Span(None, *stage) for stage in stages)), self.metrics)
+        self._ranks.timeline.add(CallTimes("put", tuple(Span(None, *stage) for stage in stages)))
         return there if onto is None else onto.with_fields(there)
 
     def plan(
