@@ -20,7 +20,7 @@ import maskpack as mp
 from maskpack.dispatch import WorkerGroup, endpoint, endpoints, failures, placement, ranks
 from maskpack.dispatch import call as calls
 from maskpack.dispatch.messages import Packing, RankReply
-from maskpack.dispatch.timeline import STAGES, CallTimes, Span, Timeline, rank_spans
+from maskpack.dispatch.timeline import CallTimes, Span, Timeline, rank_spans
 from maskpack.errors import WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
