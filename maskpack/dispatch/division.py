@@ -49,11 +49,7 @@ def ranks_of(
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
     """The rows of each rank."""
-    if isinstance(balance, str):
-        if balance not in ("rows", "tokens"):
-            raise LayoutError(
-                f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
-            )
+    if isinstance(balance, str) and balance in ("rows", "tokens"):
         sums = cumulated(view.tokens())
         if balance == "rows" or not sums[-1]:
             ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]

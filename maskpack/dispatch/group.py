@@ -30,7 +30,6 @@ from maskpack.dispatch.call import Call, answers, deadline, left, seconds
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, shares
 from maskpack.dispatch.endpoints import endpoint
 from maskpack.dispatch.failures import storing
-from maskpack.dispatch.messages import Packing
 from maskpack.dispatch.ranks import Broadcast, Ranks, Request, Results
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
@@ -93,9 +92,9 @@ class WorkerGroup:
                 "Pass one of these."
             )
         Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
-        packing = Packing(
-            None if registry is RL_FIELDS else registry, pad_token_id, strict_mask_nesting == "both", codec
-        )
+        packing = {"pad_token_id": pad_token_id, "strict_mask_nesting": strict_mask_nesting == "both", "codec": codec}
+        if registry is not RL_FIELDS:  # the default, which is then not pickled
+            packing["registry"] = registry
         self._ranks = Ranks(list(actors), dp_ranks, collect, packing)
         self._launched: tuple[Any, ...] = ()
         self._options: dict[str, Any] = {
@@ -139,14 +138,13 @@ class WorkerGroup:
             )
         whole(ranks, "ranks", 1, "WorkerGroup.launch")
         whole(peers, "peers", 1, "WorkerGroup.launch")
-        known = sorted(set(inspect.signature(WorkerGroup).parameters) - {"actors", "dp_ranks"})
-        odd = sorted(set(options) - set(known))
-        if odd:
+        try:
+            inspect.signature(cls).bind([], dp_ranks=None, **options)
+        except TypeError as error:
             raise MaskpackError(
-                f"WorkerGroup.launch: no option is called {', '.join(map(repr, odd))}; expected num_cpus, peers, "
-                f"actor_options, worker_kwargs or {', '.join(known)}. Pass keyword arguments of the worker as "
-                f"worker_kwargs={{{odd[0]!r}: ...}}, and those of Ray as actor_options={{...}}."
-            )
+                f"WorkerGroup.launch: {error}; expected options of launch or of WorkerGroup. Pass keyword arguments of "
+                "the worker as worker_kwargs={...}, and those of Ray as actor_options={...}."
+            ) from error
         for name, value in (("actor_options", actor_options), ("worker_kwargs", worker_kwargs)):
             if value is not None and not isinstance(value, Mapping):
                 raise MaskpackError(

@@ -22,7 +22,7 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.division import ranks_of
 from maskpack.dispatch.failures import storing
-from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
+from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.dispatch.timeline import Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError
@@ -136,7 +136,7 @@ class Ranks:
         actors: Sequence[Any],
         dp_ranks: Sequence[int] | None,
         collect: Sequence[bool] | None,
-        packing: Packing,
+        packing: Mapping[str, Any],
     ) -> None:
         self.actors: tuple[Any, ...] = tuple(actors)
         self.members, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)

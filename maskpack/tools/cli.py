@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from maskpack.packed.decode import MAX_BYTES
 from maskpack.tools import doctor, inspector
 from maskpack.tools.files import MOST_RATIO, SMALL, Unusable, one_line
 
-_DEMO_NEEDS = ("ray", "rich", "transformers")
+_DEMO_NEEDS = ("ray", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +119,7 @@ def _demo(args: argparse.Namespace) -> int:
             raise
         print(f"maskpack demo: {missing} is not installed; run: pip install 'maskpack[demo]'", file=sys.stderr)
         return 2
-    return demo.run(args.prompts, args.responses, args.seed, args.ranks)
+    return demo.run(args.prompts, args.responses, args.seed, args.ranks, functools.partial(print, flush=True))
 
 
 if __name__ == "__main__":

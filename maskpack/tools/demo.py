@@ -12,13 +12,11 @@ The model is a Qwen3 with random weights, and the tokens are random; the lengths
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import os
 import pickle
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
@@ -26,8 +24,6 @@ from typing import Any, cast
 
 import ray
 import torch
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -246,29 +242,30 @@ def compare(padded: Mapping[str, Tensor], maskpack: Mapping[str, Tensor]) -> int
 # -------------------------------------------------------------------- the run
 
 
-def run(prompts: int, responses: int, seed: int, ranks: int) -> int:
+def run(prompts: int, responses: int, seed: int, ranks: int, say: Callable[[str], None]) -> int:
     """Runs the demo with `prompts` x `responses` rows; returns the exit status: 0, or 1 if any bit differs."""
-    console, threads = Console(), torch.get_num_threads()
+    threads, alone = torch.get_num_threads(), not ray.is_initialized()
     torch.set_num_threads(1)  # as in the workers: threads that wait for a core would be measured too
+    # Without it Ray warns of a coming change in how it hides GPUs, of which the demo uses none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        with contextlib.nullcontext() if ray.is_initialized() else _local_ray(ranks):
-            console.print(f"{ranks} workers start ...")
-            remote: Any = ray.remote(Scorer)
-            taps = [_Tap(remote.remote(seed)) for _ in range(ranks)]
-            batch = rollout_batch(prompts, responses, seed)
-            console.print(f"{ROUNDS} rounds, both ways ...")
-            trips, compared = _measure(taps, batch)
+        say(f"{ranks} workers start ...")
+        taps = [_Tap(actor) for actor in WorkerGroup.launch(Scorer, ranks, seed).actors]
+        batch = rollout_batch(prompts, responses, seed)
+        say(f"{ROUNDS} rounds, both ways ...")
+        trips, compared = _measure(taps, batch)
     except OutputsDiffer as error:
-        console.print("THE OUTPUTS DIFFER", style="bold white on red")
-        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+        say(f"THE OUTPUTS DIFFER\n{error}")
         return 1
     finally:
         torch.set_num_threads(threads)
-    console.print(_table(batch, trips, ranks))
+        if alone:
+            ray.shutdown()
+    say(_table(batch, trips, ranks))
     padded, packed = (trips[way][-1].sent for way in WAYS)
     ratio = f"{padded / packed:.1f} times fewer bytes than padded"
-    console.print(f"To the workers, maskpack sent {packed / 1e3:,.1f} kB: {ratio}.", soft_wrap=True)
-    console.print(f"[bold green]All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
+    say(f"\nTo the workers, maskpack sent {packed / 1e3:,.1f} kB: {ratio}.")
+    say(f"All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
     return 0
 
 
@@ -285,35 +282,14 @@ def _measure(taps: Sequence[_Tap], batch: TensorDict) -> tuple[dict[str, list[Tr
     return trips, compared
 
 
-@contextlib.contextmanager
-def _local_ray(ranks: int) -> Generator[None]:
-    """A Ray of this process's own."""
-    # Without it Ray warns of a coming change in how it hides GPUs, of which the demo uses none.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        num_cpus=ranks,
-        object_store_memory=512 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -> Table:
+def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -> str:
     valid = batch["attention_mask"].float().mean().item()
-    table = Table(
-        title=f"{batch.shape[0]} rows of {batch['prompts'].shape[1]} + {batch['responses'].shape[1]} tokens, "
-        f"{valid:.1%} valid, to {ranks} workers and back",
-        caption="Bytes are those that Ray carried: pickle streams and out-of-band buffers. Times are medians of "
-        f"{ROUNDS} rounds; the model, timed on the worker that ended last, runs the same code both ways.",
-    )
-    for name in ("", *WAYS, "padded / maskpack"):
-        table.add_column(name, justify="right" if name else "left")
+    lines = [
+        f"\n{batch.shape[0]} rows of {PROMPT_WIDTH} + {RESPONSE_WIDTH} tokens, {valid:.1%} valid, to {ranks} workers "
+        "and back. Bytes are those that\nRay carried: pickle streams and out-of-band buffers. Times are medians of "
+        f"{ROUNDS} rounds; the model,\ntimed on the worker that ended last, runs the same code both ways.\n",
+        f"{'':<20}{WAYS[0]:>14}{WAYS[1]:>14}  padded / maskpack",
+    ]
     for name, attribute, unit, scale in (
         ("to the workers", "sent", "kB", 1e3),
         ("back to the driver", "returned", "kB", 1e3),
@@ -322,6 +298,6 @@ def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -
         ("whole", "whole", "ms", 1),
     ):
         padded, packed = (median(getattr(trip, attribute) for trip in trips[way]) / scale for way in WAYS)
-        ratio = "" if attribute in ("model", "whole") else f"{padded / packed:.1f} x"  # the same code runs both ways
-        table.add_row(name, f"{padded:,.1f} {unit}", f"{packed:,.1f} {unit}", ratio)
-    return table
+        ratio = "" if attribute in ("model", "whole") else f"{padded / packed:>17,.1f} x"  # of what differs
+        lines.append(f"{name:<20}{padded:>11,.1f} {unit}{packed:>11,.1f} {unit}{ratio}")
+    return "\n".join(lines)

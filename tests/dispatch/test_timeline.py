@@ -19,7 +19,7 @@ from tensordict import TensorDict
 import maskpack as mp
 from maskpack.dispatch import WorkerGroup, endpoint, endpoints, failures, placement, ranks
 from maskpack.dispatch import call as calls
-from maskpack.dispatch.messages import Packing, RankReply
+from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.timeline import CallTimes, Span, Timeline, rank_spans
 from maskpack.errors import WorkerError
 
@@ -148,7 +148,7 @@ class Driver:
 
     def send(self, *answers: tuple[float, Any]) -> calls.Call:
         actors = [FakeActor(self.clock, *answer) for answer in answers]
-        self.ranks = ranks.Ranks(actors, None, None, Packing(None, None, False, None))
+        self.ranks = ranks.Ranks(actors, None, None, {})
         request = ranks.Request("update", (), {}, "padded", None, 60.0)
         parts, _, put = self.ranks.send(request, {rank: np.array([rank]) for rank in range(len(actors))})
         metrics = {"maskpack/dispatch/bytes_padded": 1000.0, "maskpack/dispatch/bytes_sent": 100.0}

@@ -498,18 +498,3 @@ def test_metrics_by_hand() -> None:
     assert half.loads() == [85, 74]
     assert half.metrics()["plan/budget_use"] == 11.5 / 12
     assert half.metrics()["plan/imbalance"] == 85 / 79.5
-
-
-# -------------------------------------------------------------------- context parallelism
-
-
-@for_cases(st.integers(1, 8), st.integers(1, 40), kinds=["tokens", "prefix"])
-def test_the_budget_is_that_of_one_of_the_ranks_that_share_a_micro_batch(case: Case, ranks: int, budget: int) -> None:
-    plan = dataclasses.replace(case, token_budget=budget).but(context_parallel=ranks).plan
-    assert plan.updates == dataclasses.replace(case, token_budget=budget * ranks).plan.updates
-
-
-def test_budgets_of_many_ranks_do_not_overflow() -> None:
-    assert plan_micro_batches([3, 2], np.int64(1 << 61), options=of(context_parallel=16)).counts == [1]
-    own = of(cost=lambda n: n * 1.0, context_parallel=16)
-    assert plan_micro_batches([3, 2], 1e308, options=own).counts == [1]

@@ -40,8 +40,8 @@ def test_demo_runs_from_any_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "All outputs were bitwise equal" in done.stdout
     assert "times fewer bytes than padded." in done.stdout
-    cells = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if " ms" in line]
-    assert {row[1]: bool(row[4]) for row in cells} == WITH_RATIO
+    times = [line for line in done.stdout.splitlines() if " ms" in line]
+    assert {line[:20].rstrip(): line.endswith(" x") for line in times} == WITH_RATIO
     assert "Warning" not in done.stderr
 
 
@@ -100,7 +100,7 @@ def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
 # -------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("name", ["ray", "rich", "transformers"])
+@pytest.mark.parametrize("name", ["ray", "transformers"])
 def test_missing_extra_is_one_line(name, monkeypatch, capsys):
     monkeypatch.delattr(maskpack.tools, "demo")
     for module in [known for known in sys.modules if known.startswith((f"{name}.", "maskpack.tools.demo"))]:
