@@ -289,17 +289,6 @@ def test_only_new_fields_are_put_onto_a_view(group, batch, puts):
     assert puts == []
 
 
-def test_several_batches_one_for_all_and_a_large_argument(group, batch, puts):
-    other, few = batch.select("advantages", "attention_mask", "prompts"), batch[:5]
-    table = np.arange(2**19, dtype=np.float32)
-    out = group.call("mix", batch, other, Broadcast(few), table=table)
-    expected = Worker().mix(batch, other, few, table=table)
-    assert_same(out, TensorDict({"values": expected["values"]}, batch_size=[B]))
-    sizes = [len(value) for value in puts if isinstance(value, mp.PackedBatch)]
-    assert sorted(sizes) == [5] + 4 * [B // 2]
-    assert [value for value in puts if not isinstance(value, mp.PackedBatch)] == [table]
-
-
 # -------------------------------------------------------------------- ranks of several actors
 
 

@@ -17,7 +17,7 @@ from samples import PAD, rollout
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack.dispatch import WorkerGroup, endpoint, endpoints, failures, placement, ranks
+from maskpack.dispatch import WorkerGroup, endpoint, failures, placement, ranks
 from maskpack.dispatch import call as calls
 from maskpack.dispatch.messages import RankReply
 from maskpack.dispatch.timeline import CallTimes, Span, Timeline, rank_spans
@@ -69,17 +69,6 @@ def test_the_stages_of_a_rank(begun: float, waited: float, settled: float, expec
     assert spans[0].begin == 10.0
     assert [span.begin for span in spans[1:4]] == ends[:3]
     assert spans[4].begin == max(ends[3], waited)
-
-
-def test_the_timer_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(5.0)
-    monkeypatch.setattr(endpoints, "time", clock)
-    timer = endpoints._Timer()
-    for stage, seconds in (("decode", 1.0), ("run", 4.0), ("encode", 0.5), ("decode", 2.0), ("run", 8.0)):
-        clock.now += seconds
-        timer.lap(stage)
-    assert timer.begun == 1005.0
-    assert timer.seconds == {"decode": 3.0, "run": 12.0, "encode": 0.5}
 
 
 # -------------------------------------------------------------------- one call

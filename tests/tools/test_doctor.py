@@ -442,22 +442,6 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
 
 
-def test_strict_says_the_pad_token_that_it_takes(tmp_path, capsys):
-    """`compress` refuses the batch without a pad token."""
-    file, fields = saved(rollout(), tmp_path / "b"), len(rollout().keys())
-    with pytest.raises(maskpack.errors.RegistryError, match="no pad_token_id was given"):
-        maskpack.compress(rollout(), strict_mask_nesting=True)
-    note = (
-        f"pad_token_id was not given; {samples.PAD} is the value under the masks of the token fields. Pass it to "
-        f"compress as pad_token_id={samples.PAD}."
-    )
-    shown = doctor(["--strict", file], capsys, 0)
-    assert shown == f"{file}: {fields} fields, none stays padded\n  note: {note}\n"
-    assert f"note: {note}\n" in doctor([file], capsys, 0)
-    (found,) = json.loads(doctor(["--strict", "--json", file], capsys, 0))
-    assert found["note"] == note
-
-
 def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
     ids, mask = torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.int64)
     file = saved(TensorDict({"attention_mask": mask, "input_ids": ids}, batch_size=[2]), tmp_path / "b")

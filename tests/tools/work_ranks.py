@@ -8,7 +8,6 @@ Each function runs in all ranks of a group (ranks.py); the `check_` functions lo
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import warnings
@@ -158,19 +157,6 @@ def attempt_in_groups() -> dict[str, Attempt]:
 
 def do_all() -> tuple[dict[str, Attempt], dict[str, Attempt]]:
     return attempt_all(), attempt_in_groups()
-
-
-def some_fail() -> None:
-    """Rank 0 calls, and rank 1 never does; rank 2 raises, and rank 3 ends."""
-    rank = dist.get_rank()
-    pair = dist.new_group([0, 1], timeout=PATIENCE)
-    if rank == 0:
-        agree_on_count(_plan(), pair)
-    elif rank == 1:
-        time.sleep(600)
-    elif rank == 2:
-        raise ValueError("broken rank")
-    os._exit(7)
 
 
 # -------------------------------------------------------------------- rounds of fully sharded training
