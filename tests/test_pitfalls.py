@@ -22,7 +22,6 @@ from samples import (
     parts_of,
     per_row,
     positions,
-    real_positions,
     response_mask,
     rollout,
     row_list,
@@ -36,7 +35,6 @@ from maskpack.core import pads
 from maskpack.nesting.survey import dense_fields
 
 B = len(ROWS)
-ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
 DTYPES = [
     torch.bool,
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),

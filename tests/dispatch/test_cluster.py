@@ -48,11 +48,6 @@ class Worker:
         return self.name, batch["row"].tolist()
 
     @endpoint
-    def mix(self, batch, other, whole, *, table):
-        values = other["advantages"] * batch["old_log_probs"] + whole["returns"].amax() + float(table[-1])
-        return TensorDict({"values": values}, batch_size=batch.batch_size)
-
-    @endpoint
     def scribble(self, batch, whole, table):
         """What was in the batch; then everything that can be seen is overwritten."""
         before = batch.clone()

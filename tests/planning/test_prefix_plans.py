@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +14,6 @@ from plan_cases import Case, Row, for_cases, many, real, tree_of, trie, tries
 from maskpack.errors import PlanError
 from maskpack.planning import PlanOptions, PrefixTree, plan_micro_batches, plan_ranks
 from maskpack.planning.prefixes import tree_units
-
-
-def real_loads(plan: Any) -> list[float]:
-    return [load for load, dummy in zip(plan.loads(), plan.is_dummy, strict=True) if not dummy]
-
 
 # -------------------------------------------------------------------- one rank
 

@@ -62,10 +62,6 @@ class Store:
         return counts
 
 
-def no_get(refs: list[Any]) -> Any:
-    raise AssertionError("fetched")
-
-
 def pack(batch: TensorDict, **more: Any) -> PackedBatch:
     return compress(batch, pad_token_id=samples.PAD, **more)
 
