@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated, even_sizes, row_index
@@ -54,7 +53,8 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
         if balance == "rows" or not sums[-1]:
             ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
         else:
-            ends = _nearest(sums, sums[-1] * np.arange(1, ranks) / ranks)
+            middles = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
+            ends = np.searchsorted(middles, sums[-1] * np.arange(1, ranks) / ranks)
         return np.split(np.arange(view.num_rows), ends.tolist())
     if not isinstance(balance, list | tuple | np.ndarray):
         raise LayoutError(
@@ -113,13 +113,6 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
             "lengths= to group.plan."
         )
     return divided(view, plan.rows, ranks)
-
-
-def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:
-    """The index of the nearest entry of `sums`, which start at 0 and do not decrease, for each number."""
-    middles = (sums[1:] + sums[:-1]) / 2
-    nearest: IntArray = np.searchsorted(middles, wanted)
-    return nearest
 
 
 def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:

@@ -4,12 +4,10 @@
     a reference, on the site         used as it is: the ranks read their rows from shared memory
     a reference, on another node     cut on that node if only some rows are needed; Ray transfers the cut
 
-A put object is remembered until other rows of its batch are put, the batch is freed, or the budget of the group is
-full."""
+A put object is remembered until other rows of its batch are put, the batch is freed, or four others were put since."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -28,14 +26,12 @@ from maskpack.views.view import BatchView
 
 Site = frozenset[str]
 """The nodes of the actors of a rank; empty in a cluster of one node."""
-SHARE = 4
-"""The remembered objects of a group take at most 1 / SHARE of the object store on the node of the driver, or the size
-of the batch used last."""
+_REMEMBERED = 4
+"""The number of batches whose objects a group remembers, those used last."""
 
 _PATIENCE = 60.0
 """Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
 
-_log = logging.getLogger(__name__)
 _ray: Any = ray
 
 
@@ -170,26 +166,12 @@ class Placement:
             return Source(last.reference, last.meta), 0
         meta = source.meta if site is None else source.meta.take(rows)
         fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), meta)
-        room = nodes_alive().get(this_node(), 0.0) / SHARE
         with self._lock:
             dropped: list[Any] = [known.get(site)]
             known[site] = fresh
-            dropped += self._over(room)
+            dropped += [self._put.pop(batch, None) for batch in list(self._put)[:-_REMEMBERED]]
         del last, dropped  # Ray releases the objects here, outside the lock
         return Source(fresh.reference, meta), meta.nbytes
-
-    def _over(self, room: float) -> list[Any]:
-        """Removes and returns the batches used longest ago, until the rest fits into `room` bytes or one batch is
-        left."""
-        sizes = {batch: sum(put.meta.nbytes for put in known.values()) for batch, known in self._put.items()}
-        total, out = sum(sizes.values()), list[Any]()
-        for batch in list(sizes)[:-1]:
-            if total <= room:
-                break
-            total -= sizes[batch]
-            _log.debug("forgets a put batch of %d bytes; later calls with it put it again", sizes[batch])
-            out.append(self._put.pop(batch, None))
-        return out
 
 
 def _answered(reference: Any) -> bool:

@@ -38,11 +38,10 @@ class Put:
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node."""
+    """The nodes in `alive`, by name; what was put."""
     alive = {A: 4000.0}
     puts: list[PackedBatch] = []
     monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
-    monkeypatch.setattr(placement, "this_node", lambda: A)
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
     yield alive, puts
     Put.on_release = None
@@ -125,22 +124,14 @@ def test_threads_that_put_different_rows(store):
 def test_what_was_used_longest_ago_is_forgotten_first(store):
     _, puts = store
     place = Placement(1)
-    batches = [numbers(50, 50 * n) for n in range(4)]
-    views = [BatchView.of(packed) for packed in batches]
-    size = batches[0].nbytes
-    assert 300 < size < 500, "two fit into a quarter of the store"
-    for n in (0, 1, 0, 2):  # 2 takes the room of 1
-        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
-    assert len(puts) == 3
+    batches = [numbers(50, 50 * n) for n in range(5)]
+    for n in (0, 1, 2, 3, 0, 4):  # 4 takes the place of 1
+        settled(place, BatchView.of(batches[n]))
+    assert len(puts) == 5
     del puts[:]
-    for n in (0, 2, 0, 1, 0):
-        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
+    for n in (0, 2, 3, 4, 0, 1, 0):
+        assert settled(place, BatchView.of(batches[n])) == list(range(50 * n, 50 * n + 50))
     assert puts == [batches[1]]
-    del puts[:]
-    large = BatchView.of(numbers(500))  # larger than the room: it is remembered until another comes
-    for view in (large, large, views[0], large):
-        settled(place, view)
-    assert [len(packed) for packed in puts] == [500, 50, 500]
 
 
 def test_a_batch_that_dies_is_forgotten(store):

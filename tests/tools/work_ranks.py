@@ -127,7 +127,7 @@ PLANS: dict[str, Callable[[int], Any]] = {
     "neither plan nor function": lambda rank: [[0, 1]] if rank == 0 else _plan(),
     "a function raises": lambda rank: lambda: _without_mask(rank),
     "two ranks without lengths": lambda rank: lambda: _without_lengths(rank),
-    "fewer rows than micro-batches": lambda rank: _plan(rank + 1, loss=True),
+    "fewer rows than micro-batches": lambda rank: _plan(rank + 1, loss=True).with_count([2, 2, 3, 3][rank]),
     "no rows on one": lambda rank: _plan(0 if rank == 3 else 5),
     "no rows at all": lambda rank: _plan(0, loss=True, num_updates=2),
     "other updates": lambda rank: _plan(num_updates=2 if rank == 0 else 1),
