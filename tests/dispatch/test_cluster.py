@@ -418,23 +418,3 @@ def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, nee
     assert_same(group.call("echo", batch), batch)
     assert [len(packed) for packed in puts] == [B // 2] * 2
     assert [site for site, _ in needed] == [{nodes[0]}, {nodes[1]}]
-
-
-def test_an_actor_that_moved_is_found_by_its_next_receipt(cluster, nodes, batch):
-    node = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
-    mover = Remote.options(resources={"mover": 0.5}, max_restarts=1).remote("mover")
-    group = WorkerGroup([on(nodes[0]), mover], pad_token_id=PAD)
-    assert_same(group.call("echo", batch), batch)
-    assert group._ranks.store.sites()[1] == {node.node_id}
-    other = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
-    cluster.remove_node(node, allow_graceful=False)
-    for _ in range(100):
-        try:
-            seen = group.call("echo", batch)
-            break
-        except WorkerError as error:
-            assert_same(error.call.retry().result(), batch)
-            time.sleep(0.1)
-    assert_same(seen, batch)
-    assert group._ranks.store.sites()[1] == {other.node_id}
-    cluster.remove_node(other, allow_graceful=False)

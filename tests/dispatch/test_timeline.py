@@ -253,25 +253,6 @@ def test_the_table() -> None:
     assert Timeline().report() == ""
 
 
-def test_sums_for_a_logger() -> None:
-    assert two_calls().metrics() == {
-        "maskpack/dispatch/update/calls": 2.0,
-        "maskpack/dispatch/update/seconds": 5.0,
-        "maskpack/dispatch/update/prepare_seconds": 0.25,
-        "maskpack/dispatch/update/put_seconds": 0.25,
-        "maskpack/dispatch/update/fetch_seconds": 0.25,
-        "maskpack/dispatch/update/decode_seconds": 0.25,
-        "maskpack/dispatch/update/run_seconds": 3.0,
-        "maskpack/dispatch/update/encode_seconds": 0.0,
-        "maskpack/dispatch/update/return_seconds": 2.0,
-        "maskpack/dispatch/update/gather_seconds": 1.0,
-        "maskpack/dispatch/put/calls": 1.0,
-        "maskpack/dispatch/put/seconds": 0.75,
-        "maskpack/dispatch/put/prepare_seconds": 0.5,
-        "maskpack/dispatch/put/put_seconds": 0.25,
-    }
-
-
 def test_the_last_calls_are_kept() -> None:
     timeline = Timeline()
     for number in range(200):

@@ -81,9 +81,8 @@ def test_the_rank_with_most_micro_batches_sets_the_count(seen: Seen, name: str) 
 
 
 def test_a_rank_with_fewer_rows_than_micro_batches_gets_dummies_that_count_nothing(seen: Seen) -> None:
-    got = finished(
-        seen, "fewer rows than micro-batches"
-    )  # lengths 4; 4 3; 4 3 2; 4 3 2 5; all are loss tokens; rank 0 has a dummy before
+    """Of lengths 4; 4 3; 4 3 2; 4 3 2 5, which are the loss tokens, too. Rank 0 has a dummy before."""
+    got = finished(seen, "fewer rows than micro-batches")
     assert [own.counts for own in got] == [[3]] * RANKS
     assert [own.dummies for own in got] == [[2], [1], [0], [0]]
     weight = 4 / (4 + 7 + 9 + 14)  # gradients are averaged over four ranks

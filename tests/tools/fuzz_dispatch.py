@@ -1,7 +1,6 @@
 """Random sequences of dispatch, each step compared bit for bit with plain indexing of the padded batch.
 
 python -m tests.tools.fuzz dispatch --count 200 [--nodes 3]                sequences: put, call, move rows, fail, retry
-python -m tests.tools.fuzz dispatch --threads 8 --count 10 [--nodes 3]     threads that share a group and a PackedBatch
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import argparse
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -282,64 +279,11 @@ def play_sequence(scene: Scene, seed: int) -> Counter[str]:
     return sequence.done
 
 
-def play_threads(scene: Scene, seed: int, number: int, seconds: float = 6) -> Counter[str]:
-    """All threads take rows of one PackedBatch through one group, many at once: an object that was put is released when
-    the next one is."""
-    group = WorkerGroup(scene.actors[:1], pad_token_id=PAD)
-    first = Sequence(scene, seed)
-    batch = torch.cat([first.batch] * (1 + 64 // len(first.batch)))
-    batch["row"] = torch.arange(len(batch))
-    packed = group.pack(batch)
-    view, count = BatchView.of(packed), len(batch)
-    end, done, lock = time.monotonic() + seconds, Counter[str](), threading.Lock()
-
-    def check(seen: Any, want: TensorDict) -> None:
-        assert_same(seen.materialize(get=ray.get) if isinstance(seen, BatchView) else seen, want)
-
-    def step(rng: np.random.Generator) -> str:
-        rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
-        part, want = view.take(rows), batch[torch.from_numpy(rows)]
-        kind = ("padded", "view", "put", "packed", "fields", "raise")[int(rng.integers(6))]
-        halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
-        calls = [group.submit("rows", view.take(half)) for half in halves]
-        for half, call in zip(halves, calls, strict=True):
-            assert call.result() == [half.tolist()], "rows of another thread"
-        if kind in ("padded", "view"):
-            check(group.call("echo", part, format=kind), want)
-        elif kind == "put":
-            check(group.call("echo", group.put(part)), want)
-        elif kind == "packed":
-            check(group.call("echo", packed), batch)
-        elif kind == "fields":
-            values = group.call("scale", part, 2.0, format="view")
-            check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
-        else:
-            path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
-            try:
-                seen = group.call("once", part, int(rows[0]), path, "raise")
-            except mp.errors.WorkerError as error:
-                seen = error.call.retry().result()
-            check(seen, want)
-        return kind
-
-    def work(own: int) -> None:
-        rng = np.random.default_rng([seed, own])
-        while time.monotonic() < end:
-            kind = step(rng)
-            with lock:
-                done[kind] += 1
-
-    with ThreadPoolExecutor(number) as pool:
-        list(pool.map(work, range(number)))
-    return done
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
 
 
-_PLAY: list[Callable[[int], Counter[str]]] = []
+_SCENES: list[Scene] = []
 
 
 @contextmanager
@@ -359,10 +303,7 @@ def session(given: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, set_list_to_stack(True):
         FOLDERS["dir"] = folder
         scene = Scene()
-        if given.threads:
-            _PLAY.append(lambda seed: play_threads(scene, seed, given.threads))
-        else:
-            _PLAY.append(lambda seed: play_sequence(scene, seed))
+        _SCENES.append(scene)
         yield
     ray.shutdown()
     if cluster is not None:
@@ -370,4 +311,4 @@ def session(given: argparse.Namespace) -> Iterator[None]:
 
 
 def play(seed: int) -> Counter[str]:
-    return _PLAY[-1](seed)
+    return play_sequence(_SCENES[-1], seed)

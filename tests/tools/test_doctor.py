@@ -607,11 +607,7 @@ def test_the_limit_can_be_given(command, tmp_path, capsys):
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     file = saved(rollout(), tmp_path / "b.pt")
     home, name = (doctor_module, "diagnose") if command == "doctor" else (inspector, "figures")
-    for error in (
-        MemoryError("Unable to allocate 16.0 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    ):
+    for error in (MemoryError("16.0 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 
         def fails(*_, error=error, **__):
             raise error
@@ -619,9 +615,8 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(home, name, fails)
         assert cli.main([command, str(file), "--pad-token-id", "7"]) == 2
         shown = capsys.readouterr()
-        assert shown.out == ""
         assert shown.err.startswith(f"maskpack {command}: it does not fit into the memory of this machine")
-        assert shown.err.count("\n") == 1
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
 
     def wrong(*_, **__):
         raise RuntimeError("something else")
