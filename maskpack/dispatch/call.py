@@ -79,17 +79,13 @@ class Call:
 
     def _resolve(self, future: Future[Any]) -> None:
         """Gives the result to a future, or ends when that is cancelled."""
-        value, error = None, None
+        settle: Callable[[Any], None] = future.set_result
         try:
             value = self._result(math.inf, lambda: not future.cancelled())
-        except BaseException as raised:
-            error = raised
-        if not future.set_running_or_notify_cancel():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+        except BaseException as error:
+            settle, value = future.set_exception, error
+        if future.set_running_or_notify_cancel():
+            settle(value)
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""

@@ -51,10 +51,10 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
     if isinstance(balance, str) and balance in ("rows", "tokens"):
         sums = cumulated(view.tokens())
         if balance == "rows" or not sums[-1]:
-            ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
+            ends = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
         else:
             middles = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
-            ends = np.searchsorted(middles, sums[-1] * np.arange(1, ranks) / ranks)
+            ends: IntArray = np.searchsorted(middles, sums[-1] * np.arange(1, ranks) / ranks)
         return np.split(np.arange(view.num_rows), ends.tolist())
     if not isinstance(balance, list | tuple | np.ndarray):
         raise LayoutError(

@@ -92,7 +92,11 @@ class WorkerGroup:
                 "Pass one of these."
             )
         Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
-        packing = {"pad_token_id": pad_token_id, "strict_mask_nesting": strict_mask_nesting == "both", "codec": codec}
+        packing: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "strict_mask_nesting": strict_mask_nesting == "both",
+            "codec": codec,
+        }
         if registry is not RL_FIELDS:  # the default, which is then not pickled
             packing["registry"] = registry
         self._ranks = Ranks(list(actors), dp_ranks, collect, packing)

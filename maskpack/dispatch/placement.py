@@ -50,10 +50,9 @@ def this_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def nodes_alive() -> dict[str, float]:
-    """The size in bytes of the object store of each node that is alive, by node id."""
-    nodes = [node for node in _ray.nodes() if node["Alive"]]
-    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in nodes}
+def nodes_alive() -> set[str]:
+    """The ids of the nodes that are alive."""
+    return {node["NodeID"] for node in _ray.nodes() if node["Alive"]}
 
 
 @dataclass
@@ -107,7 +106,7 @@ class Placement:
             sites = list(self._sites)
         known = [node for site in sites for node in site or ()]
         suspects = {node for rank in died for node in (sites[rank] or known)}
-        suspects = suspects & nodes_alive().keys() - {this_node()}
+        suspects = suspects & nodes_alive() - {this_node()}
         task = cast("Any", _answer)
         asked: dict[Any, str] = {
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
@@ -116,7 +115,7 @@ class Placement:
         ready: list[Any] = []
         if asked:
             ready = _ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE)[0]
-        return set(nodes_alive()) - suspects | {asked[ref] for ref in ready if _answered(ref)}
+        return nodes_alive() - suspects | {asked[ref] for ref in ready if _answered(ref)}
 
     def ranks_off(self, nodes: Collection[str]) -> set[int]:
         """The ranks that are on other nodes than these."""

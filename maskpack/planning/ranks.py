@@ -156,5 +156,7 @@ def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
     if not losses:
         return out
     amounts = ([loss.rows_of for loss in losses], [loss.tokens_of for loss in losses])
-    totals = [tuple(map(sum, zip(*of_ranks, strict=True))) for of_ranks in amounts]
-    return [replace(plan, loss=Loss(loss.tokens, *totals, len(losses))) for plan, loss in zip(out, losses, strict=True)]
+    rows, tokens = (tuple(map(sum, zip(*of_ranks, strict=True))) for of_ranks in amounts)
+    return [
+        replace(plan, loss=Loss(loss.tokens, rows, tokens, len(losses))) for plan, loss in zip(out, losses, strict=True)
+    ]

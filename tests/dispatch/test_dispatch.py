@@ -64,8 +64,11 @@ class Worker:
 
     @endpoint(format="nested")
     def scale_nested(self, batch, factor):
-        out = TensorDict({}, batch_size=batch.batch_size)
-        return out.set("values", batch["old_log_probs"] * factor * self.factor)
+        """It takes the entries out of its batch."""
+        values = batch["old_log_probs"] * factor * self.factor
+        for name in list(batch.keys()):
+            del batch[name]
+        return TensorDict({}, batch_size=batch.batch_size).set("values", values)
 
     @endpoint(format="nested")
     def score_every_token(self, batch):
@@ -468,6 +471,8 @@ def test_a_method_for_micro_batches(group, batch, most):
     assert sum(map(sum, sizes)) == B
     assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
     assert_same(group.call("echo_in_parts", packed, plan=plan), batch)
+    options = PlanOptions(cost=np.ones_like, num_updates=2, multiple_of=2)  # with dummies in each update
+    assert_same(group.call("echo_in_parts", packed, plan=group.plan(packed, 1, options=options)), batch)
     nested = group.call("scale_nested_in_parts", batch, plan=plan, format="nested")
     assert same_bits(mp.unnest_batch_by_mask(nested)["values"], batch["old_log_probs"] * 2)
 

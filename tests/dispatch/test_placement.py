@@ -39,7 +39,7 @@ class Put:
 @pytest.fixture
 def store(monkeypatch):
     """The nodes in `alive`, by name; what was put."""
-    alive = {A: 4000.0}
+    alive = {A}
     puts: list[PackedBatch] = []
     monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
@@ -154,7 +154,7 @@ def test_sites_are_those_of_the_last_receipts(store):
     assert place.sites() == [Site()] * 3
     place.ran_on(0, [A])
     assert place.sites() == [Site()] * 3, "one node"
-    alive[B] = 4000.0  # the cluster grows
+    alive.add(B)  # the cluster grows
     unknown = place.sites()
     assert unknown[0] == {A}
     assert len(set(unknown)) == 3, "nobody knows whether they share a node"
@@ -162,7 +162,7 @@ def test_sites_are_those_of_the_last_receipts(store):
     place.ran_on(2, [B, A])
     assert place.sites() == [{A}, {A}, {A, B}]
     assert place.ranks_off(alive) == set()
-    del alive[B]
+    alive.remove(B)
     assert place.ranks_off(alive) == {2}
     assert place.sites() == [{A}, {A}, {A, B}]
     place.ran_on(2, [A])  # started again elsewhere
@@ -172,7 +172,7 @@ def test_sites_are_those_of_the_last_receipts(store):
 
 def test_what_was_put_for_a_rank_that_moved_is_forgotten(store):
     alive, puts = store
-    alive[B] = 4000.0
+    alive.add(B)
     place, packed = Placement(2), numbers(6)
     view = BatchView.of(packed)
 
