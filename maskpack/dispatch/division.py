@@ -11,6 +11,7 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated, even_sizes, row_index
 from maskpack.dispatch.timeline import PREFIX
 from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.planning.costs import FloatArray
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
 
@@ -50,11 +51,11 @@ def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
     """The rows of each rank."""
     if isinstance(balance, str) and balance in ("rows", "tokens"):
         sums = cumulated(view.tokens())
-        if balance == "rows" or not sums[-1]:
-            ends = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
-        else:
-            middles = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
-            ends: IntArray = np.searchsorted(middles, sums[-1] * np.arange(1, ranks) / ranks)
+        ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
+        if balance == "tokens" and sums[-1]:
+            middles: FloatArray = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
+            wanted: FloatArray = sums[-1] * np.arange(1, ranks) / ranks
+            ends = np.searchsorted(middles, wanted)
         return np.split(np.arange(view.num_rows), ends.tolist())
     if not isinstance(balance, list | tuple | np.ndarray):
         raise LayoutError(

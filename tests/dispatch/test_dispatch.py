@@ -337,6 +337,10 @@ def test_a_tensorclass_as_an_argument_is_refused_or_given_whole(group, batch):
 def test_rows_there_and_back(group, batch, method):
     assert_same(group.call(method, batch), batch)
     assert_same(mp.unnest_batch_by_mask(group.call(method, batch, format="nested")), batch)
+    assert_same(group.call(method, batch, balance=[[6, 0], [3, 1, 2], [5, 4]]), batch)
+    some = batch.exclude("global_token_num")
+    of_two = mp.views.BatchView.cat([group.put(some)[:4], group.put(some)[4:]])  # a rank has rows of both
+    assert_same(group.call(method, of_two), some)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 0])
