@@ -1,4 +1,4 @@
-"""The actors of `faults`: ranks that do to themselves what they are told, stand-ins to be killed, owners of objects."""
+"""Actors of test_faults.py: ranks that do to themselves what they are told, some to be killed, owners of objects."""
 
 from __future__ import annotations
 

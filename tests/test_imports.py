@@ -16,7 +16,7 @@ from maskpack import dispatch, testing
 
 HOUSE = Path(mp.__file__).parent
 SOURCES = {".".join(path.relative_to(HOUSE).with_suffix("").parts): path for path in sorted(HOUSE.rglob("*.py"))}
-HEAVY = {"ray", "transformers", "triton", "rich", "verl", "transfer_queue", "torchrl", "trl", "accelerate"}
+HEAVY = {"ray", "transformers", "triton", "verl", "transfer_queue", "torchrl", "trl", "accelerate"}
 HEAVY |= {"hypothesis", "pytest"}
 
 PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")

@@ -22,7 +22,6 @@ from samples import (
     parts_of,
     per_row,
     positions,
-    real_positions,
     response_mask,
     rollout,
     row_list,
@@ -36,7 +35,6 @@ from maskpack.core import pads
 from maskpack.nesting.survey import dense_fields
 
 B = len(ROWS)
-ON_RESPONSE = real_positions("response", ROWS, PROMPT, RESPONSE)
 DTYPES = [
     torch.bool,
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -129,16 +127,6 @@ def test_01_trailing_holes_do_not_shift_extract_response():
         assert out[b].tolist() == [*values[b, 2 : 2 + r].tolist(), *[0.0] * (3 - r)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int32, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["attention_mask", "response_mask", "loss_mask"])
-def test_02_masks_keep_their_dtype(name, dtype):
-    batch = rollout(holes=True)
-    batch["loss_mask"] = batch["response_mask"].clone()
-    batch[name] = batch[name].to(dtype)
-    assert_exact(batch)
-    assert nest(batch)[name].dtype == dtype
-
-
 @pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0], [1, 2, 0]], ids=str)
 @pytest.mark.parametrize("name", ["attention_mask", "response_mask", "loss_mask"])
 def test_02_masks_keep_their_weights(name, weights):
@@ -181,24 +169,6 @@ def test_03_position_ids_repeat_their_last_number():
     batch = rollout()
     assert batch["position_ids"][0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]
     assert_exact(batch, on_loss="error")
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.uint8], ids=str)
-def test_04_routed_experts_keep_their_dtype(dtype):
-    batch = rollout()
-    batch["routed_experts"] = of("sequence", dtype, 0, (3, 2))
-    assert_exact(batch)
-    for restored in both_ways(batch).values():
-        assert restored["routed_experts"].dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pad"), [(torch.uint8, -100), (torch.int64, 0.5), (torch.bool, 2), (torch.int8, 128), (torch.int64, 1j)]
-)
-def test_04_a_pad_that_does_not_fit_is_an_error(dtype, pad):
-    batch = TensorDict({"mask": torch.ones(2, 3), "x": torch.ones(2, 3).to(dtype)}, batch_size=[2])
-    registry = {"x": mp.MaskNestingSpec("mask", pad)}
-    assert_refused(batch, mp.errors.RegistryError, '"x".*does not fit', registry=registry)
 
 
 def test_05_key_order_stays_and_no_helper_key_is_left():
@@ -249,42 +219,6 @@ def test_07_sizes(shape):
     assert_exact(batch.lock_())
 
 
-@pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(3, 4, 2)], ids=["1-D", "3-D"])
-def test_07_a_mask_of_other_dims_is_an_error(mask):
-    batch = TensorDict({"mask": mask, "x": torch.ones(3, 4)}, batch_size=[3])
-    assert_refused(batch, mp.errors.LayoutError, '"mask" is ', registry={"x": mp.MaskNestingSpec("mask")})
-
-
-def test_07_two_batch_dims():
-    mask = [[True, True, False], [True, False, False]]
-    batch = TensorDict({"mask": torch.tensor(mask), "x": field(mask, torch.float32, 0, (4,))}, batch_size=[2, 3])
-    batch["sub", "y"] = field(mask, torch.int64, 9)
-    registry = {"mask": mp.MaskNestingSpec("mask"), "x": mp.MaskNestingSpec("mask"), "y": mp.MaskNestingSpec("mask", 9)}
-    assert_exact(batch, registry=registry)
-    assert nest(batch, registry=registry)["sub", "y"].is_nested
-
-
-def test_07_a_locked_batch():
-    batch = rollout().lock_()
-    assert_exact(batch)
-    assert batch.is_locked
-    assert not mp.unnest_batch_by_mask(nest(batch)).is_locked
-
-
-@pytest.mark.parametrize("trailing", [(), (3,)], ids=["(B, S)", "(B, S, 3)"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_07_every_dtype(dtype, trailing):
-    mask = [[False, True, True, False], [False] * 4, [True] * 4, [True, False, True, False]]
-    data = {"mask": torch.tensor(mask)}
-    source = torch.randint(0, 2, (4, 4, *trailing)) if dtype == torch.bool else torch.randn(4, 4, *trailing) * 50
-    source[~data["mask"]] = 0
-    data["x"] = source.abs().to(dtype)
-    batch = TensorDict(data, batch_size=[4])
-    registry = {name: mp.MaskNestingSpec("mask") for name in data}
-    assert_exact(batch, registry=registry)
-    assert nest(batch, registry=registry)["x"].dtype == dtype
-
-
 def test_08_dense_prompts_without_a_prompt_mask():
     batch = TensorDict(
         {"prompts": tokens()["prompts"], "responses": tokens()["responses"], "response_mask": response_mask()},
@@ -299,18 +233,6 @@ def test_08_prompts_already_jagged():
     batch = TensorDict(data, batch_size=[2])
     assert_exact(batch)
     assert nest(batch)["responses"].is_nested
-
-
-def test_08_fields_in_a_sub_batch():
-    batch = rollout()
-    batch["ref", "old_log_probs"] = of("response", torch.float32, seed=3)
-    batch["ref", "deeper", "teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
-    mask = [[True, False], [True, True]] * 3 + [[False, False]]
-    batch["own"] = TensorDict({"attention_mask": torch.tensor(mask), "input_ids": field(mask, torch.int64, PAD)}, [B])
-    assert_exact(batch)
-    nested = nest(batch)
-    assert nested["ref", "old_log_probs"].offsets() is nested["old_log_probs"].offsets()
-    assert [len(row) for row in row_list(nested["own", "input_ids"])] == [sum(line) for line in mask]
 
 
 # -------------------------------------------------------------------- state
@@ -328,92 +250,7 @@ def test_09_an_error_leaves_the_batch_as_it_was(last):
     assert storages == {name: value.data_ptr() for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
-def test_09_nesting_twice_keeps_the_way_back():
-    batch = rollout(holes=True)
-    twice = nest(nest(batch))
-    assert_same(mp.unnest_batch_by_mask(twice), batch)
-    assert_same(mp.decompress(compress(twice)), batch)
-
-
-def test_10_select_of_some_fields():
-    batch = rollout()
-    nested = nest(batch)
-    with pytest.raises(mp.errors.LayoutError, match=r"select\(\)"):
-        mp.unnest_batch_by_mask(nested.select("responses", "advantages"))
-    some = nested.select("responses", "advantages", "_maskpack")
-    assert_same(mp.unnest_batch_by_mask(some), batch.select("responses", "advantages"))
-    assert_same(mp.unnest_batch_by_mask(nested, "advantages"), batch.select("advantages"))
-
-
-CASTS = {
-    "float": lambda batch: batch.float(),
-    "to(bfloat16)": lambda batch: batch.to(torch.bfloat16),
-    "half": lambda batch: batch.half(),
-    "apply": lambda batch: batch.apply(lambda x: x.to(torch.float64)),
-    "apply to floats": lambda batch: batch.apply(lambda x: x * 2 if x.is_floating_point() else x),
-}
-
-
-@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_10_casts_then_restore(cast):
-    batch = rollout(holes=True, objects=False)
-    nested = nest(batch)
-    before = freeze(nested)
-    assert_same(mp.unnest_batch_by_mask(cast(nested)), cast(batch))
-    assert freeze(nested) == before
-
-
-def test_10_cat_of_equal_widths():
-    batch = rollout(objects=False)
-    nested = nest(batch)
-    assert_same(mp.unnest_batch_by_mask(joined([nested, nested])), torch.cat([batch, batch]))
-    parts = [mp.decompress(compress(part), format="nested") for part in batch.split([3, 4])]
-    assert_same(mp.unnest_batch_by_mask(torch.cat(parts)), batch)
-
-
-def test_10_cat_of_unequal_width():
-    """Nested batches of unequal width cannot be restored together, and say so; packed ones meet at the widest."""
-    rows = ((1, 1), (2, 3)), ((3, 4), (0, 2))
-    wide, narrow = rollout(rows[0], 5, 6, objects=False), rollout(rows[1], 3, 4, objects=False)
-    whole = joined([nest(wide), nest(narrow)])
-    with pytest.raises(mp.errors.LayoutError, match="different widths"):
-        mp.unnest_batch_by_mask(whole)
-    for parts, order in (([wide, narrow], rows), ([narrow, wide], rows[::-1])):
-        whole = torch.cat([rollout(part, 5, 6, objects=False) for part in order])
-        assert_same(mp.decompress(mp.PackedBatch.cat([compress(part) for part in parts])), whole)
-
-
 # -------------------------------------------------------------------- torch, tensordict, Ray
-
-
-@pytest.mark.parametrize("rows", [ROWS, ((2, 3),) * 4], ids=["ragged", "equal"])
-def test_11_max_length_is_set(rows):
-    batch = rollout(rows, objects=False)
-    longest = {"prompts": max(p for p, _ in rows), "responses": max(r for _, r in rows)}
-    for nested in (nest(batch), mp.decompress(compress(batch), format="nested"), rows_of(nest(batch), slice(1, 4))):
-        for name in longest:
-            lengths = [len(row) for row in row_list(nested[name])]
-            assert nested[name]._get_max_seqlen() == max(lengths)
-            assert nested[name]._get_min_seqlen() == min(lengths)
-            assert nested[name].to_padded_tensor(0).shape[1] == max(lengths)
-
-
-def test_11_restored_after_pickle():
-    batch = rollout(holes=True)
-    for protocol in (2, 4, 5):
-        nested = pickle.loads(pickle.dumps(nest(batch), protocol=protocol))
-        assert_same(mp.unnest_batch_by_mask(nested), batch)
-        assert_same(mp.decompress(compress(nested)), batch)
-        packed = pickle.loads(pickle.dumps(compress(batch), protocol=protocol))
-        assert_same(mp.decompress(packed), batch)
-
-
-def test_11_restored_after_consolidate():
-    batch = rollout(holes=True, objects=False)
-    consolidated = nest(batch).consolidate()
-    assert_same(mp.unnest_batch_by_mask(consolidated), batch)
-    assert_same(mp.decompress(compress(consolidated)), batch)
-    assert_same(mp.unnest_batch_by_mask(pickle.loads(pickle.dumps(consolidated))), batch)
 
 
 def test_12_a_slice_carries_its_own_bytes_only():
@@ -424,16 +261,6 @@ def test_12_a_slice_carries_its_own_bytes_only():
     one = len(pickle.dumps(packed[:1], protocol=5))  # all headers, and a row
     for size in parts:
         assert size - one < (whole - one) * 7 / 63 + 512
-
-
-def test_12_fields_share_their_offsets_again_after_consolidate():
-    batch = rollout(objects=False)
-    nested = nest(nest(batch).consolidate())
-    difference = nested["old_log_probs"] - nested["ref_log_prob"]
-    expected = batch["old_log_probs"] - batch["ref_log_prob"]
-    for b, row in enumerate(row_list(difference)):
-        assert freeze(row) == freeze(expected[b, : ROWS[b][1]])
-    assert nested["old_log_probs"].offsets() is nested["responses"].offsets()
 
 
 def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
@@ -495,22 +322,6 @@ def test_13_values_leave_out_of_band():
         assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
 
 
-def test_14_run_tables_are_no_larger_than_bits():
-    """What costs 525 KB as int64, and 98 KB in integers as narrow as they fit, costs its 8 KB of bits."""
-    rows, width = 16, 4096
-    mask = (torch.arange(width) % 2 == 0).long().repeat(rows, 1)
-    batch = TensorDict({"attention_mask": mask}, batch_size=[rows])
-    packed = compress(batch)
-    bits = rows * width // 8
-    assert packed.nbytes <= bits + 64
-    assert len(packed.to_bytes()) <= bits + 2048
-    assert len(pickle.dumps(packed)) <= bits + 2048
-    nested = nest(batch)
-    (part,) = nested["_maskpack"].keys()
-    assert nested["_maskpack", part, "spans", "sequence"].values().numel() <= bits + 20 * rows
-    assert_exact(batch)
-
-
 def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
     rows, width = 16, 4096
     ones = torch.ones(rows, width, dtype=torch.int64)
@@ -531,15 +342,6 @@ def test_15_layouts_stay_on_the_device_of_the_mask():
     assert mp.ops.unpack(packed, layout, 1).device.type == "meta"
     with pytest.raises(mp.errors.LayoutError, match="meta"):
         mp.ops.pack(torch.empty(2, 3), layout)
-
-
-@pytest.mark.parametrize("device", [None, "cpu"])
-def test_15_the_device_of_the_batch_stays(device):
-    batch = rollout(objects=False)
-    batch = TensorDict(dict(batch.items()), batch_size=[B], device=device)
-    for restored in both_ways(batch).values():
-        assert restored.device == batch.device
-    assert nest(batch).device == batch.device
 
 
 @pytest.mark.gpu
@@ -598,12 +400,6 @@ def test_17_strict_finds_tensors_wherever_they_hide():
         assert '"extra_info/[0]/deep/[0]" (1,) float32, 112 bytes: with 6 more, tensors inside' in str(caught.value)
         assert "2 field(s)" in str(caught.value)
     assert freeze(batch) == before
-
-
-def test_17_one_entry_a_row_is_no_failure():
-    batch = TensorDict({"score": torch.ones(4), "rewards_per_row": torch.ones(4, dtype=torch.int32)}, batch_size=[4])
-    assert_same(mp.unnest_batch_by_mask(nest(batch, strict_mask_nesting=True)), batch)
-    assert dense_fields(batch, mp.RL_FIELDS) == ()
 
 
 def test_18_restored_tokens_are_padded_with_the_pad_token():

@@ -35,12 +35,14 @@ def flag(value: Any, name: str, call: str, error: type[MaskpackError] = LayoutEr
     return bool(cast("Any", value))
 
 
-def whole(value: Any, name: str, least: int, call: str, most: int = 1 << 62) -> int:
-    """The integer. Raises LayoutError for anything else, including floats, and for one outside `least` to `most`."""
+def whole(
+    value: Any, name: str, least: int, call: str, most: float = 1 << 62, error: type[MaskpackError] = LayoutError
+) -> int:
+    """The integer. Raises for anything else, including floats, and for one outside `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
-        raise LayoutError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
+        raise error(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
     if value > most:
-        raise LayoutError(f"{call}: {name} is {said(value)}; expected a whole number from {least} to {most}. Give one.")
+        raise error(f"{call}: {name} is {said(value)}; expected a whole number from {least} to {most}. Give one.")
     return int(cast("Any", value))
 
 

@@ -4,7 +4,7 @@ group.py       WorkerGroup                            endpoints.py @endpoint: th
 ranks.py       the actors of each rank, sending       messages.py  RankCall and RankReply
 call.py        Call: waiting, joining, retry          failures.py  what a rank raised, with its traceback
 division.py    rows to ranks                          placement.py rows in the object store
-timeline.py    where the time of calls goes           ray_metrics.py  the same for Prometheus
+timeline.py    where the time of calls goes
 """
 
 from maskpack.dispatch.call import Call

@@ -26,7 +26,6 @@ from maskpack.dispatch.failures import Failure, fetched
 from maskpack.dispatch.messages import Cancelled, RankReply
 from maskpack.dispatch.placement import nodes_alive
 from maskpack.dispatch.ranks import Answer, Part, Ranks, Request
-from maskpack.dispatch.ray_metrics import count
 from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
 from maskpack.packed.batch import PackedBatch, decompress
@@ -80,17 +79,13 @@ class Call:
 
     def _resolve(self, future: Future[Any]) -> None:
         """Gives the result to a future, or ends when that is cancelled."""
-        value, error = None, None
+        settle: Callable[[Any], None] = future.set_result
         try:
             value = self._result(math.inf, lambda: not future.cancelled())
-        except BaseException as raised:
-            error = raised
-        if not future.set_running_or_notify_cancel():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
+        except BaseException as error:
+            settle, value = future.set_exception, error
+        if future.set_running_or_notify_cancel():
+            settle(value)
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
@@ -262,14 +257,12 @@ class Call:
             self._fail(part, error)
 
     def _fail(self, part: Part, error: BaseException) -> None:
-        """Sets the error of a part, logs it and counts it."""
+        """Sets the error of a part and logs it."""
         part.outcome = error
         _hear(part)
         lost = isinstance(error, _ray.exceptions.RayActorError)
         failure = Failure.of(part.rank, part.rows, error)
         _log.log(logging.WARNING if lost else logging.INFO, '"%s" failed on %s', self.request.method, failure)
-        if self._ranks.ray_metrics:
-            count("lost_ranks" if lost else "errors", 1.0, self.request.method)
 
     def _lose_rows(self, parts: Sequence[Part], alive: Collection[str]) -> None:
         """Sets the error of parts whose rows stayed in the object store and were lost with their node."""
@@ -323,7 +316,7 @@ class Call:
         }
         self.metrics |= {PREFIX + name: value for name, value in more.items()}
         _log.debug('"%s" returned in %.3f s; the slowest stages took %s s', call.method, call.end - call.begin, took)
-        self._ranks.record(call, self.metrics)
+        self._ranks.timeline.add(call)
 
 
 def _hear(part: Part) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated, even_sizes, row_index
 from maskpack.dispatch.timeline import PREFIX
 from maskpack.errors import LayoutError, MaskpackError, PlanError
+from maskpack.planning.costs import FloatArray
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
 
@@ -49,16 +49,13 @@ def ranks_of(
 
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
     """The rows of each rank."""
-    if isinstance(balance, str):
-        if balance not in ("rows", "tokens"):
-            raise LayoutError(
-                f'WorkerGroup: balance is {balance!r}; expected "rows", "tokens" or the rows of each rank. Choose one.'
-            )
+    if isinstance(balance, str) and balance in ("rows", "tokens"):
         sums = cumulated(view.tokens())
-        if balance == "rows" or not sums[-1]:
-            ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
-        else:
-            ends = _nearest(sums, sums[-1] * np.arange(1, ranks) / ranks)
+        ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
+        if balance == "tokens" and sums[-1]:
+            middles: FloatArray = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
+            wanted: FloatArray = sums[-1] * np.arange(1, ranks) / ranks
+            ends = np.searchsorted(middles, wanted)
         return np.split(np.arange(view.num_rows), ends.tolist())
     if not isinstance(balance, list | tuple | np.ndarray):
         raise LayoutError(
@@ -117,13 +114,6 @@ def of_plan(plan: RankPlans, view: BatchView, balance: Balance, ranks: int) -> l
             "lengths= to group.plan."
         )
     return divided(view, plan.rows, ranks)
-
-
-def _nearest(sums: IntArray, wanted: npt.NDArray[np.float64]) -> IntArray:
-    """The index of the nearest entry of `sums`, which start at 0 and do not decrease, for each number."""
-    middles = (sums[1:] + sums[:-1]) / 2
-    nearest: IntArray = np.searchsorted(middles, wanted)
-    return nearest
 
 
 def shares(view: BatchView, rows: Sequence[IntArray]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
@@ -21,11 +21,10 @@ from maskpack.core.keys import need_keys
 from maskpack.core.memory import Pool
 from maskpack.core.objects import on_host
 from maskpack.core.tree import Node
-from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
+from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt
 from maskpack.dispatch.placement import this_node
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.fields.registry import Key
-from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.planning.apply import join_rows
@@ -132,112 +131,83 @@ def _served(
     fields: Sequence[Key],
     micro_batches: bool,
 ) -> tuple[RankReply, PackedBatch | None]:
-    """The reply and the packed rows: two objects, so that the rows can stay in the object store."""
+    """The reply and the packed rows: two objects, so that the rows can stay in the object store.
+
+    The method is called for each micro-batch, or once. One micro-batch is decoded at a time, and its result is packed
+    before the next.
+    """
     timer = _Timer()
-    given = _Given(rank_call, objects, fields, name, format, device)
-    if micro_batches:
-        packed, rest = _each(method, name, rank_call, given, timer)
-    else:
-        args, kwargs = given.decoded()
-        if rank_call.plan is not None:
-            kwargs["plan"] = rank_call.plan
-        like: Any = args[0].clone(recurse=False) if format == "nested" else given.rows()  # the method may remove fields
-        timer.lap("decode")
-        result = method(*args, **kwargs)
-        timer.lap("run")
-        packed, rest = None, None
-        if rank_call.collects:
-            packed, rest = _packed(result, name, rank_call.packing, given.rows().num_rows, like)
-    meta = BatchMeta.of(packed) if rank_call.keep and packed is not None else None
-    timer.lap("encode")
-    nbytes = 0 if packed is None else packed.nbytes
-    return RankReply(packed is not None, rest, meta, nbytes, timer.begun, timer.seconds, this_node()), packed
 
+    def taken(value: Any, fields: Sequence[Key] = ()) -> Any:
+        if isinstance(value, ObjectAt):
+            return objects[value.place]
+        return _Rows(value.packed(objects, fields, name), value.whole) if isinstance(value, RowsAt) else value
 
-@dataclass(frozen=True)
-class _Rows:
-    """A packed batch among the arguments; `whole` if every micro-batch gets all its rows."""
+    def decoded(value: Any, part: Sequence[int] | None) -> Any:
+        if not isinstance(value, _Rows):
+            return value
+        with _MEMORY.used():
+            return decompress(value.of(part), format=format, device=device, max_bytes=None)
 
-    packed: PackedBatch
-    whole: bool
-
-    def of(self, part: Sequence[int] | None) -> PackedBatch:
-        return self.packed if part is None or self.whole else self.packed.take(part)
-
-
-class _Given:
-    """The arguments of a RankCall, of which the first is the batch of the call. A part is a list of rows, None for all
-    rows."""
-
-    def __init__(
-        self,
-        rank_call: RankCall,
-        objects: Sequence[Any],
-        fields: Sequence[Key],
-        name: str,
-        format: Target,
-        device: torch.device | str | None,
-    ) -> None:
-        def taken(value: Any, fields: Sequence[Key] = ()) -> Any:
-            if isinstance(value, ObjectAt):
-                return objects[value.place]
-            return _Rows(value.packed(objects, fields, name), value.whole) if isinstance(value, RowsAt) else value
-
-        self._args = [taken(rank_call.args[0], fields), *map(taken, rank_call.args[1:])]
-        self._kwargs = {key: taken(value) for key, value in rank_call.kwargs.items()}
-        self._format: Target = format
-        self._device = device
-
-    def rows(self, part: Sequence[int] | None = None) -> PackedBatch:
-        return self._args[0].of(part)
-
-    def decoded(self, part: Sequence[int] | None = None) -> tuple[list[Any], dict[str, Any]]:
-        def one(value: Any) -> Any:
-            if not isinstance(value, _Rows):
-                return value
-            with _MEMORY.used():
-                return decompress(value.of(part), format=self._format, device=self._device, max_bytes=None)
-
-        return [one(value) for value in self._args], {key: one(value) for key, value in self._kwargs.items()}
-
-
-def _each(
-    method: Callable[..., Any], name: str, rank_call: RankCall, given: _Given, timer: _Timer
-) -> tuple[PackedBatch | None, Any]:
-    """Calls the method for each micro-batch and joins the results. One micro-batch is decoded at a time, and its result
-    is packed before the next."""
+    batch: _Rows = taken(rank_call.args[0], fields)
+    given = [batch, *map(taken, rank_call.args[1:])]
+    named = {key: taken(value) for key, value in rank_call.kwargs.items()}
     plan = rank_call.plan
     parts: list[Any] = [None]
     dummies: Sequence[bool] = [False]
-    if plan is not None and plan.num_rows:
+    if micro_batches and plan is not None and plan.num_rows:
         parts, dummies = plan.micro_batches, plan.is_dummy
     kinds: set[str] = set()
     packed: list[PackedBatch] = []
     rests: list[Any] = []
     for part, dummy in zip(parts, dummies, strict=True):
-        args, kwargs = given.decoded(part)
+        args = [decoded(value, part) for value in given]
+        kwargs = {key: decoded(value, part) for key, value in named.items()}
+        if plan is not None and not micro_batches:
+            kwargs["plan"] = plan
+        rows = batch.of(part)
+        like: Any = args[0].clone(recurse=False) if format == "nested" else rows  # the method may remove fields
         timer.lap("decode")
         result = method(*args, **kwargs)
         del args, kwargs
         timer.lap("run")
         if rank_call.collects and not dummy:
-            kinds.add(_kind(result, name))
-            rows = given.rows(part)
-            own, rest = _packed(result, name, rank_call.packing, rows.num_rows, rows)
+            if micro_batches:
+                kinds.add(_kind(result, name))
+            own, rest = _packed(result, name, rank_call.packing, rows.num_rows, like)
             packed += [] if own is None else [own]
             rests.append(rest)
-        del result
+        del result, like
         timer.lap("encode")
     if len(kinds) > 1:
         raise LayoutError(
             f"{name}: returned {', '.join(sorted(kinds))} for its micro-batches; expected one kind of result. Return "
             "the same kind for each."
         )
-    if packed:
+    whole, rest = packed[0] if packed else None, rests[0] if rests else None
+    if whole is not None and len(parts) > 1:
         real = [part for part, dummy in zip(parts, dummies, strict=True) if not dummy]
-        whole = packed[0] if parts == [None] else join_rows(packed[0], packed, real, None)
-        return whole, None if rests[0] is None else tuple(map(list, zip(*rests, strict=True)))
-    return None, None if all(rest is None for rest in rests) else rests
+        whole = join_rows(whole, packed, real, None)
+    if micro_batches and whole is not None:
+        rest = None if rest is None else tuple(map(list, zip(*rests, strict=True)))
+    elif micro_batches:
+        rest = None if all(rest is None for rest in rests) else rests
+    meta = BatchMeta.of(whole) if rank_call.keep and whole is not None else None
+    timer.lap("encode")
+    nbytes = 0 if whole is None else whole.nbytes
+    return RankReply(whole is not None, rest, meta, nbytes, timer.begun, timer.seconds, this_node()), whole
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A packed batch among the arguments; `whole` if every micro-batch gets all its rows. A part is a list of rows,
+    None for all rows."""
+
+    packed: PackedBatch
+    whole: bool
+
+    def of(self, part: Sequence[int] | None) -> PackedBatch:
+        return self.packed if part is None or self.whole else self.packed.take(part)
 
 
 def _kind(result: Any, name: str) -> str:
@@ -268,7 +238,7 @@ class _Timer:
         self._last = now
 
 
-def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
+def _packed(result: Any, name: str, packing: Mapping[str, Any], rows: int, like: Any) -> tuple[PackedBatch | None, Any]:
     """Splits a result into packed rows (None without a TensorDict) and the rest."""
     items: tuple[Any, ...] = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
     rest = items[1:] if items else None
@@ -281,12 +251,7 @@ def _packed(result: Any, name: str, packing: Packing, rows: int, like: Any) -> t
             f"{name}: returned a TensorDict of {returned} rows for a batch of {rows}; expected as many. Return one "
             "entry for each row, or a plain dict of metrics."
         )
-    registry = RL_FIELDS if packing.registry is None else packing.registry
-    packed = compress(
-        batch, registry=registry, pad_token_id=packing.pad_token_id, strict_mask_nesting=packing.strict, like=like,
-        codec=packing.codec,
-    )  # fmt: skip
-    return _homed(packed), on_host(rest)
+    return _homed(compress(batch, **packing, like=like)), on_host(rest)
 
 
 def _homed(packed: PackedBatch) -> PackedBatch:

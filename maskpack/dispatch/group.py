@@ -25,12 +25,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensorclass
 from tensordict import is_non_tensor as is_non_tensor  # type: ignore[reportUnknownVariableType]
 
-from maskpack.core.arguments import flag, said, whole
+from maskpack.core.arguments import said, whole
 from maskpack.dispatch.call import Call, answers, deadline, left, seconds
 from maskpack.dispatch.division import Balance, divided, of_plan, planned_lengths, shares
 from maskpack.dispatch.endpoints import endpoint
 from maskpack.dispatch.failures import storing
-from maskpack.dispatch.messages import Packing
 from maskpack.dispatch.ranks import Broadcast, Ranks, Request, Results
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
@@ -63,7 +62,6 @@ class WorkerGroup:
         strict_mask_nesting: option of `compress` on the driver. Ranks pack a field that no mask covers padded, with a
             warning; with "both" they raise, too.
         verify: option of `compress` on the driver. Ranks always verify their results.
-        ray_metrics: whether calls are recorded in Ray's own metrics, too, which Prometheus reads (docs/operations.md).
 
     A group can be passed to tasks and actors, which then call the same actors; `close` there kills none. A group is a
     context manager that closes itself.
@@ -83,7 +81,6 @@ class WorkerGroup:
         strict_mask_nesting: bool | Literal["both"] = False,
         verify: Verify = "always",
         codec: str | None = None,
-        ray_metrics: bool = False,
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
             raise MaskpackError(f"WorkerGroup: actors are {said(actors)}; expected a list of actor handles. Pass one.")
@@ -95,11 +92,14 @@ class WorkerGroup:
                 "Pass one of these."
             )
         Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
-        packing = Packing(
-            None if registry is RL_FIELDS else registry, pad_token_id, strict_mask_nesting == "both", codec
-        )
-        ray_metrics = flag(ray_metrics, "ray_metrics", "WorkerGroup")
-        self._ranks = Ranks(list(actors), dp_ranks, collect, packing, ray_metrics)
+        packing: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "strict_mask_nesting": strict_mask_nesting == "both",
+            "codec": codec,
+        }
+        if registry is not RL_FIELDS:  # the default, which is then not pickled
+            packing["registry"] = registry
+        self._ranks = Ranks(list(actors), dp_ranks, collect, packing)
         self._launched: tuple[Any, ...] = ()
         self._options: dict[str, Any] = {
             "registry": registry,
@@ -142,14 +142,13 @@ class WorkerGroup:
             )
         whole(ranks, "ranks", 1, "WorkerGroup.launch")
         whole(peers, "peers", 1, "WorkerGroup.launch")
-        known = sorted(set(inspect.signature(WorkerGroup).parameters) - {"actors", "dp_ranks"})
-        odd = sorted(set(options) - set(known))
-        if odd:
+        try:
+            inspect.signature(cls).bind([], dp_ranks=None, **options)
+        except TypeError as error:
             raise MaskpackError(
-                f"WorkerGroup.launch: no option is called {', '.join(map(repr, odd))}; expected num_cpus, peers, "
-                f"actor_options, worker_kwargs or {', '.join(known)}. Pass keyword arguments of the worker as "
-                f"worker_kwargs={{{odd[0]!r}: ...}}, and those of Ray as actor_options={{...}}."
-            )
+                f"WorkerGroup.launch: {error}; expected options of launch or of WorkerGroup. Pass keyword arguments of "
+                "the worker as worker_kwargs={...}, and those of Ray as actor_options={...}."
+            ) from error
         for name, value in (("actor_options", actor_options), ("worker_kwargs", worker_kwargs)):
             if value is not None and not isinstance(value, Mapping):
                 raise MaskpackError(
@@ -429,7 +428,7 @@ class WorkerGroup:
         metrics = {"bytes_sent": float(sum(nbytes for _, nbytes in settled)), "bytes_padded": float(view.padded_nbytes)}
         metrics |= {f"{stage}_seconds": took for stage, _, took in stages}
         self.metrics = {PREFIX + name: value for name, value in metrics.items()}
-        self._ranks.record(CallTimes("put", tuple(Span(None, *stage) for stage in stages)), self.metrics)
+        self._ranks.timeline.add(CallTimes("put", tuple(Span(None, *stage) for stage in stages)))
         return there if onto is None else onto.with_fields(there)
 
     def plan(
@@ -451,8 +450,7 @@ class WorkerGroup:
             options: further arguments of `plan_ranks`: tree, groups, loss_tokens and options.
 
         Raises:
-            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths; or `lengths` has
-                another number of rows.
+            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.
         """
         self._need_batch(batch, "WorkerGroup.plan")
         if lengths is None:
@@ -462,13 +460,7 @@ class WorkerGroup:
                     "lengths are known. Put the batch first, rows = group.put(batch), or pass lengths=."
                 )
             return plan_ranks(planned_lengths(self._argument(batch)), self.num_ranks, token_budget, **options)
-        plan = replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
-        if plan.lengths.size != len(batch):
-            raise PlanError(
-                f"WorkerGroup.plan: lengths of {plan.lengths.size} rows for a batch of {len(batch)}; expected one for "
-                "each row. Pass the lengths of this batch."
-            )
-        return plan
+        return replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
 
     def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
         """`compress` with the options of the group. A batch without a mask is packed under the layouts of `beside` if

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
-from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, Path
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
@@ -68,23 +67,13 @@ class RowsAt:
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Options by which a rank packs its result. `registry` None stands for RL_FIELDS, which is not pickled."""
-
-    registry: Registry | None
-    pad_token_id: int | None
-    strict: bool
-    codec: str | None
-
-
-@dataclass(frozen=True)
 class RankCall:
     """A method call of one actor.
 
     Attributes:
         args, kwargs: the arguments of the method. `RowsAt` stands for a batch, which is decoded; `ObjectAt` for an
             object.
-        packing: options by which the result is packed.
+        packing: the options of `compress` for the result.
         collects: whether the driver collects the result of this actor.
         keep: whether returned rows stay in the object store.
         plan: the micro-batches of its rows, if the call has a plan.
@@ -92,7 +81,7 @@ class RankCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    packing: Packing
+    packing: Mapping[str, Any]
     collects: bool
     keep: bool
     plan: MicroBatchPlan | None = None

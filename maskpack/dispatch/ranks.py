@@ -22,10 +22,9 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.division import ranks_of
 from maskpack.dispatch.failures import storing
-from maskpack.dispatch.messages import ObjectAt, Packing, RankCall, RankReply, RowsAt
+from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt
 from maskpack.dispatch.placement import Placement, Site
-from maskpack.dispatch.ray_metrics import publish
-from maskpack.dispatch.timeline import CallTimes, Span, Timeline
+from maskpack.dispatch.timeline import Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans
@@ -130,7 +129,6 @@ class Ranks:
         members: the numbers of the actors of each rank.
         store: what was put into the object store, and the nodes of the ranks.
         timeline: the stages of the last calls.
-        ray_metrics: whether calls are recorded in Ray's own metrics.
     """
 
     def __init__(
@@ -138,15 +136,13 @@ class Ranks:
         actors: Sequence[Any],
         dp_ranks: Sequence[int] | None,
         collect: Sequence[bool] | None,
-        packing: Packing,
-        ray_metrics: bool,
+        packing: Mapping[str, Any],
     ) -> None:
         self.actors: tuple[Any, ...] = tuple(actors)
         self.members, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
         self._packing = packing
         self.store = Placement(len(self.members))
         self.timeline = Timeline()
-        self.ray_metrics = ray_metrics
 
     def __len__(self) -> int:
         return len(self.members)
@@ -167,12 +163,6 @@ class Ranks:
         new = dict(zip(self.members[rank], actors, strict=True))
         self.actors = tuple(new.get(place, actor) for place, actor in enumerate(self.actors))
         self.store = Placement(len(self))
-
-    def record(self, call: CallTimes, metrics: Mapping[str, float]) -> None:
-        """Records a call that returned."""
-        self.timeline.add(call)
-        if self.ray_metrics:
-            publish(call, metrics)
 
     def by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
         """Each site with its ranks, and the rows of these ranks."""

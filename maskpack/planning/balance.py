@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from maskpack.core.arguments import whole
+from maskpack.errors import PlanError
 from maskpack.planning.costs import (
     MOST,
     Cost,
@@ -20,7 +22,6 @@ from maskpack.planning.costs import (
     check_cost,
     checked_lengths,
     row_costs,
-    whole_number,
 )
 
 _CALL = "balance_rows"
@@ -59,7 +60,7 @@ def balance_rows(lengths: Any, ranks: int, *, cost: Cost = "tokens", groups: Any
 
 def balance_units(units: Units, weights: FloatArray, ranks: int) -> list[list[int]]:
     """`balance_rows` for units of given weights."""
-    ranks = whole_number(ranks, 1, _CALL, "ranks", MOST)
+    ranks = whole(ranks, "ranks", 1, _CALL, MOST, PlanError)
     order = np.argsort(-weights, kind="stable")
     ranks_of = _dealt(weights, order, ranks)
     by_rank = order[np.argsort(ranks_of[order], kind="stable")]  # of each rank, the largest first

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,7 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from maskpack.core.arguments import IntArray, said
+from maskpack.core.arguments import IntArray, said, whole
 from maskpack.errors import PlanError
 
 FloatArray = npt.NDArray[np.float64]
@@ -37,11 +36,10 @@ def checked_lengths(lengths: Any, call: str) -> IntArray:
             f"{call}: lengths are {array.dtype}; expected whole numbers [B]. Give the valid tokens of each row, prompt "
             "plus response."
         )
-    if array.size and int(array.min()) < 0:
-        raise PlanError(f"{call}: a length is {int(array.min())}; expected whole numbers from 0. Count valid tokens.")
-    if array.size and float(array.sum(dtype=np.float64)) >= 2**62:
+    if array.size and (int(array.min()) < 0 or float(array.sum(dtype=np.float64)) >= 2**62):
         raise PlanError(
-            f"{call}: lengths sum to more than 2^62; expected the valid tokens of each row. Look for invalid values."
+            f"{call}: lengths run from {array.min()} to {array.max()}; expected whole numbers from 0 whose sum is "
+            "below 2^62. Count valid tokens."
         )
     return array.astype(np.int64)
 
@@ -60,15 +58,6 @@ def checked_amounts(amounts: Any, rows: int, call: str, name: str, meaning: str)
             "invalid values."
         )
     return out
-
-
-def whole_number(value: Any, least: int, call: str, name: str, most: int | None = None) -> int:
-    """An int. Raises PlanError unless `value` is an integer from `least` to `most`; nothing is rounded."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or int(cast("Any", value)) < least:
-        raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least}. Give one.")
-    if most is not None and value > most:
-        raise PlanError(f"{call}: {name} is {said(value)}; expected a whole number from {least} to {most}. Give one.")
-    return int(cast("Any", value))
 
 
 def row_costs(cost: Any, lengths: IntArray, call: str, name: str = "costs") -> npt.NDArray[Any]:
@@ -111,8 +100,6 @@ class PlanOptions:
         num_updates: the number of optimizer updates. They are consecutive parts of the rows, as equal as groups allow;
             an update without rows has no micro-batches.
         multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
-        context_parallel: the number of ranks that share each micro-batch (replay with `context_group`). The budget is
-            for one rank: a micro-batch costs at most the budgets of all of them.
         work: a function of lengths int64 [B] that returns amounts of work [B], such as FLOPs. It orders micro-batches,
             says which to split, and is what `plan_ranks` balances; it does not change what is packed together. None:
             the cost, and tokens for ranks.
@@ -124,13 +111,12 @@ class PlanOptions:
     cost: Cost = "tokens"
     num_updates: int = 1
     multiple_of: int = 1
-    context_parallel: int = 1
     work: RowCost | None = None
 
     def __post_init__(self) -> None:
         check_cost(self.cost, ["tokens", "padded"], "PlanOptions")
-        for name in ("num_updates", "multiple_of", "context_parallel"):
-            whole_number(getattr(self, name), 1, "PlanOptions", name, MOST)
+        for name in ("num_updates", "multiple_of"):
+            whole(getattr(self, name), name, 1, "PlanOptions", MOST, PlanError)
         if self.work is not None and not callable(self.work):
             raise PlanError(
                 f"PlanOptions: work is {said(self.work)}; expected a function of the lengths [B]. Pass one that "
@@ -138,17 +124,15 @@ class PlanOptions:
             )
 
     def budget(self, token_budget: Any, call: str) -> int | float:
-        """The largest cost of a micro-batch, on all ranks that share it."""
+        """The largest cost of a micro-batch."""
         if isinstance(self.cost, str):
-            return whole_number(token_budget, 1, call, "token_budget") * self.context_parallel
+            return whole(token_budget, "token_budget", 1, call, math.inf, PlanError)
         real = isinstance(token_budget, int | float | np.integer | np.floating) and not isinstance(token_budget, bool)
         if not (real and 0 < token_budget < math.inf):
             raise PlanError(
                 f"{call}: token_budget is {said(token_budget)}; expected a finite number above 0. Give one."
             )
-        if self.context_parallel == 1:
-            return cast("Any", token_budget)
-        return min(float(cast("Any", token_budget)) * self.context_parallel, sys.float_info.max)
+        return cast("Any", token_budget)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,9 +46,3 @@ class Loss:
             return np.full_like(self.tokens, self.ranks / rows)
         real = self.tokens > 0
         return np.where(real, self.ranks / rows / np.where(real, self.tokens, 1.0), 0.0)
-
-
-def totals(ranks: Sequence[Loss]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The sums over ranks of `rows_of` and `tokens_of`."""
-    rows = tuple(map(sum, zip(*(rank.rows_of for rank in ranks), strict=True)))
-    return rows, tuple(map(sum, zip(*(rank.tokens_of for rank in ranks), strict=True)))

@@ -87,13 +87,13 @@ class PackingProblem:
         if self.tree is not None:
             return trie_tokens(self.tree, [self.units.members(list(items)) for items in bins]).astype(np.float64)
         if not self.padded:
-            return _sums(self.sizes, bins)
+            return _reduced(np.add, self.sizes, bins)
         longest = _reduced(np.maximum, self.sizes, bins)
-        return _sums(self.units.sizes, bins) * longest
+        return _reduced(np.add, self.units.sizes, bins) * longest
 
     def loads(self, bins: Sequence[Sequence[int]]) -> FloatArray:
         """float64 [bins]: the work of each, by default its cost."""
-        return self.costs(bins) if self.work is None else _sums(self.work, bins)
+        return self.costs(bins) if self.work is None else _reduced(np.add, self.work, bins)
 
     # ---------------------------------------------------------------- bins
 
@@ -167,10 +167,6 @@ def _within(sizes: IntArray, rows: Sequence[int]) -> list[list[int]]:
     """The units of each update, which has so many rows. No unit lies in two."""
     cuts = np.searchsorted(np.cumsum(sizes), np.cumsum(rows[:-1], dtype=np.int64), side="right")
     return [part.tolist() for part in np.split(np.arange(sizes.size), cuts)]
-
-
-def _sums(of_units: npt.NDArray[Any], bins: Sequence[Sequence[int]]) -> FloatArray:
-    return _reduced(np.add, of_units, bins)
 
 
 def _reduced(how: np.ufunc, of_units: npt.NDArray[Any], bins: Sequence[Sequence[int]]) -> FloatArray:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import said, whole
 from maskpack.errors import PlanError
 from maskpack.planning.costs import (
     MOST,
@@ -31,7 +31,6 @@ from maskpack.planning.costs import (
     Units,
     checked_amounts,
     checked_lengths,
-    whole_number,
 )
 from maskpack.planning.loss_weights import MODES, Loss, LossMode
 from maskpack.planning.packing import CALL, PackingProblem
@@ -76,7 +75,7 @@ def plan_micro_batches(
 
 @dataclass(frozen=True, eq=False)
 class RowsToPlan:
-    """The checked arguments of `plan_micro_batches`. The budget is for all ranks that share a micro-batch."""
+    """The checked arguments of `plan_micro_batches`."""
 
     lengths: IntArray
     budget: float
@@ -206,7 +205,7 @@ class MicroBatchPlan:
                 f"{call}: {len(given)} counts for {len(self.updates)} updates; expected one for each. Give as many, or "
                 "one number for all."
             )
-        counts = [whole_number(number, 0, call, "count", MOST) for number in given]
+        counts = [whole(number, "count", 0, call, MOST, PlanError) for number in given]
         for number, (update, wanted) in enumerate(zip(self._bins, counts, strict=True)):
             if wanted < len(update):
                 raise PlanError(
@@ -247,7 +246,7 @@ class MicroBatchPlan:
         return take_rows(batch, chosen, self.num_rows)
 
     def _number(self, update: Any, call: str) -> int:
-        number = whole_number(update, 0, call, "update")
+        number = whole(update, "update", 0, call, error=PlanError)
         if number >= len(self.updates):
             raise PlanError(
                 f"{call}: update is {number}; the plan has {len(self.updates)}, from 0. Choose one of these."

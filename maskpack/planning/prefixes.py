@@ -42,15 +42,10 @@ def checked_tree(tree: Any, options: PlanOptions, lengths: IntArray, call: str) 
 
     if not isinstance(tree, PrefixTree):
         raise PlanError(f"{call}: tree is {said(tree)}; expected the PrefixTree of the rows. {_REMEDY}")
-    if tree.num_rows != lengths.size:
-        raise PlanError(
-            f"{call}: tree of {tree.num_rows} rows for {lengths.size} lengths; expected the same number. {_REMEDY}"
-        )
     if not np.array_equal(tree.lengths, lengths):
-        row = int(np.flatnonzero(tree.lengths != lengths)[0])
         raise PlanError(
-            f"{call}: row {row} has {lengths[row]} tokens, in the tree {tree.lengths[row]}; expected the tree of these "
-            f"rows in this order. {_REMEDY}"
+            f"{call}: lengths of {lengths.size} rows with {lengths.sum()} tokens, and a tree of {tree.num_rows} rows "
+            f"with {tree.lengths.sum()}; expected the tree of these rows in this order. {_REMEDY}"
         )
     return tree
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import whole
 from maskpack.errors import PlanError
 from maskpack.planning.balance import balance_rows, balance_units
-from maskpack.planning.costs import MOST, IntArray, PlanOptions, Units, whole_number
-from maskpack.planning.loss_weights import Loss, totals
+from maskpack.planning.costs import MOST, IntArray, PlanOptions, Units
+from maskpack.planning.loss_weights import Loss
 from maskpack.planning.plan import MicroBatchPlan, RowsToPlan
 from maskpack.planning.prefixes import tree_units, trie_tokens
 
@@ -44,8 +44,8 @@ def plan_ranks(
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
-        ranks: the number of DP ranks. With `context_parallel`, each of them is a group of that many ranks, which all
-            run the plan of the group.
+        ranks: the number of DP ranks. Ranks that share micro-batches (replay with `context_group`) are one, whose
+            budget is that of all of them.
         token_budget: of each rank.
         tree: the PrefixTree of all rows. Rows that share a prefix go to one rank, unless ranks balance better if they
             are cut. Ranks have the same number of such parts, up to one, and balance the tokens of their tries.
@@ -67,7 +67,7 @@ def _balanced_prefixes(given: RowsToPlan, ranks: int) -> list[list[int]]:
     fewest tokens wins, and of equal ones the one with the fewest cuts."""
     tree = given.tree
     assert tree is not None
-    ranks = whole_number(ranks, 1, "balance_rows", "ranks", MOST)
+    ranks = whole(ranks, "ranks", 1, "balance_rows", MOST, PlanError)
 
     def balanced(units: Units) -> list[list[int]]:
         assert units.rows is not None
@@ -117,23 +117,10 @@ class RankPlans:
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
         """Plans with the same options for some rows on some ranks: those of this plan, or the rows that a failed call
         left."""
-        if not isinstance(rows, Mapping) or not all(map(self._has, rows.values())):
-            raise PlanError(
-                f"RankPlans.for_rows: rows are {said(rows)}; expected whole numbers below {self.lengths.size} for each "
-                "rank. Give a dict of arrays."
-            )
         if [numbers.tolist() for numbers in rows.values()] == self.rows:
             return dict(zip(rows, self.plans, strict=True))
         plans = equalized([self._given.take(numbers.tolist()).planned() for numbers in rows.values()])
         return dict(zip(rows, plans, strict=True))
-
-    def _has(self, rows: Any) -> bool:
-        if not isinstance(rows, np.ndarray):
-            return False
-        numbers = cast("IntArray", rows)
-        if numbers.dtype.kind != "i" or numbers.ndim != 1:
-            return False
-        return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < self.lengths.size)
 
     def metrics(self) -> dict[str, float]:
         """Returns a flat dict for a logger: sums over ranks of the counts and means of the ratios of their plans, and
@@ -168,7 +155,8 @@ def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
     losses = [plan.loss for plan in out if plan.loss is not None]
     if not losses:
         return out
-    rows, tokens = totals(losses)
+    amounts = ([loss.rows_of for loss in losses], [loss.tokens_of for loss in losses])
+    rows, tokens = (tuple(map(sum, zip(*of_ranks, strict=True))) for of_ranks in amounts)
     return [
         replace(plan, loss=Loss(loss.tokens, rows, tokens, len(losses))) for plan, loss in zip(out, losses, strict=True)
     ]

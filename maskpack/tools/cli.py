@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from maskpack.packed.decode import MAX_BYTES
 from maskpack.tools import doctor, inspector
 from maskpack.tools.files import MOST_RATIO, SMALL, Unusable, one_line
 
-_DEMO_NEEDS = ("ray", "rich", "transformers")
+_DEMO_NEEDS = ("ray", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,14 +56,14 @@ def _positive(text: str) -> int:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="send real rollouts to Ray workers, padded and through maskpack, and compare bits, bytes and time",
-        description="Samples rollouts of a tiny model and scores them in Ray workers, once from the padded batch and "
-        "once through maskpack. Exits with status 1 if any bit of the outputs differs.",
+        help="send a batch to Ray workers, padded and through maskpack, and compare bits, bytes and time",
+        description="Scores rollouts by a tiny model in Ray workers, once from the padded batch and once through "
+        "maskpack. Exits with status 1 if any bit of the outputs differs.",
     )
     demo.add_argument("--prompts", type=_positive, default=16, help="prompts (default: %(default)s)")
     demo.add_argument("--responses", type=_positive, default=8, help="responses to each prompt (default: %(default)s)")
     demo.add_argument("--ranks", type=_positive, default=2, help="Ray workers (default: %(default)s)")
-    demo.add_argument("--seed", type=int, default=0, help="of the weights and the samples (default: %(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="of the weights and the batch (default: %(default)s)")
 
 
 def _add_inspect(commands: Any) -> None:
@@ -85,8 +86,6 @@ def _add_doctor(commands: Any) -> None:
     _add_file(parser, nargs="+")
     strict = "check each FILE for a CI run: print only the fields that stay padded, and exit with 1 if there are any"
     parser.add_argument("--strict", action="store_true", help=strict)
-    mask = 'a field that is a mask, "sub/name" inside a sub-batch; once for each (default: looked for)'
-    parser.add_argument("--mask", action="append", default=[], metavar="NAME", help=mask)
 
 
 def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -95,15 +94,15 @@ def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
         "file",
         metavar="FILE",
         nargs=nargs,
-        help="a packed batch of PackedBatch.save; a TensorDict, a dict of tensors or a verl DataProto of torch.save; a "
-        "pickled DataProto; or the directory of a memory-mapped TensorDict",
+        help="a packed batch of PackedBatch.save; a TensorDict, a dict of tensors or a verl DataProto of torch.save; "
+        "or a pickled DataProto",
     )
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id, for batches not packed")
     registry = "YAML or JSON of fields and axes, the registry of compress(registry=) (default: RL_FIELDS)"
     parser.add_argument("--registry", metavar="FILE", help=registry)
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
     limit = f"{SMALL:,}, or {MOST_RATIO:,} times the file if that is more, at most {MAX_BYTES:,}"
-    limit = f"the most bytes that the batch may take padded (default: {limit})"
+    limit = f"the most bytes that a packed batch may take padded (default: {limit})"
     parser.add_argument("--max-bytes", type=int, metavar="N", help=limit)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -120,7 +119,7 @@ def _demo(args: argparse.Namespace) -> int:
             raise
         print(f"maskpack demo: {missing} is not installed; run: pip install 'maskpack[demo]'", file=sys.stderr)
         return 2
-    return demo.run(args.prompts, args.responses, args.seed, args.ranks)
+    return demo.run(args.prompts, args.responses, args.seed, args.ranks, functools.partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -4,22 +4,19 @@ maskpack, and every bit of the outputs is compared.
     padded      clone each rank's rows -> ray.put -> actor method -> ray.get -> torch.cat      what people do today
     maskpack    WorkerGroup.pack -> WorkerGroup.call, the same actor method behind @endpoint
 
-The model is a Qwen3 with random weights that continues sums byte by byte:
+The model is a Qwen3 with random weights, and the tokens are random; the lengths are drawn as those of rollouts are:
 
-    prompts     . . . 1 7 + 2 5 =       left padded to P, bytes as token ids
-    responses   x y 3 z eos . . .       right padded to R; the model ends a response by sampling EOS
+    prompts     . . . . x x x x         left padded to P
+    responses   x x x . . . . .         right padded to R
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import os
 import pickle
-import random
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
@@ -27,8 +24,6 @@ from typing import Any, cast
 
 import ray
 import torch
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -39,9 +34,8 @@ from maskpack.errors import MaskpackError
 from maskpack.nesting.response import extract_response
 from maskpack.packed.batch import decompress
 
-PAD, EOS = 256, 257
+PAD = 256
 PROMPT_WIDTH, RESPONSE_WIDTH = 64, 1024
-_EOS_BIAS = 2.4  # about 90 tokens a response in the mean, a few of several hundred
 _MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "responses")
 _ROWS_AT_ONCE = 8
 
@@ -56,18 +50,11 @@ class OutputsDiffer(MaskpackError):
 # -------------------------------------------------------------------- rollouts
 
 
-def sums(count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` sums of two numbers of one to four digits: a prompt such as "17+25=", and its answer."""
-    rng = random.Random(seed)
-    pairs = [[rng.randrange(10 ** rng.randint(1, 4)) for _ in range(2)] for _ in range(count)]
-    return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
-
-
 def tiny_model(seed: int) -> Any:
-    """A Qwen3ForCausalLM of 35 000 float32 weights over 256 bytes, PAD and EOS; the same weights for the same seed."""
-    tokens: dict[str, Any] = {"vocab_size": EOS + 1, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    """A Qwen3ForCausalLM of 35 000 float32 weights over 256 bytes and PAD; the same weights for the same seed."""
     config = Qwen3Config(
-        **tokens,
+        vocab_size=PAD + 1,
+        pad_token_id=PAD,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -76,64 +63,47 @@ def tiny_model(seed: int) -> Any:
         head_dim=16,
         max_position_embeddings=PROMPT_WIDTH + RESPONSE_WIDTH,
         initializer_range=0.3,
-        tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen3ForCausalLM(config).float().eval()
-    # The bias belongs to the model: sampling, scoring and training share one distribution.
-    bias = torch.zeros(EOS + 1)
-    bias[EOS], bias[PAD] = _EOS_BIAS, -30.0
-    model.lm_head.bias = torch.nn.Parameter(bias)
-    return model
+        return cast("Any", Qwen3ForCausalLM(config)).float().eval()
 
 
-def positions(mask: Tensor) -> Tensor:
-    """position_ids int64 of an attention mask: 0 on the left padding, the last position on the right padding."""
-    return (mask.cumsum(1) - 1).clamp(min=0)
+def rollout_batch(prompts: int, responses: int, seed: int) -> TensorDict:
+    """The padded batch of B = prompts * responses rows, with the fields of a GRPO trainer: random tokens of log-normal
+    lengths, and a reward of 0 or 1 at the last one. The responses to a prompt follow each other."""
+    rng = torch.Generator().manual_seed(seed)
+    rows = prompts * responses
 
+    def lengths(count: int, median: int, most: int) -> Tensor:
+        return (median * torch.empty(count).log_normal_(0, 1, generator=rng)).long().clamp(1, most)
 
-def sample(model: Any, prompts: Tensor, seed: int) -> Tensor:
-    """Samples one response a row at temperature 1: int64 [B, R], padded with PAD after EOS. A response without EOS is R
-    long. `prompts` is int64 [B, P], left padded."""
-    options: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": RESPONSE_WIDTH}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        rows: Tensor = model.generate(prompts, attention_mask=(prompts != PAD).long(), **options)
-    responses = torch.full((prompts.shape[0], RESPONSE_WIDTH), PAD)
-    responses[:, : rows.shape[1] - PROMPT_WIDTH] = rows[:, PROMPT_WIDTH:]
-    return responses
-
-
-def rollout_batch(model: Any, questions: Sequence[tuple[str, str]], responses: int, seed: int) -> TensorDict:
-    """The padded batch of B = len(questions) * responses rows, with the fields of a GRPO trainer."""
-    rows = [question for question in questions for _ in range(responses)]
-    prompts = torch.full((len(rows), PROMPT_WIDTH), PAD)
-    for row, (prompt, _) in enumerate(rows):
-        prompts[row, -len(prompt) :] = torch.tensor(list(prompt.encode()))
-    answers = sample(model, prompts, seed)
-    response_mask = (answers != PAD).long()
-    attention_mask = torch.cat([(prompts != PAD).long(), response_mask], 1)
-    texts = [bytes(token for token in row if token < PAD) for row in cast("list[list[int]]", answers.tolist())]
-    right = torch.tensor([float(answer.encode() in text) for (_, answer), text in zip(rows, texts, strict=True)])
-    scores = torch.zeros(answers.shape).scatter(1, response_mask.sum(1, keepdim=True) - 1, right[:, None])
-    advantages = (right.view(-1, responses) - right.view(-1, responses).mean(1, keepdim=True)).view(-1, 1)
-    advantages = advantages * response_mask
+    ids = torch.randint(PAD, (rows, PROMPT_WIDTH + RESPONSE_WIDTH), generator=rng)
+    ids[:, :PROMPT_WIDTH] = ids[::responses, :PROMPT_WIDTH].repeat_interleave(responses, 0)
+    before = lengths(prompts, 12, PROMPT_WIDTH).repeat_interleave(responses)[:, None]
+    after = lengths(rows, 60, RESPONSE_WIDTH)[:, None]
+    column = torch.arange(ids.shape[1]) - PROMPT_WIDTH
+    mask = (column >= -before) & (column < after)
+    ids = torch.where(mask, ids, PAD)
+    response_mask = mask[:, PROMPT_WIDTH:].long()
+    reward = torch.randint(2, (prompts, responses), generator=rng).float()
+    scores = torch.zeros(response_mask.shape).scatter(1, after - 1, reward.view(-1, 1))
+    advantages = (reward - reward.mean(1, keepdim=True)).view(-1, 1) * response_mask
     return TensorDict(
         {
-            "prompts": prompts,
-            "responses": answers,
-            "input_ids": torch.cat([prompts, answers], 1),
-            "attention_mask": attention_mask,
-            "position_ids": positions(attention_mask),
+            "prompts": ids[:, :PROMPT_WIDTH].clone(),
+            "responses": ids[:, PROMPT_WIDTH:].clone(),
+            "input_ids": ids,
+            "attention_mask": mask.long(),
+            "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
             "response_mask": response_mask,
             "token_level_scores": scores,
             "token_level_rewards": scores.clone(),
             "advantages": advantages,
             "returns": advantages.clone(),
-            "uid": [prompt for prompt, _ in rows],
+            "uid": [f"prompt {row // responses}" for row in range(rows)],
         },
-        batch_size=[len(rows)],
+        batch_size=[rows],
     )
 
 
@@ -272,29 +242,30 @@ def compare(padded: Mapping[str, Tensor], maskpack: Mapping[str, Tensor]) -> int
 # -------------------------------------------------------------------- the run
 
 
-def run(prompts: int, responses: int, seed: int, ranks: int) -> int:
+def run(prompts: int, responses: int, seed: int, ranks: int, say: Callable[[str], None]) -> int:
     """Runs the demo with `prompts` x `responses` rows; returns the exit status: 0, or 1 if any bit differs."""
-    console, threads = Console(), torch.get_num_threads()
+    threads, alone = torch.get_num_threads(), not ray.is_initialized()
     torch.set_num_threads(1)  # as in the workers: threads that wait for a core would be measured too
+    # Without it Ray warns of a coming change in how it hides GPUs, of which the demo uses none.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
-        with contextlib.nullcontext() if ray.is_initialized() else _local_ray(ranks):
-            console.print(f"{ranks} workers start; {prompts * responses} responses are sampled ...")
-            remote: Any = ray.remote(Scorer)
-            taps = [_Tap(remote.remote(seed)) for _ in range(ranks)]
-            batch = rollout_batch(tiny_model(seed), sums(prompts, seed), responses, seed)
-            console.print(f"{ROUNDS} rounds, both ways ...")
-            trips, compared = _measure(taps, batch)
+        say(f"{ranks} workers start ...")
+        taps = [_Tap(actor) for actor in WorkerGroup.launch(Scorer, ranks, seed).actors]
+        batch = rollout_batch(prompts, responses, seed)
+        say(f"{ROUNDS} rounds, both ways ...")
+        trips, compared = _measure(taps, batch)
     except OutputsDiffer as error:
-        console.print("THE OUTPUTS DIFFER", style="bold white on red")
-        console.print(str(error), style="bold red", markup=False, soft_wrap=True)
+        say(f"THE OUTPUTS DIFFER\n{error}")
         return 1
     finally:
         torch.set_num_threads(threads)
-    console.print(_table(batch, trips, ranks))
+        if alone:
+            ray.shutdown()
+    say(_table(batch, trips, ranks))
     padded, packed = (trips[way][-1].sent for way in WAYS)
     ratio = f"{padded / packed:.1f} times fewer bytes than padded"
-    console.print(f"To the workers, maskpack sent {packed / 1e3:,.1f} kB: {ratio}.", soft_wrap=True)
-    console.print(f"[bold green]All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
+    say(f"\nTo the workers, maskpack sent {packed / 1e3:,.1f} kB: {ratio}.")
+    say(f"All outputs were bitwise equal: {compared:,} values compared in {ROUNDS} rounds.")
     return 0
 
 
@@ -311,35 +282,14 @@ def _measure(taps: Sequence[_Tap], batch: TensorDict) -> tuple[dict[str, list[Tr
     return trips, compared
 
 
-@contextlib.contextmanager
-def _local_ray(ranks: int) -> Generator[None]:
-    """A Ray of this process's own."""
-    # Without it Ray warns of a coming change in how it hides GPUs, of which the demo uses none.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(
-        address="local",
-        num_cpus=ranks,
-        object_store_memory=512 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -> Table:
+def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -> str:
     valid = batch["attention_mask"].float().mean().item()
-    table = Table(
-        title=f"{batch.shape[0]} rows of {batch['prompts'].shape[1]} + {batch['responses'].shape[1]} tokens, "
-        f"{valid:.1%} valid, to {ranks} workers and back",
-        caption="Bytes are those that Ray carried: pickle streams and out-of-band buffers. Times are medians of "
-        f"{ROUNDS} rounds; the model, timed on the worker that ended last, runs the same code both ways.",
-    )
-    for name in ("", *WAYS, "padded / maskpack"):
-        table.add_column(name, justify="right" if name else "left")
+    lines = [
+        f"\n{batch.shape[0]} rows of {PROMPT_WIDTH} + {RESPONSE_WIDTH} tokens, {valid:.1%} valid, to {ranks} workers "
+        "and back. Bytes are those that\nRay carried: pickle streams and out-of-band buffers. Times are medians of "
+        f"{ROUNDS} rounds; the model,\ntimed on the worker that ended last, runs the same code both ways.\n",
+        f"{'':<20}{WAYS[0]:>14}{WAYS[1]:>14}  padded / maskpack",
+    ]
     for name, attribute, unit, scale in (
         ("to the workers", "sent", "kB", 1e3),
         ("back to the driver", "returned", "kB", 1e3),
@@ -348,6 +298,6 @@ def _table(batch: TensorDict, trips: Mapping[str, Sequence[Trip]], ranks: int) -
         ("whole", "whole", "ms", 1),
     ):
         padded, packed = (median(getattr(trip, attribute) for trip in trips[way]) / scale for way in WAYS)
-        ratio = "" if attribute in ("model", "whole") else f"{padded / packed:.1f} x"  # the same code runs both ways
-        table.add_row(name, f"{padded:,.1f} {unit}", f"{packed:,.1f} {unit}", ratio)
-    return table
+        ratio = "" if attribute in ("model", "whole") else f"{padded / packed:>17,.1f} x"  # of what differs
+        lines.append(f"{name:<20}{padded:>11,.1f} {unit}{packed:>11,.1f} {unit}{ratio}")
+    return "\n".join(lines)

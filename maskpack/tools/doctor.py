@@ -18,9 +18,9 @@ from typing import Any, cast
 
 from tensordict import TensorDictBase
 
-from maskpack.core.keys import Key, plain, show
+from maskpack.core.keys import show
 from maskpack.core.pads import PAD_TOKEN_ID
-from maskpack.errors import MaskpackError, MaskpackWarning, WireFormatError
+from maskpack.errors import MaskpackError, MaskpackWarning
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -31,7 +31,7 @@ from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
-from maskpack.tools.suggest import NoSuchMask, Suggester, Suggestion
+from maskpack.tools.suggest import Suggester, Suggestion
 
 _LARGEST = 5
 
@@ -70,7 +70,6 @@ def diagnose(
     registry: MaskNestingRegistry = RL_FIELDS,
     pad_token_id: int | None = None,
     max_bytes: int | None = MAX_BYTES,
-    masks: Sequence[Key] = (),
 ) -> Diagnosis:
     """Looks at a batch.
 
@@ -79,15 +78,13 @@ def diagnose(
         registry: as for `compress`.
         pad_token_id: the tokenizer's; by default the value under the masks of the token fields.
         max_bytes: as for `decompress`, if the batch is packed.
-        masks: fields [B, width] that are masks, beside the axes of the registry; by default looked for.
 
     Raises:
-        LayoutError: a mask is no field [B, width] (NoSuchMask), a field fits none of its masks or has no plain
-            bits, or the batch takes more than `max_bytes`.
+        LayoutError: a field fits none of its masks or has no plain bits, or the batch takes more than `max_bytes`.
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
     tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
-    suggester = Suggester(tensors, registry, pad_token_id, masks)
+    suggester = Suggester(tensors, registry, pad_token_id)
     token = suggester.pad_token_id
     packed = _compressed(tensors, registry, token) if saved is None else saved
     sizes, covered = figures(packed, left=False), None
@@ -127,12 +124,11 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     if len(args.file) > 1 and not args.strict:
         raise Unusable(f"{len(args.file)} files; expected one. Give one file, or check several with --strict")
     registry = saved_registry(args.registry)
-    masks = [plain(tuple(name.split("/"))) for name in args.mask]
     base = "RL_FIELDS" if args.registry is None else "registry"
 
     def diagnosed(file: str) -> Diagnosis:
         batch = saved_batch(FilePath(file), args.allow_pickle, args.max_bytes)
-        return diagnose(batch, registry, args.pad_token_id, max_bytes=None, masks=masks)
+        return diagnose(batch, registry, args.pad_token_id, max_bytes=None)
 
     if args.strict:
         return _strict(args.file, diagnosed, base, args.json)
@@ -144,8 +140,8 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
 
 def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
     """The check of several files, each by itself: a line for each, the registry line for each field that stays padded,
-    and a pad token that was not given. The status is 1 if a field stays padded or `compress` refuses a batch, and 2 if
-    a file cannot be read or has no field of the name of a mask."""
+    and a pad token that was not given. The status is 1 if a field stays padded, and 2 if a file cannot be read or
+    `compress` refuses its batch."""
     out: list[str] = []
     found: list[dict[str, Any]] = []
     status = 0
@@ -153,11 +149,9 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
         try:
             diagnosis = diagnosed(file)
         except (Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
-            refused = isinstance(error, MaskpackError) and not isinstance(error, WireFormatError | NoSuchMask)
-            failed = "packed" if refused else "checked" if isinstance(error, NoSuchMask) else "read"
-            status = max(status, 1 if refused else 2)
+            status = 2
             found.append({"file": file, "error": one_line(error)})
-            out.append(f"{file}: cannot be {failed}: {one_line(error)}")
+            out.append(f"{file}: {one_line(error)}")
             continue
         found.append(as_json(diagnosis, file, base))
         padded, fields = len(diagnosis.suggestions), len(diagnosis.sizes.fields)

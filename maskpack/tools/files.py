@@ -1,9 +1,8 @@
 """Saved batches and registries, read for the command line.
 
-    PackedBatch.save                                           .
-    torch.save of a TensorDict, a dict or a verl DataProto      \\
+    PackedBatch.save                                           \\
+    torch.save of a TensorDict, a dict or a verl DataProto      >
     a pickled DataProto (DataProto.save_to_disk)                /  saved_batch --> PackedBatch or TensorDict
-    the directory of a memory-mapped TensorDict                '
 
 Reading runs no code of the file unless `allow_pickle` is true.
 """
@@ -11,20 +10,16 @@ Reading runs no code of the file unless `allow_pickle` is true.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
-import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.objects import Objects
-from maskpack.core.tree import flatten, is_object
+from maskpack.core.tree import is_object
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -35,7 +30,7 @@ from maskpack.packed.sizes import printable
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 
 SMALL, MOST_RATIO = 1 << 30, 1 << 10
-"""Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
+"""Without a limit, a packed batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
 
 
 class Unusable(Exception):
@@ -43,36 +38,28 @@ class Unusable(Exception):
 
 
 def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) -> PackedBatch | TensorDictBase:
-    """The batch in a file, or in the directory of a memory-mapped TensorDict.
+    """The batch in a file.
 
     Args:
-        max_bytes: the most bytes that it may take padded; by default 1,024 times the file, between 1 and 64 GiB.
+        max_bytes: the most bytes that a packed one may take padded; by default 1,024 times the file, between 1 and 64
+            GiB.
 
     Raises:
         Unusable, MaskpackError, OSError: it cannot be read, holds no batch, would run code, or takes too many bytes.
     """
-    if max_bytes is None:
-        parts = file.rglob("*") if file.is_dir() else [file]
-        size = sum(part.stat().st_size for part in parts if part.is_file())
-        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * size))
-    elif max_bytes < 1:
-        raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
-    read: Any = _read_memory_map
-    if not file.is_dir():
-        with file.open("rb") as opened:
-            start = opened.read(32)
-        if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
-            return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
-        if not start.startswith((b"PK\x03\x04", b"\x80")):
-            raise Unusable(
-                f"{file} is neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"
-            )
-        read = read_torch if start[:1] == b"P" else read_pickle
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
+        if max_bytes is None:
+            max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
+        return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+    if not start.startswith((b"PK\x03\x04", b"\x80")):
+        raise Unusable(f"{file} is neither a torch.save file, a pickle nor a packed batch")
     try:
-        batch = read(file, allow_pickle)
+        batch: Any = (read_torch if start[:1] == b"P" else read_pickle)(file, allow_pickle)
         if isinstance(batch, DataProto):
             batch = batch.tensordict(allow_pickle)
-    except (OSError, Unusable):
+    except OSError:
         raise
     except Exception as error:  # a pickle raises whatever it likes
         line = (str(error).splitlines() or [""])[0]
@@ -87,27 +74,7 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
         raise Unusable(f"{file} holds a {type(batch).__name__}; expected a TensorDict or a dict of tensors")
     if any(leaf.is_meta for leaf in batch.values(True, True) if isinstance(leaf, Tensor)):
         raise Unusable(f"{file} holds tensors on the meta device, which have no bytes; expected a batch with its data")
-    if (size := _nbytes(batch)) > max_bytes:
-        raise Unusable(
-            f"{file} holds {size} bytes padded; expected at most {max_bytes}. Give a larger --max-bytes if you trust "
-            "who wrote it"
-        )
     return batch
-
-
-def _read_memory_map(directory: Path, allow_pickle: bool) -> Any:
-    if not (directory / "meta.json").is_file():
-        raise Unusable(f"{directory} is a directory without meta.json; expected a memory-mapped TensorDict")
-    load: Any = TensorDict.load_memmap
-    known = inspect.signature(load).parameters
-    if not allow_pickle and "allow_pickle" not in known:
-        raise Unusable(
-            f"{directory}: this tensordict may run pickles that lie in the directory, and a pickle runs code. Give "
-            "--allow-pickle if you trust it, or install a tensordict whose load_memmap takes allow_pickle"
-        )
-    # Opened for writing, a file that was cut off would be filled up with zeros.
-    options = {"allow_pickle": allow_pickle, "mode": "r"}
-    return load(directory, **{name: value for name, value in options.items() if name in known})
 
 
 def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
@@ -130,24 +97,6 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     if not shapes:
         raise Unusable(f"{file} holds a dict without tensors; expected a batch")
     return build(data, [*shapes.pop()]) if len(shapes) == 1 else batch
-
-
-def _nbytes(batch: TensorDictBase) -> int:
-    """Bytes of its tensors and of those in its Python objects; an expanded one counts with all its elements."""
-    total, known = 0, dict[int, Any]()
-    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in flatten(batch)]
-    while todo:
-        item: Any = todo.pop()
-        if id(item) in known:
-            continue
-        known[id(item)] = item
-        if isinstance(item, Tensor | np.ndarray):
-            array = cast("Any", item)
-            shape = [array.numel()] if isinstance(item, Tensor) and item.is_nested else array.shape
-            total += math.prod(shape) * max(array.dtype.itemsize, 1)
-        elif isinstance(item, Mapping | list | tuple | set | frozenset):
-            todo += item.values() if isinstance(item, Mapping) else item
-    return total
 
 
 def saved_registry(file: str | None) -> MaskNestingRegistry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
-from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
@@ -43,10 +42,6 @@ _PAD_WORDS: dict[PadValue, str] = {
     Pad.ANY_ZERO: "0.0 and -0.0 in one row, as x * mask leaves them (ANY_ZERO)",
     Pad.PER_ROW: "one value a row (PER_ROW)",
 }
-
-
-class NoSuchMask(LayoutError):
-    """A mask that was named is no field [B, width] of the batch."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +90,11 @@ class Suggester:
         batch: padded or nested.
         registry: the specs and axes that are known.
         pad_token_id: the tokenizer's; by default the value under the masks of most token fields.
-        masks: fields [B, width] that are masks, beside the axes; by default looked for: fields that hold 0 and 1 alone,
-            if another field has one pad under them.
 
-    Raises:
-        NoSuchMask: a mask is no field [B, width].
+    Masks are those of the registry, and fields that hold 0 and 1 alone if another field has one pad under them.
     """
 
-    def __init__(
-        self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None, masks: Sequence[Key] = ()
-    ) -> None:
+    def __init__(self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> None:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
@@ -114,12 +104,7 @@ class Suggester:
         self.pad_token_id = self._token() if pad_token_id is None else pad_token_id
         known = [*registry.axes, *(mask for spec in registry.values() for mask in spec.masks)]
         unknown = [path for path in self.tensors if registry.find(path) is None]
-        mask_fields = list(masks) or [plain(path) for path in unknown if self._is_mask(path)]
-        wide = [show(path) for path, value in self.tensors.items() if value.dim() == 2]
-        for mask in masks:
-            if show(mask) not in wide:
-                names = ", ".join(wide) or "there is none"
-                raise NoSuchMask(f'{_CALL}: mask "{show(mask)}" is no field (B, width). Name one: {names}.')
+        mask_fields = [plain(path) for path in unknown if self._is_mask(path)]
         self._masks: dict[Key, bool] = {**dict.fromkeys(mask_fields, False), **dict.fromkeys(known, True)}
         """Every mask to try, and whether the registry knows it."""
         self._served: Counter[Key] = Counter()
@@ -127,8 +112,7 @@ class Suggester:
         for path in unknown:
             if plain(path) not in mask_fields:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
-        if not masks:
-            self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
+        self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
     def hidden(self) -> Iterator[DenseField]:
         """The tensors inside Python objects that the registry does not declare without a mask."""

@@ -48,11 +48,6 @@ class Worker:
         return self.name, batch["row"].tolist()
 
     @endpoint
-    def mix(self, batch, other, whole, *, table):
-        values = other["advantages"] * batch["old_log_probs"] + whole["returns"].amax() + float(table[-1])
-        return TensorDict({"values": values}, batch_size=batch.batch_size)
-
-    @endpoint
     def scribble(self, batch, whole, table):
         """What was in the batch; then everything that can be seen is overwritten."""
         before = batch.clone()
@@ -289,17 +284,6 @@ def test_only_new_fields_are_put_onto_a_view(group, batch, puts):
     assert puts == []
 
 
-def test_several_batches_one_for_all_and_a_large_argument(group, batch, puts):
-    other, few = batch.select("advantages", "attention_mask", "prompts"), batch[:5]
-    table = np.arange(2**19, dtype=np.float32)
-    out = group.call("mix", batch, other, Broadcast(few), table=table)
-    expected = Worker().mix(batch, other, few, table=table)
-    assert_same(out, TensorDict({"values": expected["values"]}, batch_size=[B]))
-    sizes = [len(value) for value in puts if isinstance(value, mp.PackedBatch)]
-    assert sorted(sizes) == [5] + 4 * [B // 2]
-    assert [value for value in puts if not isinstance(value, mp.PackedBatch)] == [table]
-
-
 # -------------------------------------------------------------------- ranks of several actors
 
 
@@ -434,23 +418,3 @@ def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, nee
     assert_same(group.call("echo", batch), batch)
     assert [len(packed) for packed in puts] == [B // 2] * 2
     assert [site for site, _ in needed] == [{nodes[0]}, {nodes[1]}]
-
-
-def test_an_actor_that_moved_is_found_by_its_next_receipt(cluster, nodes, batch):
-    node = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
-    mover = Remote.options(resources={"mover": 0.5}, max_restarts=1).remote("mover")
-    group = WorkerGroup([on(nodes[0]), mover], pad_token_id=PAD)
-    assert_same(group.call("echo", batch), batch)
-    assert group._ranks.store.sites()[1] == {node.node_id}
-    other = cluster.add_node(num_cpus=1, resources={"mover": 1}, **NODE)
-    cluster.remove_node(node, allow_graceful=False)
-    for _ in range(100):
-        try:
-            seen = group.call("echo", batch)
-            break
-        except WorkerError as error:
-            assert_same(error.call.retry().result(), batch)
-            time.sleep(0.1)
-    assert_same(seen, batch)
-    assert group._ranks.store.sites()[1] == {other.node_id}
-    cluster.remove_node(other, allow_graceful=False)

@@ -13,11 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("options", [["--count", "3"], ["--count", "1", "--threads", "4"]], ids=["alone", "threads"])
-def test_a_short_run(options: list[str]) -> None:
+def test_a_short_run() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", *options],
+        [sys.executable, "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", "--count", "3"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import numpy as np
 import pytest
 import ray
 from ray import cloudpickle
-from ray.util import metrics as metrics_of_ray
 from samples import PAD, rollout
 from tensordict import TensorDict
 
-import maskpack as mp
-from maskpack.dispatch import WorkerGroup, endpoint, endpoints, failures, placement, ranks, ray_metrics
+from maskpack.dispatch import WorkerGroup, endpoint, failures, placement, ranks
 from maskpack.dispatch import call as calls
-from maskpack.dispatch.messages import Packing, RankReply
-from maskpack.dispatch.timeline import STAGES, CallTimes, Span, Timeline, rank_spans
+from maskpack.dispatch.messages import RankReply
+from maskpack.dispatch.timeline import CallTimes, Span, Timeline, rank_spans
 from maskpack.errors import WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -73,17 +70,6 @@ def test_the_stages_of_a_rank(begun: float, waited: float, settled: float, expec
     assert spans[4].begin == max(ends[3], waited)
 
 
-def test_the_timer_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(5.0)
-    monkeypatch.setattr(endpoints, "time", clock)
-    timer = endpoints._Timer()
-    for stage, seconds in (("decode", 1.0), ("run", 4.0), ("encode", 0.5), ("decode", 2.0), ("run", 8.0)):
-        clock.now += seconds
-        timer.lap(stage)
-    assert timer.begun == 1005.0
-    assert timer.seconds == {"decode": 3.0, "run": 12.0, "encode": 0.5}
-
-
 # -------------------------------------------------------------------- one call
 
 
@@ -101,7 +87,7 @@ class FakeRay:
         self.clock, self.exceptions = clock, ray.exceptions
 
     def nodes(self) -> list[Any]:
-        return [{"NodeID": "node", "Alive": True, "Resources": {}}]
+        return [{"NodeID": "node", "Alive": True}]
 
     def wait(self, references: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         first = min(references, key=lambda reference: reference.at)
@@ -138,21 +124,19 @@ def reply(begun: float, *seconds: float, rest: Any = None) -> RankReply:
 
 
 class Driver:
-    """A call of a row for each rank, which was prepared from 9 to 10; what is recorded of it, and counted in Ray."""
+    """A call of a row for each rank, which was prepared from 9 to 10; what is recorded of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.counted = Clock(10.0), list[Any]()
+        self.clock = Clock(10.0)
         for module in (calls, ranks, failures, placement):
             monkeypatch.setattr(module, "_ray", FakeRay(self.clock))
         for module in (calls, ranks):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(placement, "this_node", lambda: "node")
-        monkeypatch.setattr(calls, "count", lambda *seen: self.counted.append(seen))
-        monkeypatch.setattr(ranks, "publish", lambda call, metrics: self.counted.append(("returned", dict(metrics))))
 
     def send(self, *answers: tuple[float, Any]) -> calls.Call:
         actors = [FakeActor(self.clock, *answer) for answer in answers]
-        self.ranks = ranks.Ranks(actors, None, None, Packing(None, None, False, None), True)
+        self.ranks = ranks.Ranks(actors, None, None, {})
         request = ranks.Request("update", (), {}, "padded", None, 60.0)
         parts, _, put = self.ranks.send(request, {rank: np.array([rank]) for rank in range(len(actors))})
         metrics = {"maskpack/dispatch/bytes_padded": 1000.0, "maskpack/dispatch/bytes_sent": 100.0}
@@ -182,7 +166,6 @@ def test_stages_of_several_attempts_are_sums_in_every_metric(driver: Driver, cap
     ((level, line),) = logged(caplog)
     assert level == "WARNING"
     assert line.startswith('"update" failed on rank 2 (row 2): ')
-    assert driver.counted == [("lost_ranks", 1.0, "update")]
     driver.ranks.actors[0].reply = Ref(25.0, reply(1018.25, 0.25, 3.0, 0.125))  # called at 16.25
     again = call.retry()
     assert logged(caplog) == [("INFO", '"update": sends 1 rows again, to ranks [0]; lost: [2]')]
@@ -200,7 +183,6 @@ def test_stages_of_several_attempts_are_sums_in_every_metric(driver: Driver, cap
     others = {"bytes_padded": 1000.0, "bytes_sent": 100.0, "bytes_avoided": 900.0, "bytes_returned": 120.0}
     others |= {"retries": 1.0, "lost_ranks": 1.0, "wait_seconds": 25.0 - 16.25}
     assert again.metrics == {f"maskpack/dispatch/{name}": value for name, value in (stages | others).items()}
-    assert driver.counted[1:] == [("returned", again.metrics)]
     assert driver.ranks.timeline.metrics() == {
         "maskpack/dispatch/update/calls": 1.0,
         "maskpack/dispatch/update/seconds": 16.0,  # from 9 to 25
@@ -227,10 +209,9 @@ def test_an_error_of_the_method_is_information(
     ((level, line),) = logged(caplog)
     assert level == "INFO"
     assert line.startswith(f'"update" failed on rank 1 (row 1): {type(raised).__name__}: ')
-    assert driver.counted == [("errors", 1.0, "update")]
 
 
-def test_a_timeout_of_the_driver_is_not_counted(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_timeout_of_the_driver_is_not_logged(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     """The rank may answer yet. `ray.get` raises its own timeout where a reply is there and its rows are not."""
     late = ray.exceptions.GetTimeoutError("not there yet")
     call = driver.send((12.0, reply(1010.25, 0.5, 1.0, 0.25)), (11.0, late))
@@ -238,22 +219,9 @@ def test_a_timeout_of_the_driver_is_not_counted(driver: Driver, caplog: pytest.L
         call.result()
     (failure,) = failed.value.failures
     assert type(failure.error) is TimeoutError
-    assert (logged(caplog), driver.counted) == ([], [])
+    assert logged(caplog) == []
     driver.ranks.actors[1].reply.value = reply(1011.25, 1.0, 1.5, 0.125)
     assert call.result() is None
-    assert [name for name, _ in driver.counted] == ["returned"]
-
-
-def test_a_metric_that_raises_leaves_the_result(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def publish(*_: Any) -> None:
-        raise OSError("no metrics")
-
-    monkeypatch.setattr(ranks, "publish", publish)
-    call = driver.send(*((11.0, reply(1010.25, 0.5, 1.0, 0.25, rest=rank)) for rank in (0, 1)))
-    with pytest.raises(OSError, match="no metrics"):
-        call.result()
-    assert call.result() == [0, 1]
-    assert call.parts == []
 
 
 # -------------------------------------------------------------------- several calls
@@ -285,25 +253,6 @@ def test_the_table() -> None:
     assert Timeline().report() == ""
 
 
-def test_sums_for_a_logger() -> None:
-    assert two_calls().metrics() == {
-        "maskpack/dispatch/update/calls": 2.0,
-        "maskpack/dispatch/update/seconds": 5.0,
-        "maskpack/dispatch/update/prepare_seconds": 0.25,
-        "maskpack/dispatch/update/put_seconds": 0.25,
-        "maskpack/dispatch/update/fetch_seconds": 0.25,
-        "maskpack/dispatch/update/decode_seconds": 0.25,
-        "maskpack/dispatch/update/run_seconds": 3.0,
-        "maskpack/dispatch/update/encode_seconds": 0.0,
-        "maskpack/dispatch/update/return_seconds": 2.0,
-        "maskpack/dispatch/update/gather_seconds": 1.0,
-        "maskpack/dispatch/put/calls": 1.0,
-        "maskpack/dispatch/put/seconds": 0.75,
-        "maskpack/dispatch/put/prepare_seconds": 0.5,
-        "maskpack/dispatch/put/put_seconds": 0.25,
-    }
-
-
 def test_the_last_calls_are_kept() -> None:
     timeline = Timeline()
     for number in range(200):
@@ -321,68 +270,19 @@ class Worker:
     def double(self, batch: TensorDict) -> TensorDict:
         return TensorDict({"old_log_probs": batch["old_log_probs"] * 2}, batch_size=batch.batch_size)
 
-    @endpoint
-    def fail(self, batch: TensorDict) -> None:
-        raise ValueError("no")
-
-    @endpoint
-    def die(self, batch: TensorDict) -> None:
-        ray.actor.exit_actor()
-
-
-def test_a_group_counts_in_the_metrics_of_ray(local_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    points: dict[tuple[str, ...], list[float]] = {}
-    record = metrics_of_ray.Metric._record
-
-    def recorded(metric: Any, value: float, tags: Any = None) -> None:
-        points.setdefault((metric.info["name"].removeprefix("maskpack_dispatch_"), *tags.values()), []).append(value)
-        record(metric, value, tags)
-
-    monkeypatch.setattr(metrics_of_ray.Metric, "_record", recorded)
-    batch = rollout(objects=False)
-    with WorkerGroup.launch(Worker, 2, actor_options={"num_cpus": 0}, pad_token_id=PAD, ray_metrics=True) as own:
-        own.call("double", batch)
-        metrics = {name.removeprefix("maskpack/dispatch/"): value for name, value in own.metrics.items()}
-        with pytest.raises(WorkerError):
-            own.call("fail", batch)
-        with pytest.raises(WorkerError):
-            own.call("die", batch[:1], balance=[[0], []], grace=20)
-    assert points["calls", "double"] == [1.0]
-    for name in ("rows", "bytes_padded", "bytes_sent", "bytes_returned"):
-        assert points[name, "double"] == [metrics[name]]
-    padded, packed = sum(field.nbytes for field in batch.values()), mp.compress(batch, pad_token_id=PAD).nbytes
-    assert (metrics["rows"], metrics["bytes_padded"], metrics["bytes_sent"]) == (len(batch), padded, packed)
-    assert (metrics["ratio"], metrics["bytes_avoided"]) == (padded / packed, padded - packed)
-    for stage in STAGES:
-        seconds = points["stage_seconds", "double", stage]
-        assert len(seconds) == (1 if stage in ("prepare", "put", "gather") else 2)
-        assert max(seconds) == metrics[f"{stage}_seconds"]
-    assert points["errors", "fail"] == [1.0, 1.0]
-    assert sum(points["lost_ranks", "die"]) >= 1
-    assert points.keys().isdisjoint({("retries", "double"), ("calls", "fail")})  # Ray takes no zeros
-
 
 def test_the_page_names_every_metric(local_ray: Any) -> None:
     (table,) = re.findall(r"^\| `maskpack/dispatch/\.\.\.` .*?\n\n", PAGE, re.M | re.S)
     named = {f"maskpack/dispatch/{name}" for name in re.findall(r"`(\w+(?:/rank_0)?)`", table)}
-    (line,) = re.findall(r"The counters (.*?) have the tag", PAGE, re.S)
-    counters = {name.removeprefix("maskpack_dispatch_").removeprefix("_") for name in re.findall(r"`(\w+)`", line)}
-    assert counters == set(ray_metrics.COUNTERS)
     with WorkerGroup.launch(Worker, 1, actor_options={"num_cpus": 0}, pad_token_id=PAD) as own:
-        own.call("double", rollout(objects=False))
+        batch = rollout(objects=False)
+        packed = own.pack(batch)
+        own.call("double", packed)
         assert set(own.metrics) == named
+        padded = sum(field.nbytes for field in batch.values())
+        seen = [own.metrics[f"maskpack/dispatch/{name}"] for name in ("rows", "bytes_padded", "bytes_sent", "ratio")]
+        assert seen == [len(batch), padded, packed.nbytes, padded / packed.nbytes]
         own.put(rollout(objects=False))
         assert set(own.metrics) < named
         assert [call.method for call in own.timeline.calls] == ["double", "put"]
         assert pickle.loads(cloudpickle.dumps(own)).timeline.calls == ()
-
-
-def test_nothing_fails_where_ray_does_not_run() -> None:
-    code = (
-        "from maskpack.dispatch.ray_metrics import publish\n"
-        "from maskpack.dispatch.timeline import CallTimes, Span\n"
-        "publish(CallTimes('update', (Span(None, 'put', 0.0, 1.0),)), {'maskpack/dispatch/rows': 4.0})\n"
-        "print('published')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "published\n"

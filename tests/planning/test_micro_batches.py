@@ -15,13 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_same_batch, assert_same_tensor
-from samples import assert_same
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from maskpack import compress, decompress, nest_batch_by_mask
-from maskpack import unnest_batch_by_mask as unnest
 from maskpack.errors import LayoutError, PlanError
 from maskpack.planning import MicroBatchPlan, PlanOptions, plan_micro_batches
 from maskpack.views import BatchView
@@ -143,22 +141,6 @@ def test_order_restored_of_jagged_and_packed_tensors(
         assert_same_tensor(plan.restore([part.values() for part in parts], lengths=some), x.values())
 
 
-@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
-@pytest.mark.parametrize("trailing", [(), (2,)])
-def test_every_dtype(dtype: torch.dtype, trailing: tuple[int, ...]) -> None:
-    """torch selects among some of them only with more than one dim."""
-    rng = np.random.default_rng(0)
-    dense, jagged = strategies.values(rng, (7, *trailing), dtype), strategies.jagged(rng, 7, dtype, trailing)
-    for x in (dense, jagged):
-        assert_same_tensor(THREE.restore(list(THREE.apply(x))), x)
-    lines = oracle.jagged_rows(jagged)
-    outputs = [oracle.make_jagged([lines[row] for row in rows], jagged).values() for rows in THREE.micro_batches]
-    lengths = [line.shape[0] for line in lines]
-    assert_same_tensor(THREE.restore(outputs, lengths=lengths), jagged.values())
-    batch = TensorDict({"dense": dense, "jagged": jagged}, [7])
-    assert_same_batch(THREE.restore(list(THREE.apply(batch))), batch)
-
-
 @many
 @given(st.integers(1, 7), st.data())
 def test_order_restored_of_lists(rows: int, data: st.DataObject) -> None:
@@ -178,27 +160,6 @@ def test_outputs_of_dummies_are_dropped(rows: int, data: st.DataObject) -> None:
     assert plan.restore(outputs).tolist() == x.tolist()
     anything = [None if dummy else part for part, dummy in zip(plan.apply(x), plan.is_dummy, strict=True)]
     assert plan.restore(anything).tolist() == x.tolist()
-
-
-def test_a_batch_by_hand() -> None:
-    batch = samples.rollout()
-    parts = list(THREE.apply(batch))
-    for part, rows in zip(parts, THREE.micro_batches, strict=True):
-        assert part.batch_size == (len(rows),)
-        assert_same(part["input_ids"], torch.stack([batch["input_ids"][row] for row in rows]))
-        assert part.get("uid").tolist() == [f"row-{row // 2}" for row in rows]
-        assert [info["index"] for info in part.get("extra_info").tolist()] == rows
-        assert part.get("temperature").data == 0.7
-    assert_same(THREE.restore(parts), batch)
-
-
-def test_two_batch_dims() -> None:
-    inner = TensorDict({"y": torch.arange(42).view(7, 3, 2)}, batch_size=[7, 3])
-    batch = TensorDict({"x": torch.arange(21).view(7, 3), "s": inner}, batch_size=[7, 3])
-    parts = list(THREE.apply(batch))
-    assert [tuple(part.batch_size) for part in parts] == [(3, 3), (2, 3), (2, 3)]
-    assert parts[1]["s", "y"].tolist() == [batch["s", "y"][row].tolist() for row in (0, 2)]
-    assert_same_batch(THREE.restore(parts), batch)
 
 
 def test_objects_of_micro_batches_go_to_their_rows() -> None:
@@ -285,21 +246,6 @@ def test_jagged_fields_share_offsets_and_know_their_bounds() -> None:
     assert_same_batch(THREE.restore(parts), batch)
 
 
-@pytest.mark.parametrize("layout", ["nested", "padded"])
-def test_nested_fields_stay_of_use(layout: Any) -> None:
-    """What comes out can be computed with, nested back, and packed."""
-    batch = samples.rollout().exclude("temperature")  # one object of the batch becomes one of each row
-    held = decompress(compress(batch, pad_token_id=samples.PAD), format=layout)
-    parts = list(THREE.apply(held))
-    for part, rows in zip(parts, THREE.micro_batches, strict=True):
-        if layout == "nested":
-            ratio = part["old_log_probs"] - part["ref_log_prob"]
-            assert ratio.offsets() is part["old_log_probs"].offsets()
-            assert_same_batch(unnest(part), oracle.take_rows(batch, rows))
-        assert_same_batch(decompress(compress(part, pad_token_id=samples.PAD)), oracle.take_rows(batch, rows))
-    assert_same_batch(decompress(compress(THREE.restore(parts), pad_token_id=samples.PAD)), batch)
-
-
 @pytest.mark.parametrize("kind", ["tensor", "TensorDict"])
 @pytest.mark.parametrize("jagged", [True, False])
 def test_differentiable_there_and_back(kind: str, jagged: bool) -> None:
@@ -354,14 +300,6 @@ def test_differentiable_packed_outputs() -> None:
             assert grad[place].tolist() == ((at + 1) * weights[place]).tolist()
 
 
-def test_no_gradients_where_none_are_wanted() -> None:
-    x = torch.nested.nested_tensor_from_jagged(torch.zeros(17, requires_grad=True), jagged_fields()["a"].offsets())
-    with torch.no_grad():
-        parts = list(THREE.apply(x))
-        assert not any(part.requires_grad for part in parts)
-        assert not THREE.restore(parts).requires_grad
-
-
 # -------------------------------------------------------------------- errors
 
 
@@ -384,42 +322,6 @@ def ragged(*trailing: int, dtype: torch.dtype = torch.float32) -> Callable[[int]
 
 def packed(rows: int) -> Any:
     return compress(TensorDict({"x": torch.zeros(rows)}, [rows]))
-
-
-def turned(rows: int) -> Tensor:
-    """Jagged along another dim."""
-    return samples.jagged([torch.zeros(n + 1, 2) for n in range(rows)]).transpose(1, 2)
-
-
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        rows_of(packed, lambda n: BatchView.of(packed(n))),
-        rows_of(lambda n: (0,) * n),
-        rows_of(ones(), lambda n: torch.zeros(n + 1)),
-        rows_of(packed, lambda n: packed(5)),
-        rows_of(ragged(), lambda n: ragged()(3)),
-        rows_of(ones(4), ones(4, 1)),
-        rows_of(ones(), ragged()),
-        rows_of(ragged(2), ragged(3)),
-        rows_of(ragged(), ragged(dtype=torch.float16)),
-        rows_of(turned),
-        rows_of(td(x=ones(), s=td(y=ones())), td(x=ones())),
-        rows_of(td(s=td(x=ones(4))), td(s=td(x=ones(5)))),
-        rows_of(td(x=ones()), td(x=ones(dtype=torch.int64))),
-        rows_of(td(x=ones()), td(x=ragged())),
-        rows_of(td(x=ones()), td(x=td())),
-    ],
-)
-def test_outputs_that_do_not_fit(outputs: list[Any]) -> None:
-    with pytest.raises(PlanError, match=r"^MicroBatchPlan\.restore: "):
-        THREE.restore(outputs)
-
-
-@pytest.mark.parametrize("make", [ones(4), lambda n: torch.tensor(1.0), ragged(), td(), packed, lambda n: [0] * n])
-def test_packed_outputs_that_do_not_fit(make: Callable[[int], Any]) -> None:
-    with pytest.raises(PlanError, match=r"^MicroBatchPlan\.restore: "):
-        THREE.restore(rows_of(make), lengths=[1, 1, 1, 1, 1, 2, 1])
 
 
 def test_packed_outputs_of_other_fields() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +13,7 @@ from plan_cases import Case, Row, for_cases, many, real, tree_of, trie, tries
 
 from maskpack.errors import PlanError
 from maskpack.planning import PlanOptions, PrefixTree, plan_micro_batches, plan_ranks
-from maskpack.planning.prefixes import tree_units, trie_tokens
-
-
-def real_loads(plan: Any) -> list[float]:
-    return [load for load, dummy in zip(plan.loads(), plan.is_dummy, strict=True) if not dummy]
-
+from maskpack.planning.prefixes import tree_units
 
 # -------------------------------------------------------------------- one rank
 
@@ -58,16 +52,6 @@ def test_cuts_repeat_the_fewest_tokens(rows: list[Row], most_tokens: int) -> Non
 
 def _pieces(items: Sequence[int], ends: Sequence[int]) -> list[Sequence[int]]:
     return [items[begin:end] for begin, end in itertools.pairwise([0, *ends, len(items)])]
-
-
-@for_cases(st.integers(2, 5), kinds=["prefix"])
-def test_trees_without_short_branches(case: Case, least: int) -> None:
-    """The cost is what the tree says, not what could be shared."""
-    tree = tree_of(case.rows or [], least)
-    plan = plan_micro_batches(case.lengths, case.token_budget, **{**case.given, "tree": tree})
-    parts = list(itertools.chain(*real(plan)))
-    assert real_loads(plan) == [tree.take(rows).num_tokens for rows in parts]
-    assert all(case.cost(rows) <= load for rows, load in zip(parts, real_loads(plan), strict=True))
 
 
 def test_a_tree_stays_as_it_was() -> None:
@@ -183,53 +167,3 @@ def test_groups_and_a_tree_on_ranks() -> None:
     plans = plan_ranks([5] * 6, 3, 6, tree=tree, groups=labels)
     assert sorted("".join(labels[row] for row in own) for own in plans.rows) == ["aa", "bb", "cc"]
     assert [plan.loads() for plan in plans.plans] == [[6]] * 3
-
-
-# -------------------------------------------------------------------- trajectories
-
-
-def trajectories(seed: int) -> list[Row]:
-    """Agents: one system prompt, tasks, and turns of which some start again from an earlier one."""
-    rng = np.random.default_rng(seed)
-
-    def tokens(least: int, most: int) -> Row:
-        return tuple(rng.integers(0, 150_000, int(rng.integers(least, most))).tolist())
-
-    system, rows = tokens(1200, 1201), []
-    for _ in range(12):
-        turns = [system + tokens(50, 400)]
-        for _ in range(int(rng.integers(2, 9))):
-            last = turns[int(rng.integers(0, len(turns)))]
-            turns.append(last + tokens(40, 600))
-        rows += turns[1:]
-    return [rows[at] for at in rng.permutation(len(rows))]
-
-
-@pytest.mark.parametrize(("seed", "budget"), [(0, 1500), (1, 4096), (2, 16384)])
-def test_trajectories_of_agents(seed: int, budget: int) -> None:
-    rows = trajectories(seed)
-    lengths, tree, options = [len(row) for row in rows], tree_of(rows, 16), PlanOptions(num_updates=2)
-    plan = plan_micro_batches(lengths, budget, tree=tree, options=options)
-    parts = list(itertools.chain(*real(plan)))
-    costs = [len(trie([rows[row] for row in part])) for part in parts]
-    assert plan.loads() == costs
-    assert len(parts) <= len(plan_micro_batches(lengths, budget, options=options).micro_batches)
-    tokens = [len(trie([rows[row] for row in own])) for own in plan_ranks(lengths, 4, budget, tree=tree).rows]
-    assert max(tokens) < 1.25 * np.mean(tokens)
-
-
-def test_tokens_of_parts_are_those_of_taken_trees() -> None:
-    rows = trajectories(5)
-    tree = tree_of(rows)
-    parts = [part.tolist() for part in np.array_split(np.random.default_rng(0).permutation(len(rows)), 7)]
-    assert trie_tokens(tree, parts).tolist() == [tree.take(part).num_tokens for part in parts]
-
-
-def test_what_a_tree_is_not_planned_with() -> None:
-    tree = tree_of([(1, 2, 3), (1, 2)])
-    for options in (PlanOptions(cost="padded"), PlanOptions(cost=np.ones_like), PlanOptions(work=np.ones_like)):
-        with pytest.raises(PlanError):
-            plan_micro_batches([3, 2], 5, tree=tree, options=options)
-    for lengths in ([3, 2, 1], [2, 3]):
-        with pytest.raises(PlanError):
-            plan_ranks(lengths, 1, 5, tree=tree)

@@ -2,7 +2,7 @@
 
     batches     rows of random batches on every path, against rows of the padded batch
     core        random tables through the compiled core alone                    --library FILE
-    dispatch    random sequences of calls on a local Ray                         --nodes --threads --kills
+    dispatch    random sequences of calls on a local Ray                         --nodes
     queue       processes of TransferQueue die while others put and get
     rows        programs of operations on rows, fields and tokens, against lists of what each row holds
     wire        broken files; what was read must decode                          --table FILE ...

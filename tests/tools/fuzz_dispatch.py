@@ -1,8 +1,6 @@
 """Random sequences of dispatch, each step compared bit for bit with plain indexing of the padded batch.
 
 python -m tests.tools.fuzz dispatch --count 200 [--nodes 3]                sequences: put, call, move rows, fail, retry
-python -m tests.tools.fuzz dispatch --threads 8 --count 10 [--nodes 3]     threads that share a group and a PackedBatch
-python -m tests.tools.fuzz dispatch --kills --count 100                    a node dies while calls run
 """
 
 from __future__ import annotations
@@ -11,11 +9,9 @@ import argparse
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +32,6 @@ from maskpack.views.view import BatchView
 
 STORE = 200 << 20
 ACTORS = 4
-QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}  # to see that a node is gone
 PROMPT, RESPONSE = 5, 6
 FOLDERS = {"dir": tempfile.gettempdir()}
 """Where files lie by which ranks know that something has happened."""
@@ -284,108 +279,11 @@ def play_sequence(scene: Scene, seed: int) -> Counter[str]:
     return sequence.done
 
 
-def play_threads(scene: Scene, seed: int, number: int, seconds: float = 6) -> Counter[str]:
-    """All threads take rows of one PackedBatch through one group, many at once: an object that was put is released when
-    the next one is."""
-    group = WorkerGroup(scene.actors[:1], pad_token_id=PAD)
-    first = Sequence(scene, seed)
-    batch = torch.cat([first.batch] * (1 + 64 // len(first.batch)))
-    batch["row"] = torch.arange(len(batch))
-    packed = group.pack(batch)
-    view, count = BatchView.of(packed), len(batch)
-    end, done, lock = time.monotonic() + seconds, Counter[str](), threading.Lock()
-
-    def check(seen: Any, want: TensorDict) -> None:
-        assert_same(seen.materialize(get=ray.get) if isinstance(seen, BatchView) else seen, want)
-
-    def step(rng: np.random.Generator) -> str:
-        rows = rng.choice(count, int(rng.integers(1, count)), replace=False)
-        part, want = view.take(rows), batch[torch.from_numpy(rows)]
-        kind = ("padded", "view", "put", "packed", "fields", "raise")[int(rng.integers(6))]
-        halves = [np.sort(rng.choice(count, count // 2, replace=False)) for _ in range(30)]
-        calls = [group.submit("rows", view.take(half)) for half in halves]
-        for half, call in zip(halves, calls, strict=True):
-            assert call.result() == [half.tolist()], "rows of another thread"
-        if kind in ("padded", "view"):
-            check(group.call("echo", part, format=kind), want)
-        elif kind == "put":
-            check(group.call("echo", group.put(part)), want)
-        elif kind == "packed":
-            check(group.call("echo", packed), batch)
-        elif kind == "fields":
-            values = group.call("scale", part, 2.0, format="view")
-            check(part.with_fields(values), want.clone(recurse=False).set("values", want["returns"] * 2.0))
-        else:
-            path = tempfile.mktemp(prefix="fuzz-", dir=FOLDERS["dir"])
-            try:
-                seen = group.call("once", part, int(rows[0]), path, "raise")
-            except mp.errors.WorkerError as error:
-                seen = error.call.retry().result()
-            check(seen, want)
-        return kind
-
-    def work(own: int) -> None:
-        rng = np.random.default_rng([seed, own])
-        while time.monotonic() < end:
-            kind = step(rng)
-            with lock:
-                done[kind] += 1
-
-    with ThreadPoolExecutor(number) as pool:
-        list(pool.map(work, range(number)))
-    return done
-
-
-def play_kill(cluster: Any, seed: int) -> Counter[str]:
-    """A node dies while calls on rows of the driver run, for results here and for results that stay on the ranks. What
-    is on the driver comes back; of a view that was given before, the only copy may be lost, with an error of Ray's."""
-    rng, done = np.random.default_rng(seed), Counter[str](kills=1)
-    batch = samples.rollout([(int(rng.integers(6)), int(rng.integers(7))) for _ in range(40)], PROMPT, RESPONSE)
-    batch = batch.exclude("global_token_num").set("wide", torch.from_numpy(rng.random((40, 4000))))
-    victim = next(iter(cluster.worker_nodes))
-    there = NodeAffinitySchedulingStrategy(victim.node_id, soft=True)
-    actors = [Remote.options(max_restarts=-1, scheduling_strategy=at).remote() for at in (there, "DEFAULT", there)]
-    group = WorkerGroup(actors, pad_token_id=PAD)
-    group.ready()
-    view = BatchView.of(group.pack(batch))
-    kill = threading.Timer(float(rng.random()) * 0.35, cluster.remove_node, (victim,), {"allow_graceful": False})
-    kill.start()
-    try:
-        while kill.is_alive() or done["calls"] < 6:
-            rows, kept = rng.integers(40, size=12), bool(rng.integers(2))
-            assert_same(survived(group, view.take(rows), kept, done), batch[torch.from_numpy(rows)])
-            done["calls"] += 1
-    finally:
-        kill.join()
-        cluster.add_node(num_cpus=2, object_store_memory=STORE)
-    return done
-
-
-def survived(group: WorkerGroup, view: BatchView, kept: bool, done: Counter[str]) -> TensorDict:
-    for _ in range(6):
-        call = group.submit("echo", view, grace=5.0, format="view" if kept else "padded")
-        try:
-            for _ in range(6):
-                try:
-                    seen = call.result(60.0)
-                    return seen.materialize(get=ray.get) if kept else seen
-                except mp.errors.WorkerError as error:
-                    done["errors"] += 1
-                    call = error.call.retry()
-        except ray.exceptions.RayError as error:
-            if not kept:
-                raise
-            done[f"view lost: {type(error).__name__}"] += 1
-    raise AssertionError("rows of the driver did not come back")
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="threads that share a group, instead of sequences")
-    parser.add_argument("--kills", action="store_true", help="nodes that die, instead of sequences")
 
 
-_PLAY: list[Callable[[int], Counter[str]]] = []
+_SCENES: list[Scene] = []
 
 
 @contextmanager
@@ -394,11 +292,10 @@ def session(given: argparse.Namespace) -> Iterator[None]:
     for module in (sys.modules[__name__], samples):  # the ranks cannot import the tests
         cloudpickle.register_pickle_by_value(module)
     node, cluster = {"num_cpus": 2, "object_store_memory": STORE}, None
-    nodes = 2 if given.kills else given.nodes
-    if nodes > 1:
-        head = {"include_dashboard": False, "_system_config": QUICK, **node}
+    if given.nodes > 1:
+        head = {"include_dashboard": False, **node}
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(nodes - 1):
+        for _ in range(given.nodes - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False)
     else:
@@ -406,12 +303,7 @@ def session(given: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, set_list_to_stack(True):
         FOLDERS["dir"] = folder
         scene = Scene()
-        if given.kills:
-            _PLAY.append(lambda seed: play_kill(cluster, seed))
-        elif given.threads:
-            _PLAY.append(lambda seed: play_threads(scene, seed, given.threads))
-        else:
-            _PLAY.append(lambda seed: play_sequence(scene, seed))
+        _SCENES.append(scene)
         yield
     ray.shutdown()
     if cluster is not None:
@@ -419,4 +311,4 @@ def session(given: argparse.Namespace) -> Iterator[None]:
 
 
 def play(seed: int) -> Counter[str]:
-    return _PLAY[-1](seed)
+    return play_sequence(_SCENES[-1], seed)

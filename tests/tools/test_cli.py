@@ -4,7 +4,6 @@ of every kind of file, and what it cannot read is one line."""
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import warnings
@@ -24,7 +23,7 @@ from maskpack.tools.files import saved_batch
 
 @pytest.fixture(scope="module")
 def batch():
-    return demo.rollout_batch(demo.tiny_model(5), demo.sums(2, seed=5), responses=3, seed=5)
+    return demo.rollout_batch(2, responses=3, seed=5)
 
 
 # -------------------------------------------------------------------- the run
@@ -41,8 +40,8 @@ def test_demo_runs_from_any_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "All outputs were bitwise equal" in done.stdout
     assert "times fewer bytes than padded." in done.stdout
-    cells = [[cell.strip() for cell in line.split("│")] for line in done.stdout.splitlines() if " ms" in line]
-    assert {row[1]: bool(row[4]) for row in cells} == WITH_RATIO
+    times = [line for line in done.stdout.splitlines() if " ms" in line]
+    assert {line[:20].rstrip(): line.endswith(" x") for line in times} == WITH_RATIO
     assert "Warning" not in done.stderr
 
 
@@ -65,29 +64,12 @@ def test_demo_fails_on_one_changed_bit(monkeypatch, capsys):
 # -------------------------------------------------------------------- the comparison
 
 
-def test_compare_counts_values_and_takes_nan_as_bits():
-    values = {"a": torch.tensor([[1.0, float("nan")], [-0.0, 2.0]]), "b": torch.arange(3), "c": torch.zeros(0, 4)}
-    assert demo.compare(values, {name: value.clone() for name, value in values.items()}) == 7
-
-
-@pytest.mark.parametrize(
-    ("right", "message"),
-    [
-        (
-            torch.tensor([0.0, -0.0]),
-            r'"a" differs in 1 of 2 values, first in \(1,\): 0.0 \(0x00000000\) the padded way; -0.0',
-        ),
-        (
-            torch.tensor([0.0, math.nan]),
-            r"first in \(1,\): 0.0 \(0x00000000\) the padded way; nan \(0x7fc00000\) through",
-        ),
-        (torch.zeros(2, dtype=torch.int32), "maskpack gave {'a': .torch.int32, "),
-        (torch.zeros(3), "maskpack gave"),
-    ],
-)
-def test_compare_names_the_place_and_the_bits(right, message):
+def test_compare_names_the_place_and_the_bits():
+    message = r'"a" differs in 1 of 2 values, first in \(1,\): 0.0 \(0x00000000\) the padded way; -0.0'
     with pytest.raises(demo.OutputsDiffer, match=message):
-        demo.compare({"a": torch.zeros(2)}, {"a": right})
+        demo.compare({"a": torch.zeros(2)}, {"a": torch.tensor([0.0, -0.0])})
+    with pytest.raises(demo.OutputsDiffer, match="maskpack gave "):
+        demo.compare({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)})
 
 
 def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
@@ -108,18 +90,17 @@ def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
     assert torch.equal(batch["attention_mask"][:, demo.PROMPT_WIDTH :], batch["response_mask"])
     assert torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None])
     assert (responses[~mask] == demo.PAD).all()
-    assert (responses.gather(1, lengths[:, None] - 1) == demo.EOS).all()
-    for row, prompt in enumerate(prompt for prompt, _ in demo.sums(2, seed=5) for _ in range(3)):
-        text = prompt.encode()
-        assert bytes(prompts[row, -len(text) :].tolist()) == text
-        assert (prompts[row, : -len(text)] == demo.PAD).all()
+    assert (responses[mask] != demo.PAD).all()
+    for row in range(6):
+        assert torch.equal(prompts[row], prompts[row // 3 * 3])
+        assert (prompts[row] == demo.PAD).diff().sum() == 1, "left padded"
     assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
 
 
 # -------------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("name", ["ray", "rich", "transformers"])
+@pytest.mark.parametrize("name", ["ray", "transformers"])
 def test_missing_extra_is_one_line(name, monkeypatch, capsys):
     monkeypatch.delattr(maskpack.tools, "demo")
     for module in [known for known in sys.modules if known.startswith((f"{name}.", "maskpack.tools.demo"))]:
@@ -170,7 +151,7 @@ class Own:
     __hash__ = None
 
 
-NEITHER = "neither a torch.save file, a pickle, a packed batch nor a memory-mapped TensorDict"
+NEITHER = "neither a torch.save file, a pickle nor a packed batch"
 
 
 class Running:
@@ -203,10 +184,6 @@ def as_torch(path):
 
 def as_dict(path):
     torch.save(dict(rollout().items()), path)
-
-
-def as_memory_map(path):
-    rollout().memmap(path)
 
 
 def as_pickled_batch(path):
@@ -244,7 +221,7 @@ def matches(said, found):
     assert 3 * len(said["fields"]) == sum(name.startswith("maskpack/field/") for name in found)
 
 
-@pytest.mark.parametrize("save", [as_packed, as_torch, as_dict, as_memory_map, as_pickled_batch])
+@pytest.mark.parametrize("save", [as_packed, as_torch, as_dict, as_pickled_batch])
 def test_inspect_reads_every_kind_of_file(save, tmp_path, capsys):
     file = tmp_path / "batch"
     save(file)
@@ -380,7 +357,6 @@ def test_inspect_reads_jagged_tensors(tmp_path, capsys):
     rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     torch.save(TensorDict({"x": rows}, [2]), tmp_path / "b")
     assert "2 rows, 1 fields" in inspected([tmp_path / "b"], capsys)
-    assert "holds 20 bytes padded; expected at most 19" in refused([tmp_path / "b", "--max-bytes", "19"], capsys)
 
 
 def test_inspect_reads_pickles_only_when_told(tmp_path, capsys):
@@ -392,22 +368,6 @@ def test_inspect_reads_pickles_only_when_told(tmp_path, capsys):
     assert mark.exists()
 
 
-def test_inspect_reads_pickles_of_a_memory_map_only_when_told(tmp_path, capsys):
-    batch = TensorDict({"x": torch.zeros(2), "o": NonTensorData(Own(), batch_size=[2])}, [2])
-    batch.memmap(tmp_path / "b")
-    assert "Pickle can execute arbitrary code. Pass --allow-pickle only" in refused([tmp_path / "b"], capsys)
-    inspected([tmp_path / "b", "--allow-pickle"], capsys)
-
-
-def test_inspect_trusts_no_load_memmap_that_cannot_refuse_pickles(tmp_path, capsys, monkeypatch):
-    """As that of tensordict 0.10."""
-    load = TensorDict.load_memmap
-    as_memory_map(tmp_path / "b")
-    monkeypatch.setattr(TensorDict, "load_memmap", staticmethod(lambda prefix: load(prefix, allow_pickle=True)))
-    assert "this tensordict may run pickles" in refused([tmp_path / "b", *PAD], capsys)
-    inspected([tmp_path / "b", "--allow-pickle", *PAD], capsys)
-
-
 def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys):
     batch = TensorDict({"x": torch.zeros(2), "o": NonTensorData(Own(), batch_size=[2])}, [2])
     maskpack.compress(batch).save(tmp_path / "b", allow_pickle=True)
@@ -415,9 +375,8 @@ def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys
     inspected([tmp_path / "b", "--allow-pickle"], capsys)
 
 
-@pytest.mark.parametrize("save", [as_torch, as_memory_map])
-def test_inspect_guesses_no_pad(save, tmp_path, capsys):
-    save(tmp_path / "b")
+def test_inspect_guesses_no_pad(tmp_path, capsys):
+    as_torch(tmp_path / "b")
     said = refused([tmp_path / "b"], capsys)
     assert 'field "prompts" is padded with PAD_TOKEN_ID, and no pad_token_id was given' in said
     assert "Pass --pad-token-id N" in said
@@ -442,16 +401,6 @@ def test_inspect_refuses_what_is_no_batch(value, message, tmp_path, capsys):
     assert message in refused([tmp_path / "b", *PAD], capsys)
 
 
-def test_inspect_refuses_directories_that_are_no_memory_map(tmp_path, capsys):
-    assert "is a directory without meta.json" in refused([tmp_path], capsys)
-    (tmp_path / "meta.json").write_text("[]")
-    assert "cannot be read: " in refused([tmp_path], capsys)
-    as_memory_map(tmp_path / "b")
-    (tmp_path / "b" / "prompts.memmap").write_bytes(b"short")
-    assert "cannot be read: " in refused([tmp_path / "b", *PAD], capsys)
-    assert (tmp_path / "b" / "prompts.memmap").read_bytes() == b"short"
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -459,13 +408,9 @@ def test_inspect_refuses_directories_that_are_no_memory_map(tmp_path, capsys):
         ("r.json", "{", "Expecting property name"),
         ("r.json", "[]", "expected a dict"),
         ("r.json", "[" * 100_000, "recursion"),
-        ("r.json", '{"axes": []}', "MaskNestingRegistry"),
-        ("r.json", '{"fields": {"x": {"mask": 3}}}', "mask"),
-        ("r.json", '{"fields": {"x": {}}}', 'field "x": no mask'),
         ("r.json", '{"colours": {}}', "unknown entries ['colours']"),
         ("r.json", b"\xff\xfe\x00", "--registry"),
         ("r.yaml", "a: [", "expected what MaskNestingRegistry.to_dict gives"),
-        ("r.yaml", "- 1", "expected a dict"),
         ("r.yaml", "", "expected a dict"),
         ("r.yaml", "!!python/object/apply:os.getcwd []", "could not determine a constructor"),
     ],
@@ -479,6 +424,7 @@ def test_inspect_refuses_bad_registries(name, text, message, tmp_path, capsys):
 def test_inspect_without_a_registry_file_or_yaml(tmp_path, capsys, monkeypatch):
     as_dict(tmp_path / "b")
     assert "r.json: No such file" in refused([tmp_path / "b", "--registry", tmp_path / "r.json"], capsys)
+    assert "Is a directory" in refused([tmp_path], capsys)
     (tmp_path / "r.yaml").write_text("fields: {}")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert "PyYAML is not installed" in refused([tmp_path / "b", "--registry", tmp_path / "r.yaml"], capsys)

@@ -285,27 +285,6 @@ def snippet_in(shown):
     return shown[shown.index("registry = RL_FIELDS") :]
 
 
-def test_a_mask_can_be_named(tmp_path, capsys):
-    batch = own_names()
-    file = saved(batch, tmp_path / "b")
-    shown = doctor([file, "--mask", "attn", "--mask", "turns"], capsys, 1)
-    lines = snippet_in(shown)
-    for line in (
-        "'tool': MaskNestingSpec('turns'),",
-        "'trained': MaskNestingSpec('turns'),",
-        "'tokens': MaskNestingSpec('attn'",
-    ):
-        assert line in lines
-    nested = TensorDict({"sub": batch}, batch_size=[B])
-    torch.save(nested, tmp_path / "n")
-    assert "('sub', 'tokens'): MaskNestingSpec(('sub', 'attn'), pad=7)" in doctor(
-        [tmp_path / "n", "--mask", "sub/attn", "--mask", "sub/trained"], capsys, 1
-    )
-    for name in ("atn", "adv"):
-        said = refused([file, "--mask", name], capsys)
-        assert f'mask "{name}" is no field (B, width). Name one: tool, tokens, ' in said
-
-
 def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
     """A name that RL_FIELDS knows is not known to a registry that has it not."""
     batch = TensorDict({"m": samples.of("response", torch.bool).long()}, batch_size=[B])
@@ -418,15 +397,12 @@ def test_no_rows_and_no_masks():
 # -------------------------------------------------------------------- files
 
 
-def test_a_packed_batch_a_nested_one_and_a_memory_map(tmp_path, capsys):
+def test_a_packed_batch_and_a_nested_one(tmp_path, capsys):
     batch = rollout(mine=UNCOVERED[1][0])
     with pytest.warns(maskpack.errors.MaskpackWarning):
         packed = maskpack.compress(batch, pad_token_id=samples.PAD)
     packed.save(tmp_path / "packed")
-    batch.memmap(tmp_path / "map")
-    for name in ("packed", "map"):
-        shown = doctor([tmp_path / name], capsys, 1)
-        assert covers(executed(shown), batch, "mine")
+    assert covers(executed(doctor([tmp_path / "packed"], capsys, 1)), batch, "mine")
     said = json.loads(doctor([tmp_path / "packed", "--json"], capsys, 1))
     assert said["wire_bytes"] == report(None, packed)["maskpack/wire_bytes"]
     assert said["wire_bytes_with_lines"] is None
@@ -458,35 +434,12 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     own = {"mine": MaskNestingSpec("prompt", -100)}
     (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
     doctor(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
-
-
-def test_strict_tells_a_batch_that_cannot_be_packed_from_a_file_that_cannot_be_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(), tmp_path / "good")
     saved(rollout(responses=torch.zeros(B, 99)), tmp_path / "odd")
     (tmp_path / "text").write_text("no batch")
-    given = ["--strict", "--pad-token-id", samples.PAD]
-    shown = doctor([*given, "odd", "good"], capsys, 1)
-    assert re.match(r'odd: cannot be packed: .*"responses".*\ngood: \d+ fields, none stays padded\n$', shown)
-    shown = doctor([*given, "text", "none", "odd", "good"], capsys, 2)
-    starts = ["text: cannot be read: ", "none: cannot be read: ", "odd: cannot be packed: ", "good: "]
-    assert [line.startswith(start) for line, start in zip(shown.splitlines(), starts, strict=True)] == [True] * 4
-
-
-def test_strict_says_the_pad_token_that_it_takes(tmp_path, capsys):
-    """`compress` refuses the batch without a pad token."""
-    file, fields = saved(rollout(), tmp_path / "b"), len(rollout().keys())
-    with pytest.raises(maskpack.errors.RegistryError, match="no pad_token_id was given"):
-        maskpack.compress(rollout(), strict_mask_nesting=True)
-    note = (
-        f"pad_token_id was not given; {samples.PAD} is the value under the masks of the token fields. Pass it to "
-        f"compress as pad_token_id={samples.PAD}."
-    )
-    shown = doctor(["--strict", file], capsys, 0)
-    assert shown == f"{file}: {fields} fields, none stays padded\n  note: {note}\n"
-    assert f"note: {note}\n" in doctor([file], capsys, 0)
-    (found,) = json.loads(doctor(["--strict", "--json", file], capsys, 0))
-    assert found["note"] == note
+    shown = doctor([*given, "text", "none", "odd", "bad", "good"], capsys, 2)
+    starts = ["text: text is neither", "none: none: No such", "odd: compress: ", "bad: 1 stay", "good: "]
+    lines = [line for line in shown.splitlines() if line[0] != " "]
+    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
 
 
 def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
@@ -498,23 +451,6 @@ def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
     assert "note" not in doctor(["--strict", file, "--pad-token-id", "0"], capsys, 0)
     alone = saved(TensorDict({"attention_mask": mask}, batch_size=[2]), tmp_path / "alone")
     assert "note" not in doctor(["--strict", alone], capsys, 0)
-
-
-def test_a_mask_that_no_batch_has_is_an_error_of_usage(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saved(rollout(mine=UNCOVERED[1][0]), tmp_path / "bad")
-    saved(rollout(own=samples.of("response", torch.bool)), tmp_path / "good")
-    expected = 'cannot be checked: maskpack doctor: mask "respnse_mask" is no field (B, width). Name one: '
-    shown = doctor(["--strict", "bad", "good", "--mask", "respnse_mask"], capsys, 2).splitlines()
-    assert [line.startswith(f"{file}: {expected}") for file, line in zip(["bad", "good"], shown, strict=True)] == [
-        True,
-        True,
-    ]
-    shown = doctor(["--strict", "bad", "good", "--mask", "own"], capsys, 2)
-    assert shown.startswith('bad: cannot be checked: maskpack doctor: mask "own" is no field (B, width).')
-    assert "\ngood: " in shown
-    assert "\ngood: cannot" not in shown
-    assert 'mask "respnse_mask" is no field' in refused(["good", "--mask", "respnse_mask"], capsys)
 
 
 # -------------------------------------------------------------------- a DataProto
@@ -665,41 +601,13 @@ def test_the_limit_can_be_given(command, tmp_path, capsys):
         assert cli.main([command, str(file), "--max-bytes", str(limit)]) == status
         shown = capsys.readouterr()
         assert (f"expected at most {limit}" in shown.err) == (status == 2)
-    for wrong in ("0", "-5"):
-        assert cli.main([command, str(file), "--max-bytes", wrong]) == 2
-        assert f"--max-bytes is {wrong}; expected at least 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["doctor", "inspect"])
-def test_a_tensor_that_says_one_value_many_times(command, tmp_path, capsys):
-    """Its file holds the value once."""
-    many = torch.zeros(1, 1).expand(1 << 20, 1 << 10)
-    held = {
-        "entry": {"x": many},
-        "object": {"x": torch.zeros(1), "meta": [{"inside": (many,)}]},
-        "batch": TensorDict({"x": many}, [1 << 20]),
-    }
-    for name, value in held.items():
-        torch.save(value, tmp_path / name)
-        assert (tmp_path / name).stat().st_size < 10_000
-        assert cli.main([command, str(tmp_path / name)]) == 2, name
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert re.search(
-            rf"holds {1 << 32}\d* bytes padded|holds \d+ bytes padded; expected at most {1 << 30}", shown.err
-        )
-        assert shown.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     file = saved(rollout(), tmp_path / "b.pt")
     home, name = (doctor_module, "diagnose") if command == "doctor" else (inspector, "figures")
-    for error in (
-        MemoryError("Unable to allocate 16.0 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    ):
+    for error in (MemoryError("16.0 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 
         def fails(*_, error=error, **__):
             raise error
@@ -707,9 +615,8 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(home, name, fails)
         assert cli.main([command, str(file), "--pad-token-id", "7"]) == 2
         shown = capsys.readouterr()
-        assert shown.out == ""
         assert shown.err.startswith(f"maskpack {command}: it does not fit into the memory of this machine")
-        assert shown.err.count("\n") == 1
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
 
     def wrong(*_, **__):
         raise RuntimeError("something else")

@@ -16,7 +16,6 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same_batch
 from samples import assert_same
 from strategies import Case, RowOp, batches, row_ops, rows_after
 from tensordict import NonTensorData, TensorDict, is_non_tensor
@@ -26,7 +25,6 @@ from maskpack import unnest_batch_by_mask as unnest
 from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import table
-from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.view import BatchView
 
@@ -62,10 +60,6 @@ class Store:
         counts = [self.fetched.count(ref) for ref in self.held]
         self.fetched = []
         return counts
-
-
-def no_get(refs: list[Any]) -> Any:
-    raise AssertionError("fetched")
 
 
 def pack(batch: TensorDict, **more: Any) -> PackedBatch:
@@ -110,16 +104,6 @@ def after(view: BatchView, ops: Sequence[RowOp]) -> BatchView:
 # -------------------------------------------------------------------- work that grows with the rows, not their square
 
 
-def test_parts_cost_their_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = np.random.default_rng(0).permutation(300)
-    view = BatchView.cat([BatchView.of(numbers(100)) for _ in range(3)]).take(rows)
-    monkeypatch.setattr(Segments, "by_row", None)  # a list of all rows
-    cut = [*view.split(1), *view.chunk(150)]
-    assert all(len(part.groups[0].parts) <= len(part) for part in cut)
-    monkeypatch.undo()
-    assert [row for part in cut for row in rows_of(part)] == 2 * (rows % 100).tolist()
-
-
 def test_equal_references_are_one_batch() -> None:
     meta = BatchMeta.of(numbers(2))
     views = [BatchView.at(("place", number % 3), meta) for number in range(6)]
@@ -142,24 +126,6 @@ def rollouts(draw: st.DrawFn) -> TensorDict:
         signs = torch.tensor([1.0, -1.0, -1.0][: len(rows)]).reshape(-1, 1)
         batch["advantages"] = signs * (batch["attention_mask"][:, prompt:] != 0)
     return batch
-
-
-@pytest.mark.parametrize("name", strategies.MANY_RUNS)
-def test_views_of_masks_of_many_runs(name: str) -> None:
-    """Their BatchMetas travel with the bits of the masks; what they materialize is exact."""
-    mask, width = strategies.MANY_RUNS[name]
-    batch, registry = strategies.batch_under(mask, width)
-    packed = compress(batch, registry=registry)
-    bits = len(mask) * ((width + 7) // 8)
-    head = len(pickle.dumps(BatchView.of(packed[:0]).head))
-    assert len(pickle.dumps(BatchMeta.of(packed))) <= bits + 2 * head + 1024
-    store = Store()
-    view = store.put(packed)
-    order = np.arange(len(mask))[::-2]
-    assert_same_batch(view.take(order).materialize(get=store.get), batch[torch.from_numpy(order.copy())])
-    part = pickle.loads(pickle.dumps(BatchView.of(packed)[1:6]))
-    assert_same_batch(part.materialize(), batch[1:6])
-    assert view[1:6].layouts["mask"] == packed[1:6].layouts["mask"]
 
 
 def checked(view: BatchView, want: TensorDict, store: Store, data: st.DataObject) -> None:
@@ -250,15 +216,6 @@ def test_segments_that_meet_join() -> None:
     assert repr(BatchView.cat([a, b])) == "BatchView(rows=20, fields=1, segments=2)"
 
 
-def test_split_and_chunk() -> None:
-    view = BatchView.of(numbers(7))
-    assert [rows_of(part) for part in view.split(3)] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert [rows_of(part) for part in view.split([0, 6, 1])] == [[], [0, 1, 2, 3, 4, 5], [6]]
-    assert [rows_of(part) for part in view.chunk(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [len(part) for part in view.chunk(9)] == [1] * 7 + [0, 0]
-    assert view[0:0].split(2) == ()
-
-
 def test_lengths_are_copies() -> None:
     view = BatchView.of(pack(rollout(((2, 3), (1, 5), (0, 0)))))
     assert view.tokens().tolist() == view.lengths("sequence").tolist() == [5, 6, 0]
@@ -315,34 +272,6 @@ def test_a_source_without_rows_does_not_undo_encodings() -> None:
     assert entry_of(alone, "returns") != entry_of(alone, "advantages")
 
 
-def test_a_view_of_nothing_keeps_its_form() -> None:
-    batch = samples.rollout(values=True)
-    batch["meta"] = TensorDict({"deep": torch.zeros(7, 2, dtype=torch.bfloat16)}, [7])
-    batch["own"] = samples.jagged([torch.zeros(b, 2, dtype=torch.int16) for b in range(7)])
-    store = Store()
-    with pytest.warns(UserWarning, match="fields stay padded"):
-        packed = pack(batch)
-    want = oracle.take_rows(batch, [])
-    for view in (store.put(packed), BatchView.cat([store.put(packed), store.put(packed)])):
-        for rows in (slice(3, 3), [], torch.zeros(len(view), dtype=torch.bool)):
-            assert_same(view[rows].materialize(), want)
-            assert_same(unnest(view[rows].materialize(format="nested", get=no_get)), want)
-            assert_same(
-                view[rows].materialize("uid", "responses", "temperature"),
-                taken(want, "uid", "responses", "temperature"),
-            )
-            assert view[rows].lengths("response").tolist() == []
-            assert view[rows][0:0][::-1].nbytes == 0
-    wide = BatchView.cat([BatchView.of(pack(rollout())), BatchView.of(pack(rollout(((1, 1),), 9, 20)))])[0:0]
-    empty = wide.materialize()
-    assert {name: tuple(empty[name].shape) for name in ("prompts", "responses", "position_ids")} == {
-        "prompts": (0, 9),
-        "responses": (0, 20),
-        "position_ids": (0, 29),
-    }
-    assert empty.get("temperature").data == 0.7
-
-
 def test_batches_without_fields_or_rows() -> None:
     for batch in (TensorDict({}, [3]), TensorDict({}, [0]), rollout((), objects=False)):
         packed = pack(batch)
@@ -356,29 +285,6 @@ def test_batches_without_fields_or_rows() -> None:
     assert len(bare[[0, 0]].materialize()) == 2
     assert rows_of(bare.with_fields(numbers(3))[1:]) == [1, 2]
     assert_same(bare.with_fields(bare).materialize(), TensorDict({}, [3]))
-
-
-# -------------------------------------------------------------------- objects
-
-
-def test_batch_wide_objects_that_differ_become_those_of_rows() -> None:
-    def batch(value: Any, rows: int) -> TensorDict:
-        fields = {"x": torch.arange(rows), "t": NonTensorData(value, batch_size=[rows])}
-        return TensorDict({**fields, "in": TensorDict({"t": fields["t"]}, [rows])}, [rows])
-
-    one, two, same = (BatchView.of(compress(batch(value, 3))) for value in (0.7, 0.9, 0.7))
-    view = BatchView.cat([one, two])
-    for name in ("t", ("in", "t")):
-        assert view.materialize().get(name).tolist() == [0.7] * 3 + [0.9] * 3
-        assert view[[4, 0]].materialize().get(name).tolist() == [0.9, 0.7]
-        assert view[:2].materialize().get(name).tolist() == [0.7, 0.7], "as it is declared"
-        assert view[3:4].materialize().get(name).tolist() == [0.9]
-        assert view[0:0].materialize().get(name).tolist() == []
-        assert type(view[:2].materialize().get(name)) is type(view.materialize().get(name))
-        again = BatchView.cat([one, same])[[5, 1]].materialize().get(name)
-        assert isinstance(again, NonTensorData)
-        assert (again.data, again.batch_size) == (0.7, (2,))
-    assert BatchView.cat([view[:1], one]).materialize().get("t").tolist() == [0.7] * 4
 
 
 # -------------------------------------------------------------------- fields that follow from others
@@ -400,25 +306,6 @@ def kinds_of(packed: PackedBatch) -> dict[str, str]:
 def entry_of(packed: PackedBatch, name: str) -> int:
     """The number of the entry of a field; fields that are equal have one entry."""
     return int(packed.table.fields[packed.numbers[name,]])
-
-
-@pytest.mark.parametrize("rows", [slice(None), slice(2, 5), [6, 0, 0], []])
-def test_a_field_without_the_one_that_it_follows_from(rows: Any) -> None:
-    batch, packed = derived()
-    wide = rollout(((1, 2),), 9, 9)
-    picked = list(range(7))[rows] if isinstance(rows, slice) else rows
-    want = oracle.take_rows(batch, picked)
-    for view in (BatchView.of(packed)[rows], BatchView.cat([BatchView.of(packed), BatchView.of(pack(wide))])[picked]):
-        for names in (["input_ids"], ["returns"], ["advantages"], ["responses", "input_ids"], ["returns", "input_ids"]):
-            for form in ("padded", "nested"):
-                seen = view.materialize(*names, format=form)
-                seen = unnest(seen) if form == "nested" else seen
-                every = view.materialize()
-                assert_same(seen, taken(every, *names))
-                if seen[names[0]].shape == want[names[0]].shape:
-                    assert_same(seen, taken(want, *names))
-            there = pickle.loads(pickle.dumps(view.to_packed(*names)))
-            assert_same(decompress(there), taken(every, *names))
 
 
 @pytest.mark.parametrize("names", [["input_ids"], ["returns"], ["responses", "input_ids"], ["advantages", "prompts"]])
@@ -539,21 +426,6 @@ def test_fields_are_added_and_rows_moved_in_any_order(parts: list[TensorDict], d
     checked(after(view, ops), oracle.take_rows(want, rows_after(ops, len(want), even_chunks=True)), store, data)
 
 
-def test_a_replaced_field_keeps_its_place_and_new_ones_come_last() -> None:
-    base = TensorDict({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}, [2])
-    view = BatchView.of(compress(base)).with_fields(compress(TensorDict({"d": torch.ones(2), "b": torch.ones(2)}, [2])))
-    seen = view.materialize()
-    assert list(seen.keys()) == ["a", "b", "c", "d"]
-    assert [seen[name].tolist() for name in "abcd"] == [[0, 0], [1, 1], [0, 0], [1, 1]]
-    other = BatchView.of(compress(TensorDict({name: torch.full((2,), 2.0) for name in "dcba"}, [2])))
-    whole = BatchView.cat([view, other])
-    assert list(whole.materialize().keys()) == ["a", "b", "c", "d"]
-    assert whole[1:3].materialize("d", "b")["b"].tolist() == [1, 2]
-    every = view.with_fields(other)
-    assert [group.paths for group in every.groups] == [(("d",), ("c",), ("b",), ("a",))], "nothing is left of the old"
-    assert list(every.materialize().keys()) == ["a", "b", "c", "d"]
-
-
 def test_sub_batches_meet() -> None:
     inner = TensorDict({"x": torch.zeros(3), "y": torch.zeros(3)}, [3])
     base = BatchView.of(compress(TensorDict({"in": inner, "z": torch.zeros(3), "t": torch.zeros(3)}, [3])))
@@ -583,22 +455,6 @@ def test_objects_in_a_sub_batch_whose_other_fields_came_later() -> None:
     seen = BatchView.cat([view("a"), view("b")])[[3, 1]].materialize()
     assert seen.get(("in", "o")).tolist() == ["b", "a"]
     assert seen["in", "x"].tolist() == [1, 1]
-
-
-def test_jagged_fields_of_their_own() -> None:
-    def own(*sizes: int) -> PackedBatch:
-        rows = [torch.arange(size) + 10.0 * place for place, size in enumerate(sizes)]
-        return compress(TensorDict({"own": samples.jagged(rows), "x": torch.arange(len(sizes))}, [len(sizes)]))
-
-    view = BatchView.cat([BatchView.of(own(2, 0, 3)), BatchView.of(own(1, 4))])
-    assert view.lengths("own (jagged)").tolist() == [2, 0, 3, 1, 4]
-    seen = view.take(np.argsort(view.lengths("own (jagged)"), kind="stable")).materialize()
-    assert [row.tolist() for row in samples.row_list(seen["own"])] == [[], [0], [0, 1], [20, 21, 22], [10, 11, 12, 13]]
-    assert seen["x"].tolist() == [1, 0, 0, 2, 1]
-    fresh = compress(TensorDict({"own": samples.jagged([torch.ones(size) for size in (1, 1, 0, 2, 5)])}, [5]))
-    replaced = view.with_fields(fresh)[3:]
-    assert [len(row) for row in samples.row_list(replaced.materialize()["own"])] == [2, 5]
-    assert replaced.lengths("own (jagged)").tolist() == [2, 5]
 
 
 @pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu")])
