@@ -4,10 +4,12 @@
     a reference, on the site         used as it is: the ranks read their rows from shared memory
     a reference, on another node     cut on that node if only some rows are needed; Ray transfers the cut
 
-A put object is remembered until other rows of its batch are put, the batch is freed, or four others were put since."""
+A put object is remembered until other rows of its batch are put, the batch is freed, or the budget of the group is
+full."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -26,12 +28,14 @@ from maskpack.views.view import BatchView
 
 Site = frozenset[str]
 """The nodes of the actors of a rank; empty in a cluster of one node."""
-_REMEMBERED = 4
-"""The number of batches whose objects a group remembers, those used last."""
+SHARE = 4
+"""The remembered objects of a group take at most 1 / SHARE of the object store on the node of the driver, or the size
+of the batch used last."""
 
 _PATIENCE = 60.0
 """Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
 
+_log = logging.getLogger(__name__)
 _ray: Any = ray
 
 
@@ -50,9 +54,10 @@ def this_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def nodes_alive() -> set[str]:
-    """The ids of the nodes that are alive."""
-    return {node["NodeID"] for node in _ray.nodes() if node["Alive"]}
+def nodes_alive() -> dict[str, float]:
+    """The size in bytes of the object store of each node that is alive, by node id."""
+    nodes = [node for node in _ray.nodes() if node["Alive"]]
+    return {node["NodeID"]: node["Resources"].get("object_store_memory", 0.0) for node in nodes}
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Placement:
             sites = list(self._sites)
         known = [node for site in sites for node in site or ()]
         suspects = {node for rank in died for node in (sites[rank] or known)}
-        suspects = suspects & nodes_alive() - {this_node()}
+        suspects = suspects & nodes_alive().keys() - {this_node()}
         task = cast("Any", _answer)
         asked: dict[Any, str] = {
             task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): node
@@ -115,7 +120,7 @@ class Placement:
         ready: list[Any] = []
         if asked:
             ready = _ray.wait(list(asked), num_returns=len(asked), timeout=_PATIENCE)[0]
-        return nodes_alive() - suspects | {asked[ref] for ref in ready if _answered(ref)}
+        return set(nodes_alive()) - suspects | {asked[ref] for ref in ready if _answered(ref)}
 
     def ranks_off(self, nodes: Collection[str]) -> set[int]:
         """The ranks that are on other nodes than these."""
@@ -167,12 +172,26 @@ class Placement:
             return Source(last.reference, last.meta), 0
         meta = source.meta if site is None else source.meta.take(rows)
         fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), meta)
+        room = nodes_alive().get(this_node(), 0.0) / SHARE
         with self._lock:
             dropped: list[Any] = [known.get(site)]
             known[site] = fresh
-            dropped += [self._put.pop(batch, None) for batch in list(self._put)[:-_REMEMBERED]]
+            dropped += self._over(room)
         del last, dropped  # Ray releases the objects here, outside the lock
         return Source(fresh.reference, meta), meta.nbytes
+
+    def _over(self, room: float) -> list[Any]:
+        """Removes and returns the batches used longest ago, until the rest fits into `room` bytes or one batch is
+        left."""
+        sizes = {batch: sum(put.meta.nbytes for put in known.values()) for batch, known in self._put.items()}
+        total, out = sum(sizes.values()), list[Any]()
+        for batch in list(sizes)[:-1]:
+            if total <= room:
+                break
+            total -= sizes[batch]
+            _log.debug("forgets a put batch of %d bytes; later calls with it put it again", sizes[batch])
+            out.append(self._put.pop(batch, None))
+        return out
 
 
 def _answered(reference: Any) -> bool:

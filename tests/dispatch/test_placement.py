@@ -38,10 +38,11 @@ class Put:
 
 @pytest.fixture
 def store(monkeypatch):
-    """The nodes in `alive`, by name; what was put."""
-    alive = {A}
+    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node."""
+    alive = {A: 4000.0}
     puts: list[PackedBatch] = []
     monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
+    monkeypatch.setattr(placement, "this_node", lambda: A)
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
     yield alive, puts
     Put.on_release = None
@@ -124,14 +125,22 @@ def test_threads_that_put_different_rows(store):
 def test_what_was_used_longest_ago_is_forgotten_first(store):
     _, puts = store
     place = Placement(1)
-    batches = [numbers(50, 50 * n) for n in range(5)]
-    for n in (0, 1, 2, 3, 0, 4):  # 4 takes the place of 1
-        settled(place, BatchView.of(batches[n]))
-    assert len(puts) == 5
+    batches = [numbers(50, 50 * n) for n in range(4)]
+    views = [BatchView.of(packed) for packed in batches]
+    size = batches[0].nbytes
+    assert 300 < size < 500, "two fit into a quarter of the store"
+    for n in (0, 1, 0, 2):  # 2 takes the room of 1
+        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
+    assert len(puts) == 3
     del puts[:]
-    for n in (0, 2, 3, 4, 0, 1, 0):
-        assert settled(place, BatchView.of(batches[n])) == list(range(50 * n, 50 * n + 50))
+    for n in (0, 2, 0, 1, 0):
+        assert settled(place, views[n]) == list(range(50 * n, 50 * n + 50))
     assert puts == [batches[1]]
+    del puts[:]
+    large = BatchView.of(numbers(500))  # larger than the room: it is remembered until another comes
+    for view in (large, large, views[0], large):
+        settled(place, view)
+    assert [len(packed) for packed in puts] == [500, 50, 500]
 
 
 def test_a_batch_that_dies_is_forgotten(store):
@@ -154,7 +163,7 @@ def test_sites_are_those_of_the_last_receipts(store):
     assert place.sites() == [Site()] * 3
     place.ran_on(0, [A])
     assert place.sites() == [Site()] * 3, "one node"
-    alive.add(B)  # the cluster grows
+    alive[B] = 4000.0  # the cluster grows
     unknown = place.sites()
     assert unknown[0] == {A}
     assert len(set(unknown)) == 3, "nobody knows whether they share a node"
@@ -162,7 +171,7 @@ def test_sites_are_those_of_the_last_receipts(store):
     place.ran_on(2, [B, A])
     assert place.sites() == [{A}, {A}, {A, B}]
     assert place.ranks_off(alive) == set()
-    alive.remove(B)
+    del alive[B]
     assert place.ranks_off(alive) == {2}
     assert place.sites() == [{A}, {A}, {A, B}]
     place.ran_on(2, [A])  # started again elsewhere
@@ -172,7 +181,7 @@ def test_sites_are_those_of_the_last_receipts(store):
 
 def test_what_was_put_for_a_rank_that_moved_is_forgotten(store):
     alive, puts = store
-    alive.add(B)
+    alive[B] = 4000.0
     place, packed = Placement(2), numbers(6)
     view = BatchView.of(packed)
 
