@@ -1,6 +1,5 @@
 """Random cases of one kind, each made from its seed: `python -m tests.tools.fuzz NAME --count N --seed S`.
 
-    batches     rows of random batches on every path, against rows of the padded batch
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes --threads --kills
     queue       processes of TransferQueue die while others put and get
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("batches", "core", "dispatch", "queue", "wire")
+NAMES = ("core", "dispatch", "queue", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
