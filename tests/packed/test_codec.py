@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from samples import assert_same
 from tensordict import TensorDict
 
@@ -84,18 +82,6 @@ def test_what_shrinks_to_almost_nothing(size: int) -> None:
     assert codec.size_of(records) == line.nbytes
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 2000), st.integers(0, 99)), max_size=6),
-    st.data(),
-)
-def test_any_arrays(shapes: list[tuple[str, int, int]], data: st.DataObject) -> None:
-    arrays = [data.draw(st.sampled_from(list(lines(*shape).values()))) for shape in shapes]
-    back, _ = round_trip(arrays)
-    for now, before in zip(back, arrays, strict=True):
-        assert now.dtype == before.dtype
-        assert now.tolist() == before.tolist()
-
-
 def test_strided_and_read_only_arrays() -> None:
     line = np.arange(4000, dtype=np.int32)
     line.flags.writeable = False
@@ -112,14 +98,6 @@ def batch_of(**fields: torch.Tensor) -> TensorDict:
     return TensorDict(fields, [next(iter(fields.values())).shape[0]])
 
 
-def test_rows_of_a_compressed_batch() -> None:
-    batch = batch_of(x=torch.arange(6000).view(6, 1000) % 77)
-    packed = PackedBatch.from_bytes(compress(batch, codec="zstd").to_bytes())
-    part = PackedBatch.from_bytes(packed[2:4].to_bytes())
-    assert part.codec == "zstd"
-    assert_same(decompress(part), batch[2:4])
-
-
 def test_what_the_codec_makes_smaller_is_sent_as_plain_words() -> None:
     """Blocks of bits hide bytes that repeat; where a codec finds more in plain words, these travel."""
     rng = np.random.default_rng(0)
@@ -131,11 +109,6 @@ def test_what_the_codec_makes_smaller_is_sent_as_plain_words() -> None:
         assert [back.table.kind(field) for field in range(3)] == ["plain", "blocks", "blocks"]
         assert_same(decompress(back), decompress(packed))
         assert_same(decompress(back[1:3]), decompress(packed[1:3]))
-
-
-def test_unknown_codec() -> None:
-    with pytest.raises(MaskpackError, match=r"compress: codec is 'lz4'; expected None or zstd. Choose one of these."):
-        compress(batch_of(x=torch.zeros(1)), codec="lz4")
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

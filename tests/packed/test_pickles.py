@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import pickle
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -81,8 +78,8 @@ def assert_aligned(packed: PackedBatch) -> None:
 
 @quiet
 @pytest.mark.parametrize("codec", CODECS)
-@given(batches())
-def test_round_trip_bit_for_bit(codec: str | None, case: Case) -> None:
+@given(batches(), st.data())
+def test_batches_and_their_rows_travel_bit_for_bit(codec: str | None, case: Case, data: st.DataObject) -> None:
     packed = compress(case.batch, **case.options, codec=codec)
     for protocol in range(2, 6):
         back = pickle.loads(pickle.dumps(packed, protocol=protocol))
@@ -92,46 +89,15 @@ def test_round_trip_bit_for_bit(codec: str | None, case: Case) -> None:
     assert_same(decompress(back), case.batch)
     assert back.schema == packed.schema
     assert dict(back.layouts) == dict(packed.layouts)
-    assert {name: layout.anchor for name, layout in back.layouts.items()} == {
-        name: layout.anchor for name, layout in packed.layouts.items()
-    }
+    assert [layout.anchor for layout in back.layouts.values()] == [own.anchor for own in packed.layouts.values()]
     assert back.to_bytes(allow_pickle=True) == packed.to_bytes(allow_pickle=True)
-
-
-@quiet
-@pytest.mark.parametrize("codec", CODECS)
-@given(batches(min_rows=1), st.data())
-def test_rows_travel_bit_for_bit(codec: str | None, case: Case, data: st.DataObject) -> None:
-    packed = compress(case.batch, **case.options, codec=codec)
-    start = data.draw(st.integers(0, case.rows - 1))
-    stop = data.draw(st.integers(start, case.rows))
-    rows = data.draw(st.lists(st.integers(0, case.rows - 1), max_size=5))
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, case.rows), st.integers(0, case.rows))))
+    rows = data.draw(st.lists(st.integers(0, case.rows - 1), max_size=5)) if case.rows else []
     for part in (packed[start:stop], packed[rows], PackedBatch.cat([packed, packed[rows]])):
-        for back in (received(part), received(received(part)), received(received(packed)[0:])):
-            assert_aligned(back)
-        assert_same(decompress(received(received(part))), decompress(part))
+        twice = received(received(part))
+        assert_aligned(twice)
+        assert_same(decompress(twice), decompress(part))
         assert_same(decompress(received(part), format="nested"), decompress(part, format="nested"))
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(
-    "batch",
-    [
-        TensorDict({}, [0]),
-        TensorDict({}, [3]),
-        TensorDict({"x": torch.zeros(0, 3)}, [0]),
-        TensorDict({"x": torch.zeros(3, 0)}, [3]),
-        TensorDict({"x": torch.tensor(1.5)}, []),
-        TensorDict({"only": NonTensorData({"a": [1]}, batch_size=[2])}, [2]),
-        samples.rollout(()),
-    ],
-    ids=["nothing", "no fields", "no rows", "no columns", "no batch dim", "an object", "a rollout of no rows"],
-)
-@quiet
-def test_hardly_anything(codec: str | None, batch: TensorDict) -> None:
-    packed = pack(batch, codec=codec)
-    assert_same(decompress(received(packed)), batch)
-    assert_same(decompress(pickle.loads(pickle.dumps(packed, protocol=4))), batch)
 
 
 def test_objects_travel_beside() -> None:
@@ -149,30 +115,6 @@ def test_objects_travel_beside() -> None:
     back = decompress(pickle.loads(stream, buffers=buffers))
     assert back.get("call").data() == 11
     assert_same(back.exclude("call"), batch.exclude("call"))
-
-
-def _double(packed: PackedBatch) -> PackedBatch:
-    return packed[[1, 1]]
-
-
-def test_another_process() -> None:
-    batch = samples.rollout().exclude("global_token_num")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert_same(decompress(pool.apply(_double, [pack(batch)])), batch[[1, 1]])
-
-
-def test_a_field_that_is_near_another() -> None:
-    batch = samples.workload(rows=12, prompt=32, response=400)
-    for codec in CODECS:
-        packed = compress(batch, pad_token_id=samples.PAD, codec=codec)
-        ref = packed.numbers["ref_log_prob",]
-        assert (
-            packed.table.entries[packed.table.fields[ref]]["second"]
-            == packed.table.fields[packed.numbers["old_log_probs",]]
-        )
-        for part, rows in ((packed, slice(None)), (packed[3:9], slice(3, 9))):
-            assert_same(decompress(received(part)), batch[rows])
-    assert carried(packed) < carried(replace(packed, codec=None))
 
 
 # -------------------------------------------------------------------- what a pickle is
@@ -276,16 +218,6 @@ def test_a_slice_carries_its_own_bytes() -> None:
 
 
 # -------------------------------------------------------------------- who may write, who keeps what alive
-
-
-def test_a_slice_that_travelled_keeps_no_other_memory_alive() -> None:
-    packed = packed_long(100)
-    body = weakref.ref(packed.table.body)
-    part = received(packed[3:4])
-    del packed
-    gc.collect()
-    assert body() is None
-    assert len(decompress(part)) == 1
 
 
 @pytest.mark.parametrize("shift", [0, 1, 3, 8])

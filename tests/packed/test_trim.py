@@ -59,12 +59,6 @@ def test_no_rows_and_no_tokens():
     assert mp.decompress(mp.compress(empty, pad_token_id=PAD), widths="trim")["responses"].shape == (3, 0)
 
 
-def test_widths_that_are_none():
-    packed = mp.compress(workload("reference", 2, P, R), pad_token_id=PAD)
-    with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"padded\" or \"trim\""):
-        mp.decompress(packed, widths="trimmed")
-
-
 def test_batch_dims_behind_the_rows_are_refused():
     mask = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0]])
     inner = TensorDict({"ids": mask * 2}, batch_size=[2, 4])
