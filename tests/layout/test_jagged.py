@@ -66,24 +66,12 @@ def not_put(args: list[Any], named: dict[str, Any]) -> Any:
     return args[0]
 
 
-def of_torch(change: Any) -> Any:
+def other(owner: Any, name: str, change: Any) -> Any:
+    """A patch of a method, which maskpack finds to take or to give other things."""
+
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        call = torch.Tensor._make_wrapper_subclass
-        monkeypatch.setattr(torch.Tensor, "_make_wrapper_subclass", staticmethod(changed(call, change)))
-
-    return patch
-
-
-def of_nested(change: Any) -> Any:
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(NestedTensor, "__init__", changed(NestedTensor.__init__, change))
-
-    return patch
-
-
-def of_tensordict(change: Any) -> Any:
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TensorDict, "_set_str", changed(TensorDict._set_str, change))
+        call = changed(getattr(owner, name), change)
+        monkeypatch.setattr(owner, name, staticmethod(call) if owner is torch.Tensor else call)
 
     return patch
 
@@ -101,29 +89,29 @@ def more_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 OTHER_TORCHS = {
-    "other arguments": of_torch(refused),
-    "other dispatch": of_torch(without_keys),
-    "other gradients": of_torch(with_gradient),
+    "other arguments": other(torch.Tensor, "_make_wrapper_subclass", refused),
+    "other dispatch": other(torch.Tensor, "_make_wrapper_subclass", without_keys),
+    "other gradients": other(torch.Tensor, "_make_wrapper_subclass", with_gradient),
     "no dispatch keys": lambda monkeypatch: monkeypatch.delattr(torch._C, "DispatchKeySet"),
-    "other keywords": of_nested(refused),
-    "other caches": of_nested(without_bounds),
+    "other keywords": other(NestedTensor, "__init__", refused),
+    "other caches": other(NestedTensor, "__init__", without_bounds),
     "more state": more_state,
 }
 OTHER_TENSORDICTS = {
-    "other arguments of TensorDict": of_tensordict(refused),
-    "another key": of_tensordict(by_another_name),
-    "no entry": of_tensordict(not_put),
+    "other arguments of TensorDict": other(TensorDict, "_set_str", refused),
+    "another key": other(TensorDict, "_set_str", by_another_name),
+    "no entry": other(TensorDict, "_set_str", not_put),
 }
 
 
 @pytest.fixture(autouse=True)
 def anew() -> Iterator[None]:
     """The ways are found out again, in the test and after it."""
-    for _ in range(2):
+    for turn in range(2):
         jagged._fast_way.cache_clear()
         tree._put_unchecked.cache_clear()
-        yield
-        return
+        if not turn:
+            yield
 
 
 def test_capsules_in_which_older_torchs_keep_sizes_are_not_compared() -> None:

@@ -309,14 +309,6 @@ def test_several_fields_at_once(mask: oracle.Mask, rng: np.random.Generator) -> 
         assert_same_tensor(padded.cpu(), oracle.unpack(values.cpu(), mask, width_of(mask), int(pad)))
 
 
-def test_slices_of_a_padded_batch_are_packed_where_they_lie() -> None:
-    mask = torch.rand(5, 24, generator=torch.Generator().manual_seed(1)) < 0.6
-    whole = torch.arange(5 * 40 * 6).view(5, 40, 6).to(DEVICE)
-    for x in (whole[:, 3:27], whole[:, 3:27, 2], whole.movedim(2, 1)[:, :, 3:27].movedim(1, 2), whole[:, 3:27, ::2]):
-        got = ops.pack(x, RowLayout.from_mask(mask.to(DEVICE)), backend="triton")
-        assert torch.equal(got.cpu(), x.cpu()[mask])
-
-
 # -------------------------------------------------------------------- nothing else is written
 
 

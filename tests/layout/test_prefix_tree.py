@@ -279,6 +279,3 @@ def test_a_tree_has_arrays_of_its_own() -> None:
         array[:] = 0
     for tree in (by_ids, by_groups):
         assert (tree.lengths.tolist(), tree.num_tokens, tree.row_offsets.tolist()) == ([2, 2], 3, [0, 2, 4])
-
-
-# -------------------------------------------------------------------- errors
