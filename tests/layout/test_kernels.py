@@ -220,24 +220,6 @@ def test_groups_of_rows(rows: int, several: bool) -> None:
     assert_index(_scanned(padded[:, 3:43]), mask.tolist())
 
 
-@pytest.mark.parametrize("extra", [0, 1, BLOCK, 5 * BLOCK, -3 * BLOCK])
-def test_bounds_of_a_hint(extra: int) -> None:
-    from maskpack.layout import scan_triton as scan_kernels
-
-    lengths = torch.randint(0, 41, (520, 1), generator=torch.Generator().manual_seed(4))
-    mask = torch.arange(40) < lengths
-    hint = int(mask.sum()) + extra
-    for module in (scan_kernels, _Torch):
-        scanned = module.scan_rows(mask.to(DEVICE), -(-hint // BLOCK) + 1, hint)
-        begins = [0, *lengths.clamp(max=40).view(-1).cumsum(0).tolist()]
-        assert scanned.begins.tolist() == begins
-        assert scanned.bounded.tolist() == [min(begin, hint) for begin in begins]
-        row_of_token = [row for row in range(520) for _ in range(begins[row + 1] - begins[row])] + [519] * 5000
-        *blocks, end = scanned.blocks.tolist()
-        assert blocks == row_of_token[:hint:BLOCK]
-        assert row_of_token[hint] <= end <= 519
-
-
 def _scanned(mask: Tensor) -> SpanIndex:
     from maskpack.layout import scan_triton as scan_kernels
 
@@ -433,6 +415,7 @@ PROMISED = {
     "none": torch.zeros(3, 700, dtype=torch.bool),
     "late": torch.arange(1500) >= torch.tensor([[1490], [3], [1500], [0]]),
     "two runs": torch.arange(700) % 9 < torch.tensor([[9], [4], [0], [5]]),
+    "groups": torch.arange(40) < 17 * torch.arange(520)[:, None] % 41,
 }
 BROKEN = [
     *(("one", total) for total in (0, 60, 103, 104, 105, 280)),
@@ -475,12 +458,15 @@ def as_scanned(mask: Tensor) -> Tensor:
     return (column >= first) & (column < first + mask.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize(("name", "total"), BROKEN)
+@pytest.mark.parametrize(("name", "total"), [*BROKEN, ("groups", 10_000), ("groups", 10_404), ("groups", 10_900)])
 def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
     mask = PROMISED[name]
-    index = device_spans(hinted(mask, total))
+    layout = hinted(mask, total)
+    index = device_spans(layout)
     lengths = mask.sum(1).tolist()
-    assert index.begins.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    begins = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    assert index.begins.tolist() == begins
+    assert layout.cu_seqlens.tolist() == [min(begin, total) for begin in begins]
     assert index.starts.tolist() == [row.index(True) if any(row) else 0 for row in mask.tolist()]
     last = len(lengths) - 1
     row_of_token = [row for row, length in enumerate(lengths) for _ in range(length)] + [last] * (total + 1)
