@@ -314,17 +314,6 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
 # -------------------------------------------------------------------- num_tokens hints
 
 
-def test_a_hint_on_the_host_is_checked_at_once() -> None:
-    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
-    assert RowLayout.from_mask(mask, num_tokens=3) == RowLayout.from_mask(mask)
-    with pytest.raises(LayoutError, match=r"^RowLayout.from_mask: the mask has 3 valid tokens and up to 1 spans"):
-        RowLayout.from_mask(mask, num_tokens=4)
-    with pytest.raises(
-        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
-    ):
-        RowLayout.from_mask(torch.tensor([[1, 0, 1]]), num_tokens=2)
-
-
 def hinted(mask: torch.Tensor, total: int) -> RowLayout:
     """As on a GPU: nothing is read before it is asked for."""
     num_tokens, cache = scan.on_device(mask, total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maskpack.errors import LayoutError
 from maskpack.layout.prefix_tree import PrefixTree
 
 many = settings(max_examples=max(150, settings.default.max_examples))
@@ -215,25 +213,6 @@ def test_take(rows: list[Row], least: int, data: st.DataObject) -> None:
     check_places(taken, [rows[row] for row in some])
     if least == 1:
         check(taken, [rows[row] for row in some])
-
-
-def test_take_by_any_index() -> None:
-    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
-    for rows in ([1, 0], np.array([1, 0]), torch.tensor([1, 0]), [-2, 0]):
-        assert tree.take(rows).num_tokens == 3
-    assert tree.take(slice(None, None, 2)).num_tokens == 3
-    assert tree.take(np.array([False, True, True])).num_tokens == 4
-    assert tree.take([]).num_tokens == 0
-    with pytest.raises(LayoutError, match=r"PrefixTree.take: rows run from 0 to 3; the batch has 3 rows"):
-        tree.take([0, 3])
-
-
-def test_pickles() -> None:
-    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
-    same = pickle.loads(pickle.dumps(tree))
-    assert same.order.tolist() == tree.order.tolist()
-    assert same.shared.tolist() == tree.shared.tolist()
-    assert same.num_tokens == 4
 
 
 # -------------------------------------------------------------------- groups

@@ -704,19 +704,6 @@ def test_nbytes_is_below_the_fill_ratio() -> None:
 # -------------------------------------------------------------------- the errors
 
 
-@pytest.mark.parametrize("row", range(-6, 6))
-def test_the_slice_that_the_error_names_has_that_row(row: int) -> None:
-    batch = rollout()
-    packed = compress(batch, pad_token_id=0)
-    for source in (packed, BatchView.of(packed)):
-        with pytest.raises(LayoutError) as caught:
-            source[row]  # type: ignore[index]
-        named = str(caught.value).partition("as a slice: ")[2].removesuffix(".")
-        taken = eval(f"source{named}", {"source": source})
-        rows = taken.materialize() if isinstance(taken, BatchView) else decompress(taken)
-        assert_same_batch(rows, batch[range(6)[row] : range(6)[row] + 1])
-
-
 def positions_of(lengths: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
     """A batch whose positions are padded with 0 or by EDGE."""
     mask = torch.zeros(len(lengths), prompt + response, dtype=torch.int64)

@@ -536,18 +536,3 @@ def test_a_drift_of_the_data_costs_little(way: int, dtype: torch.dtype) -> None:
         anew = compress(batch, registry=registry)
         assert packed.nbytes <= 1.02 * anew.nbytes + 256, (kinds_of(packed), kinds_of(anew))
         assert_same_batch(decompress(packed), batch)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_give_equal_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(kind, 300, PER_ROW, behind=(2,))
-    batch = form.batch(long_mask(6, 300), np.random.default_rng(1))
-    made: list[list[bytes]] = []
-    for threads in (1, 2, 5):
-        monkeypatch.setattr(native, "threads_for", lambda nbytes, threads=threads: threads)
-        table.forget()
-        packs = [compress(batch, registry=form.registry()) for _ in range(2)]
-        for packed in packs:
-            assert_same_batch(decompress(packed), batch)
-        made.append([packed.to_bytes() for packed in [*packs, packs[0][1:4], packs[1].take([3, 0])]])
-    assert made[0] == made[1] == made[2]

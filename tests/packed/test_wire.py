@@ -1068,28 +1068,6 @@ def test_columns_are_those_of_one_entry() -> None:
         refused(columns(first), 'field "f1"', CANNOT)
 
 
-BOOLS: dict[str, Callable[[Made, int], int]] = {
-    "plain": lambda m, x: m.entry("plain", m.put([0, 1, x]), layout=0),
-    "bitmap": lambda m, x: m.entry("bitmap", m.put([0, 0]), m.put([0, x]), layout=0),
-    "rle": lambda m, x: m.entry("rle", m.put([1]), NONE, m.put([x]), layout=0),
-    "arange": lambda m, x: m.entry("arange", m.put([x]), layout=0),
-    "delta": lambda m, x: m.entry("delta", m.put([2, 1]), m.put([1]), m.put([0, x, 0]), layout=0),
-    "sparse": lambda m, x: m.entry("sparse", m.put([1, 0]), m.put([0]), m.put([x]), layout=0),
-    "blocks": lambda m, x: m.entry("blocks", m.put([0, 0]), m.put([0, x]), (0, 4, 0), layout=0),
-}
-
-
-@pytest.mark.parametrize("kind", BOOLS)
-def test_bools_are_0_and_1(kind: str) -> None:
-    for word in (0, 1, 2, 255):
-        made = of_rows(2, 1)
-        made.field(BOOLS[kind](made, word), dtype="bool")
-        if word > 1:
-            refused(made.joined(), 'field "f0" of bools with other bytes', "0 and 1 alone")
-        else:
-            decompress(PackedBatch.from_bytes(made.joined()))
-
-
 # -------------------------------------------------------------------- fuzzing, in a process of its own
 
 
