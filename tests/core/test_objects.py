@@ -270,32 +270,6 @@ def stack(*items: Any) -> NonTensorStack:
     return NonTensorStack(*[NonTensorData(item) for item in items])
 
 
-def test_batch_wide_objects_stay() -> None:
-    held = Objects.of(NonTensorData({"a": 1}, batch_size=[3])).stowed()
-    assert held.take([0]) is held
-    assert held.take([]).entry((0,)).batch_size == (0,)
-    assert Objects.of("plain").data == "plain"
-
-
-@pytest.mark.parametrize("sizes", [(0,), (0, 2), (0, 2, 3), (2, 0), (2, 0, 3)])
-def test_stacks_without_items_fit_their_batch(sizes: tuple[int, ...]) -> None:
-    data: Any = []
-    if sizes[0]:
-        data = [[] for _ in range(sizes[0])]
-    entry = Objects(data, len(sizes)).entry(sizes)
-    batch = TensorDict({"x": torch.zeros(sizes)}, sizes)
-    batch.set("objects", entry)
-    assert batch.get("objects").batch_size == sizes
-
-
-def test_only_the_arrays_of_the_rows_that_are_left() -> None:
-    held = Objects.of(stack(torch.zeros(10), torch.ones(20), torch.zeros(10))).stowed()
-    assert sorted(array.nbytes for array in held.arrays()) == [40, 80]
-    assert [array.nbytes for array in held.take([1]).arrays()] == [80]
-    assert [array.nbytes for array in held.take([0, 2]).arrays()] == [40]
-    assert held.take([]).arrays() == []
-
-
 # -------------------------------------------------------------------- on the host
 
 

@@ -263,15 +263,8 @@ def _moved(x: Tensor) -> Tensor:
 
 @given(masks(), generators())
 def test_several_fields_at_once(mask: oracle.Mask, rng: np.random.Generator) -> None:
-    kinds = [
-        (torch.int64, ()),
-        (torch.float32, ()),
-        (torch.bool, ()),
-        (torch.int16, (3,)),
-        (torch.float32, ()),
-        (torch.uint8, (4,)),
-    ]
-    kinds += [(torch.int32, ())] * 17
+    kinds = [(dtype, ()) for dtype in (torch.int64, torch.float32, torch.bool, torch.float32, *[torch.int32] * 17)]
+    kinds[3:3] = [(torch.int16, (3,)), (torch.uint8, (4,))]
     layout = layout_of(mask)
     fields = [strategies.values(rng, (len(mask), width_of(mask), *trailing), dtype) for dtype, trailing in kinds]
     packed = ops.pack([field.to(DEVICE) for field in fields], layout, backend="triton")

@@ -37,16 +37,8 @@ def test_columns_that_are_real_in_any_row(variant, rows):
     for name, value in whole.items():
         if isinstance(value, torch.Tensor) and not value.is_nested:
             assert_same(trimmed[name], sliced(value, real[0], real[-1] + 1).contiguous())
+    assert_same(unnest(mp.decompress(packed, format="nested", widths="trim")), trimmed)
     assert_same(mp.decompress(packed), whole)
-
-
-def test_nested_rows_know_the_narrower_widths():
-    batch = workload("reference", 12, P, R)
-    packed = mp.compress(batch, pad_token_id=PAD)[2:5]
-    assert_same(
-        unnest(mp.decompress(packed, format="nested", widths="trim")),
-        mp.decompress(packed, widths="trim"),
-    )
 
 
 def test_no_rows_and_no_tokens():
