@@ -154,18 +154,6 @@ def check_places(tree: PrefixTree, rows: Sequence[Row]) -> None:
             assert sees == path[: at + 1].tolist()
 
 
-def test_by_hand() -> None:
-    """The picture of the module."""
-    rows = [tuple("abcde"), tuple("abyz"), tuple("abcx")]
-    tree = tree_of([tuple(map(ord, row)) for row in rows])
-    assert tree.order.tolist() == [0, 2, 1]
-    assert tree.shared.tolist() == [0, 3, 2]
-    assert "".join("".join(itertools.chain(*rows))[token] for token in tree.source) == "abcdexyz"
-    assert tree.end.tolist() == [8, 8, 6, 5, 5, 6, 8, 8]
-    assert tree.nodes.starts.tolist() == [0, 2, 3, 5, 6]
-    assert tree.nodes.levels.tolist() == [0, 1, 2, 2, 1]
-
-
 def test_branches_of_sixteen_tokens_by_default() -> None:
     for same, tokens in ((15, 32), (16, 18)):
         ids = [*range(same), 100, *range(same), 101]

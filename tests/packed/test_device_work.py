@@ -153,9 +153,8 @@ def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.Monke
 
 @kernel_test
 def test_bodies_on_the_device_are_read_where_they_lie(bodies: list[int]) -> None:
-    buffers: list[pickle.PickleBuffer] = []
     packed = small(rows=4, prompt=6, response=24, fill=0.05, group=16)  # of larger ones, a slice gets bytes of its own
-    stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+    stream, buffers = samples.sent(packed)
     there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).to(DEVICE)
     received = pickle.loads(stream, buffers=[decode.mirrored(there)])
     assert_decodes(received)
@@ -238,8 +237,7 @@ def test_one_launch_few_copies_no_sync(format: Any, lies: str) -> None:
     packed = small(rows=32, response=1500)
     packed = packed.pin_memory() if lies == "pinned" else packed
     if lies == "there":
-        buffers: list[pickle.PickleBuffer] = []
-        stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+        stream, buffers = samples.sent(packed)
         there = torch.frombuffer(bytearray(buffers[0]), dtype=torch.uint8).cuda()
         packed = pickle.loads(stream, buffers=[decode.mirrored(there)])
     decompress(packed, format=format, device="cuda")

@@ -10,11 +10,10 @@ import cloudpickle
 import numpy as np
 import pytest
 import samples
-import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import assert_same
+from samples import assert_same, received, sent
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
@@ -22,7 +21,6 @@ from maskpack import PackedBatch, compress, decompress
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 CODECS = [None, "zstd"]
-Buffers = list[Any]
 
 
 def pack(batch: TensorDict, **more: Any) -> PackedBatch:
@@ -41,17 +39,6 @@ def packed_long(rows: int = 40, **more: Any) -> PackedBatch:
 def parts(packed: PackedBatch) -> tuple[bytes, tuple[Any, ...], Any, Any, Any, str | None]:
     """What pickle is given: the schema, the table, the records of a codec, the body, objects, the codec."""
     return packed.__reduce_ex__(5)[1]
-
-
-def sent(packed: PackedBatch) -> tuple[bytes, Buffers]:
-    buffers: Buffers = []
-    return pickle.dumps(packed, protocol=5, buffer_callback=buffers.append), buffers
-
-
-def received(packed: PackedBatch) -> PackedBatch:
-    """As from shared memory that nobody may write."""
-    stream, buffers = sent(packed)
-    return pickle.loads(stream, buffers=[memoryview(bytes(buffer.raw())).toreadonly() for buffer in buffers])
 
 
 def carried(packed: PackedBatch) -> int:
@@ -108,7 +95,7 @@ def test_objects_travel_beside() -> None:
     packed = pack(batch)
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(packed)
-    buffers: Buffers = []
+    buffers: list[Any] = []
     stream = cloudpickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
     assert sum(buffer.raw().nbytes >= image.nbytes for buffer in buffers) >= 7
     assert len(stream) < 20_000
@@ -120,20 +107,6 @@ def test_objects_travel_beside() -> None:
 # -------------------------------------------------------------------- what a pickle is
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_schema_a_table_records_a_body_and_objects(codec: str | None) -> None:
-    packed = packed_long(codec=codec)
-    schema, line, records, body, objects, name = parts(packed)
-    assert type(schema) is bytes
-    assert parts(packed[3:9])[0] is schema, "which is made once"
-    assert objects is packed.objects
-    assert (records is None) == (codec is None)
-    assert name == codec
-    assert isinstance(body, pickle.PickleBuffer)
-    assert all(type(part) in (int, tuple, bytes) for part in line)
-    assert type(packed.__reduce_ex__(4)[1][3]) is bytes
-
-
 def test_structure_is_small_and_arrays_are_out_of_band() -> None:
     batch = long_batch().exclude("uid", "extra_info")
     packed = compress(batch, pad_token_id=samples.PAD)
@@ -142,38 +115,6 @@ def test_structure_is_small_and_arrays_are_out_of_band() -> None:
     assert len(stream) < len(sent(compress(bare, pad_token_id=samples.PAD))[0]) + 4096
     (buffer,) = buffers
     assert packed.nbytes <= buffer.raw().nbytes < packed.nbytes + 8 * count_arrays(packed)
-
-
-@pytest.mark.parametrize("name", strategies.MANY_RUNS)
-def test_layouts_of_many_runs_travel_as_bits(name: str) -> None:
-    mask, width = strategies.MANY_RUNS[name]
-    batch, registry = strategies.batch_under(mask, width)
-    packed = compress(batch, registry=registry)
-    size = (width + 7) // 8
-    order = [row for row in range(len(mask)) if row % 3][::-1]
-    forms = {"whole": packed, "slice": packed[2:9], "rows": packed.take(order), "chunk": packed.chunk(4)[2]}
-    forms["cat"] = PackedBatch.cat([packed[4:], packed[:4]])
-    for form in forms.values():
-        back = received(form)
-        assert_same(decompress(back), decompress(form))
-        assert back.layouts["mask"] == form.layouts["mask"]
-        assert back.layouts["mask"].anchor == form.layouts["mask"].anchor
-        layouts = sum(
-            int(place["size"] * place["count"]) for row in form.table.stored for place in map(row.__getitem__, "abc")
-        )
-        assert layouts <= len(form) * size + 256
-        assert carried(form) <= 1.1 * form.table.nbytes + 64 + 8 * count_arrays(form)
-
-
-def test_an_array_of_two_fields_travels_once() -> None:
-    values = torch.randn(500)
-    packed = compress(TensorDict({"a": values, "b": values + 1}, [500]))
-    assert carried(packed) == 4000
-    shared = replace(packed, rows=packed.table.select([0, 0]))
-    assert carried(shared) == 2000
-    back = received(shared)
-    assert back.table.fields.tolist() == [0, 0]
-    assert decompress(back)["b"].tolist() == values.tolist()
 
 
 # -------------------------------------------------------------------- no copies
