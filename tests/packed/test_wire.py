@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
-from fuzz_wire import NONE, Made, Pieces
+from fuzz_wire import NONE, Made, Pieces, encodings_of_others, of_rows, simple_encodings
 from golden import make
 from hypothesis import given
 from oracle import assert_same_batch
@@ -808,12 +808,6 @@ def test_layouts_take_as_many_bytes_as_their_message_and_a_little_more() -> None
 # -------------------------------------------------------------------- tables that a reader must refuse
 
 
-def of_rows(*lengths: int) -> Made:
-    made = Made(len(lengths))
-    made.layout(max(lengths), 0, 0, 0, made.put([0] * len(lengths)), made.put(lengths), made.put([1]))
-    return made
-
-
 CANNOT = "an entry that cannot be decoded"
 
 
@@ -1080,44 +1074,6 @@ def test_a_short_run_of_the_fuzzer() -> None:
 @pytest.mark.parametrize("name", ["repeated_rows", "rollout", "many_runs"])
 def test_every_number_of_a_table_set_to_others(name: str) -> None:
     fuzzed("--table", str(make.file(name)))
-
-
-def simple_encodings() -> Made:
-    """Each kind of layout, and each kind of entry that refers to no other; pads of rows."""
-    made = of_rows(4, 2, 4)
-    made.layout(4, 1, 0, 0, made.put([0b1011, 0b0100, 0b1111]))
-    made.layout(3, 2, 0, 1)
-    made.manifest["axes"] = ["l0", "l1", "l2"]
-    plain = made.entry("plain", made.put(range(10)), layout=0)
-    made.field(plain, "padded", pads=made.put([1, 2, 3]), dim=1, pad={"pad": "PER_ROW"})
-    made.field(made.entry("narrow", made.put(range(8)), layout=1, size=2, number=-5), dtype="int16")
-    made.field(made.entry("bitmap", made.put([3, 0, 6]), made.put([0, 1]), layout=0), dtype="bool")
-    made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
-    made.field(made.entry("arange", made.put([1, 2, 3]), layout=2, number=7), "padded", dim=1, pad=9)
-    made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
-    made.field(made.entry("sparse", made.put([1, 0, 2]), made.put([3, 0, 1]), made.put([7, 8, 9]), layout=0))
-    blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
-    made.field(made.entry("blocks", *blocks, layout=0))
-    return made
-
-
-def encodings_of_others() -> Made:
-    """Each kind of entry that refers to others."""
-    made = of_rows(4, 2, 4)
-    made.layout(8, 0, 0, 0, made.put([0]), made.put([8, 4, 8]), made.put([1]))
-    plain = made.entry("plain", made.put(range(10)), layout=0)
-    made.field(plain)
-    near = made.put([130, 128, 2]), made.put([0, 0, 9]), made.put([0b11100100, 0b11100100], 4)
-    made.field(made.entry("blocks", *near, layout=0, second=plain))
-    stored = made.entry("plain", made.put(range(6)), layout=0)
-    made.field(made.entry("dictionary", made.put([5, 6, 5]), made.put([4, 2]), layout=0, number=5, first=stored))
-    column = made.entry("plain", made.put(range(10)), layout=0)
-    made.entry("arange", made.put([3]), layout=0, number=1)
-    made.field(made.entry("columns", layout=0, items=2, first=column, second=2))
-    wide = [made.entry("plain", made.put(range(20)), layout=0, items=2) for _ in range(2)]
-    made.field(made.entry("columns", layout=0, items=4, first=wide[0], second=2))
-    made.field(made.entry("concat", layout=1, first=plain, second=plain))
-    return made
 
 
 @pytest.mark.parametrize("made", [simple_encodings(), encodings_of_others()], ids=["simple", "of others"])
