@@ -117,20 +117,6 @@ def test_one_tensor_twice_stays_one() -> None:
     assert back["a"] is not x
 
 
-def test_equal_tensors_share_words_and_stay_two() -> None:
-    a, b = torch.arange(5), torch.arange(5)
-    held = stow([a, b, torch.arange(5.0), torch.arange(5).view(5, 1), np.arange(5)])
-    assert held.data[0].words is held.data[1].words
-    assert held.data[0].words is held.data[3].words
-    assert held.data[0].words is held.data[4].words
-    assert len(held.arrays()) == 2
-    back = restored(held)
-    assert back[0] is not back[1]
-    back[0].zero_()
-    assert back[1].tolist() == [0, 1, 2, 3, 4]
-    assert back[3].shape == (5, 1)
-
-
 def test_cycles_are_left_as_they_are() -> None:
     loop: list[Any] = [torch.ones(1)]
     loop.append(loop)

@@ -52,17 +52,6 @@ def test_every_dtype_and_size(dtype: str, size: int) -> None:
     assert all(now.nbytes <= before.nbytes for now, before in zip(small, arrays, strict=True))
 
 
-def test_shuffle_by_plain_loops() -> None:
-    line = (np.arange(1000) * 7).astype(np.int64)
-    (small,), records = codec.compressed_arrays([line])
-    assert records == [["i8", 1000]]
-    frame = zstandard.get_frame_parameters(small.tobytes())
-    assert frame.content_size == 8000
-    raw = zstandard.ZstdDecompressor().decompress(small.tobytes())
-    plain = line.tobytes()
-    assert raw == bytes(plain[item * 8 + byte] for byte in range(8) for item in range(1000))
-
-
 def test_what_does_not_shrink_stays_as_it_is() -> None:
     noise = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
     short = np.zeros(60, np.int64)
@@ -70,16 +59,6 @@ def test_what_does_not_shrink_stays_as_it_is() -> None:
     assert records == [None, None]
     assert small[0] is noise
     assert small[1] is short
-
-
-@pytest.mark.parametrize("size", [1 << 10, 4 << 20])
-def test_what_shrinks_to_almost_nothing(size: int) -> None:
-    """The bound is that of a message, whose writer pays for it."""
-    line = np.zeros(size, np.int64)
-    (small,), records = codec.compressed_arrays([line])
-    assert records == [["i8", size]]
-    assert codec.restored_arrays([small], records, "test")[0].tobytes() == line.tobytes()
-    assert codec.size_of(records) == line.nbytes
 
 
 def test_strided_and_read_only_arrays() -> None:

@@ -643,13 +643,6 @@ def test_read_only_buffers_give_no_warning() -> None:
     decompress(there, format="nested")
 
 
-def test_a_slice_of_neighbouring_rows_is_a_view() -> None:
-    packed = compress(rollout(16, 20, 80), pad_token_id=0)
-    part = packed[4:8]
-    assert part.table.body is packed.table.body
-    assert part.nbytes < packed.nbytes / 3
-
-
 def test_nbytes_is_below_the_fill_ratio() -> None:
     batch = rollout(32, 64, 512)
     packed = compress(batch, pad_token_id=0)

@@ -64,13 +64,10 @@ def test_selected_fields_are_those_of_the_batch(case: Case, data: st.DataObject)
 NAMES = [
     ["responses"],
     ["returns", "attention_mask"],
-    ["advantages"],
     ["input_ids"],
     ["input_ids", "prompts"],
     ["responses", "input_ids", "prompts"],
-    ["uid"],
     ["sub"],
-    [("sub", "a")],
     [("sub", "b", "c"), "uid", ("returns",)],
     [("sub", "b"), "sub"],
 ]

@@ -412,19 +412,6 @@ def test_what_is_no_concat(change: list[list[int]] | None, hint: str) -> None:
     assert kinds_of(packed)["whole"] != "concat"
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "columns", "concat", "near", "bitmap", "delta"])
-def test_near_to_a_field_of_any_encoding(kind: str) -> None:
-    form = Form(kind, 700, behind=(3,) if kind == "columns" else ())
-    mask = [row for row in long_mask()[1:5] for _ in range(3)] if kind == "dictionary" else long_mask()
-    batch = form.batch(mask, np.random.default_rng(0))
-    packed = compress(batch, registry=form.registry())
-    assert kinds_of(packed)["x torch.int64"].split(" ")[0] == {"near": "plain"}.get(kind, kind)
-    followed(packed)
-    assert_rows(packed, batch)
-    assert_rows(packed[2:5], batch[2:5])
-    assert_rows(packed.select("near torch.int64", "m"), batch.select("m", "near torch.int64"))
-
-
 def test_a_long_chain_of_near_fields() -> None:
     rng = np.random.default_rng(0)
     names = [f"x{number}" for number in range(12)]
