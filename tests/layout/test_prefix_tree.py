@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -159,12 +158,6 @@ def test_branches_of_sixteen_tokens_by_default() -> None:
         ids = [*range(same), 100, *range(same), 101]
         assert PrefixTree.from_ids(ids, [0, same + 1, 2 * same + 2]).num_tokens == tokens
         assert PrefixTree.from_groups([same + 1] * 2, ["a", "a"], [same] * 2).num_tokens == tokens
-
-
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: np.array(x, np.int32), lambda x: x])
-def test_ids_of_any_kind(kind: Any) -> None:
-    tree = PrefixTree.from_ids(kind([1, 2, 3, 1, 2]), kind([0, 3, 5]), kind([0, 1, 2, 0, 1]), min_shared=1)
-    assert tree.num_tokens == 3
 
 
 def test_many_rows_of_equal_ids_at_other_positions() -> None:

@@ -396,19 +396,19 @@ def lengths(most: int) -> st.SearchStrategy[int]:
 def parts_of_widths(draw: st.DrawFn) -> list[Part]:
     """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
     rope, text_pad = draw(st.sampled_from([(0, samples.EDGE), (3, samples.EDGE), (4, samples.EDGE), (4, 1)]))
-    forms = {
-        "mask": draw(st.sampled_from([torch.int64, torch.bool, torch.float32])),
-        "values": ("values", "response", draw(st.sampled_from([torch.float32, torch.bfloat16]))),
-        "returns": ("returns", draw(st.sampled_from(["response", "sequence"])), torch.float32),
-        "rope": ("position_ids", "sequence", torch.int64, text_pad, (rope,) if rope else ()),
-        "experts": ("routed_experts", "sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2)),
-    }
-    visible = text_pad == 1 or forms["experts"][3] == -1  # without padding, a part cannot tell which pads it has
+    forms = [
+        ("values", "response", draw(st.sampled_from([torch.float32, torch.bfloat16])), 0),
+        ("returns", draw(st.sampled_from(["response", "sequence"])), torch.float32, 0),
+        ("position_ids", "sequence", torch.int64, text_pad, (rope,) if rope else ()),
+        ("routed_experts", "sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2)),
+        ("teacher_ids", "sequence", torch.int32, samples.PAD, (2,)),
+    ]
+    visible = text_pad == 1 or forms[3][3] == -1  # without padding, a part cannot tell which pads it has
     return [draw(_part(forms, visible)) for _ in range(draw(st.integers(1, 4)))]
 
 
 @st.composite
-def _part(draw: st.DrawFn, forms: dict[str, Any], visible: bool) -> Part:
+def _part(draw: st.DrawFn, forms: list[Any], visible: bool) -> Part:
     """Fields of a rollout, and others: any values on their axis, the pad elsewhere."""
     prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
@@ -419,15 +419,7 @@ def _part(draw: st.DrawFn, forms: dict[str, Any], visible: bool) -> Part:
     padded |= {"prompts": ("prompt", 1, samples.PAD), "responses": ("response", 1, samples.PAD)}
     padded |= {"input_ids": ("sequence", 1, samples.PAD), "attention_mask": ("sequence", 1, 0)}
     padded["response_mask"] = "response", 1, 0
-    batch["attention_mask"] = batch["attention_mask"].to(forms["mask"])
-    teacher = ("teacher_ids", "sequence", torch.int32, samples.PAD, (2,))
-    for name, axis, dtype, pad, *trailing in (
-        (*forms["values"], 0),
-        (*forms["returns"], 0),
-        forms["rope"],
-        forms["experts"],
-        teacher,
-    ):
+    for name, axis, dtype, pad, *trailing in forms:
         dim = 2 if name == "position_ids" and trailing != [()] else 1
         batch[name] = samples.of(axis, dtype, pad, *trailing, **where).movedim(1, dim).contiguous()
         padded[name] = axis, dim, oracle.EDGE if pad == samples.EDGE else pad
