@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +34,6 @@ def lines(dtype: str, size: int, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def round_trip(arrays: list[np.ndarray]) -> tuple[list[np.ndarray], list[Any]]:
-    small, records = codec.compressed_arrays(arrays)
-    return codec.restored_arrays(small, records, "test"), records
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_dtype_and_size(dtype: str, size: int) -> None:
@@ -58,15 +52,6 @@ def test_what_does_not_shrink_stays_as_it_is() -> None:
     assert records == [None, None]
     assert small[0] is noise
     assert small[1] is short
-
-
-def test_strided_and_read_only_arrays() -> None:
-    line = np.arange(4000, dtype=np.int32)
-    line.flags.writeable = False
-    back, records = round_trip([line[::2], line[1::2]])
-    assert None not in records
-    assert back[0].tolist() == list(range(0, 4000, 2))
-    assert back[1].tolist() == list(range(1, 4000, 2))
 
 
 # -------------------------------------------------------------------- in batches
