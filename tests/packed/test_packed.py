@@ -60,15 +60,8 @@ def rollout(rows: int = 6, prompt: int = 4, response: int = 8, seed: int = 0) ->
 
 def tensors(batch: TensorDictBase) -> list[Tensor]:
     """Every dense tensor and the values of every jagged one, LAYOUTS included."""
-    found: list[Tensor] = []
-    for value in batch.values():
-        if is_non_tensor(value):
-            continue
-        if isinstance(value, TensorDictBase):
-            found.extend(tensors(value))
-        else:
-            found.append(value.values() if value.is_nested else value)
-    return found
+    leaves = [x for x in batch.values(True, True) if isinstance(x, Tensor)]
+    return [x.values() if x.is_nested else x for x in leaves]
 
 
 def scribble(batch: TensorDictBase) -> None:
