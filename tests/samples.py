@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -469,3 +470,18 @@ def in_chunks(rows: int | None) -> Iterator[None]:
         if rows is not None:
             patch.setattr("maskpack.ops.log_probs._chunk_rows", lambda hidden, vocabulary: rows)
         yield
+
+
+# -------------------------------------------------------------------- as a pickle with buffers beside it
+
+
+def sent(packed: mp.PackedBatch) -> tuple[bytes, list[Any]]:
+    """The stream and the buffers of protocol 5."""
+    buffers: list[Any] = []
+    return pickle.dumps(packed, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def received(packed: mp.PackedBatch) -> mp.PackedBatch:
+    """As a reader of read-only shared memory gets it."""
+    stream, buffers = sent(packed)
+    return pickle.loads(stream, buffers=[memoryview(bytes(buffer.raw())).toreadonly() for buffer in buffers])

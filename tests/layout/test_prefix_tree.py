@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from maskpack.errors import LayoutError
 from maskpack.layout.prefix_tree import PrefixTree
 
 many = settings(max_examples=max(150, settings.default.max_examples))
@@ -156,29 +153,11 @@ def check_places(tree: PrefixTree, rows: Sequence[Row]) -> None:
             assert sees == path[: at + 1].tolist()
 
 
-def test_by_hand() -> None:
-    """The picture of the module."""
-    rows = [tuple("abcde"), tuple("abyz"), tuple("abcx")]
-    tree = tree_of([tuple(map(ord, row)) for row in rows])
-    assert tree.order.tolist() == [0, 2, 1]
-    assert tree.shared.tolist() == [0, 3, 2]
-    assert "".join("".join(itertools.chain(*rows))[token] for token in tree.source) == "abcdexyz"
-    assert tree.end.tolist() == [8, 8, 6, 5, 5, 6, 8, 8]
-    assert tree.nodes.starts.tolist() == [0, 2, 3, 5, 6]
-    assert tree.nodes.levels.tolist() == [0, 1, 2, 2, 1]
-
-
 def test_branches_of_sixteen_tokens_by_default() -> None:
     for same, tokens in ((15, 32), (16, 18)):
         ids = [*range(same), 100, *range(same), 101]
         assert PrefixTree.from_ids(ids, [0, same + 1, 2 * same + 2]).num_tokens == tokens
         assert PrefixTree.from_groups([same + 1] * 2, ["a", "a"], [same] * 2).num_tokens == tokens
-
-
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: np.array(x, np.int32), lambda x: x])
-def test_ids_of_any_kind(kind: Any) -> None:
-    tree = PrefixTree.from_ids(kind([1, 2, 3, 1, 2]), kind([0, 3, 5]), kind([0, 1, 2, 0, 1]), min_shared=1)
-    assert tree.num_tokens == 3
 
 
 def test_many_rows_of_equal_ids_at_other_positions() -> None:
@@ -215,25 +194,6 @@ def test_take(rows: list[Row], least: int, data: st.DataObject) -> None:
     check_places(taken, [rows[row] for row in some])
     if least == 1:
         check(taken, [rows[row] for row in some])
-
-
-def test_take_by_any_index() -> None:
-    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
-    for rows in ([1, 0], np.array([1, 0]), torch.tensor([1, 0]), [-2, 0]):
-        assert tree.take(rows).num_tokens == 3
-    assert tree.take(slice(None, None, 2)).num_tokens == 3
-    assert tree.take(np.array([False, True, True])).num_tokens == 4
-    assert tree.take([]).num_tokens == 0
-    with pytest.raises(LayoutError, match=r"PrefixTree.take: rows run from 0 to 3; the batch has 3 rows"):
-        tree.take([0, 3])
-
-
-def test_pickles() -> None:
-    tree = tree_of([(1, 2), (1, 2, 3), (4,)])
-    same = pickle.loads(pickle.dumps(tree))
-    assert same.order.tolist() == tree.order.tolist()
-    assert same.shared.tolist() == tree.shared.tolist()
-    assert same.num_tokens == 4
 
 
 # -------------------------------------------------------------------- groups
@@ -279,6 +239,3 @@ def test_a_tree_has_arrays_of_its_own() -> None:
         array[:] = 0
     for tree in (by_ids, by_groups):
         assert (tree.lengths.tolist(), tree.num_tokens, tree.row_offsets.tolist()) == ([2, 2], 3, [0, 2, 4])
-
-
-# -------------------------------------------------------------------- errors

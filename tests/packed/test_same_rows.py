@@ -49,7 +49,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning"),
     pytest.mark.parametrize("place", PLACES),
 ]
-quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
 
 @pytest.fixture(autouse=True)

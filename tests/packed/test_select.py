@@ -14,9 +14,8 @@ from oracle import assert_same_batch
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
-from maskpack import PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
-from maskpack.errors import FieldError, LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
@@ -65,13 +64,10 @@ def test_selected_fields_are_those_of_the_batch(case: Case, data: st.DataObject)
 NAMES = [
     ["responses"],
     ["returns", "attention_mask"],
-    ["advantages"],
     ["input_ids"],
     ["input_ids", "prompts"],
     ["responses", "input_ids", "prompts"],
-    ["uid"],
     ["sub"],
-    [("sub", "a")],
     [("sub", "b", "c"), "uid", ("returns",)],
     [("sub", "b"), "sub"],
 ]
@@ -92,17 +88,6 @@ def test_fields_and_rows_in_any_order_of_calls(names: list[Any]) -> None:
         PackedBatch.cat([packed, packed[rows]]).select(*names),
     ):
         assert_same_batch(decompress(seen), oracle.take_rows(want, [*range(len(batch)), *rows]))
-
-
-def test_a_nested_batch() -> None:
-    batch = rollout()
-    packed = compress(decompress(pack(batch), format="nested"))
-    assert_same_batch(decompress(packed.select("input_ids", "sub")), some(batch, "input_ids", "sub"))
-
-
-def test_a_batch_without_batch_dims() -> None:
-    batch = TensorDict({"x": torch.arange(3), "y": torch.ones(2, 2)}, [])
-    assert_same_batch(decompress(compress(batch).select("y")), some(batch, "y"))
 
 
 def test_what_follows_from_fields_that_are_left_out_is_stored() -> None:
@@ -139,32 +124,3 @@ def test_layouts_stay_for_lengths_and_like() -> None:
     again = compress(TensorDict({"values": batch["advantages"]}, [len(batch)]), like=seen)
     assert again.forms["values",].layout == packed.forms["advantages",].layout
     assert (seen.num_rows, seen.codec) == (packed.num_rows, packed.codec)
-
-
-def test_pads_of_rows_go_with_their_field() -> None:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    batch = TensorDict({"m": mask, "x": mask * 3 - (1 - mask) * torch.tensor([[7], [8]]), "y": mask * 2}, [2])
-    registry = {name: MaskNestingSpec("m", pad=[0, PER_ROW]) for name in ("m", "x", "y")}
-    packed = compress(batch, registry=registry)
-    assert padded_by_row(packed) == ["x"]
-    assert_same_batch(decompress(packed.select("x")), some(batch, "x"))
-    assert padded_by_row(packed.select("y")) == []
-    assert padded_by_row(packed.select("x", "m")) == ["x"]
-
-
-def padded_by_row(packed: PackedBatch) -> list[str]:
-    return [path[0] for path, number in packed.numbers.items() if packed.table.pads_of_rows(number) is not None]
-
-
-def test_wrong_fields() -> None:
-    packed = pack(rollout())
-    with pytest.raises(LayoutError, match=r"^PackedBatch.select: no field is named; expected at least one. Name the f"):
-        packed.select()
-    with pytest.raises(FieldError, match=r'^PackedBatch.select: no field "gone" in the batch; it has .*advantages'):
-        packed.select("responses", "gone")
-    with pytest.raises(FieldError, match=r"A tuple names one field in a sub-TensorDict: pass several names one by one"):
-        packed.select(("responses", "returns"))
-    with pytest.raises(LayoutError, match=r"^PackedBatch.select: a field is \['responses'\]; expected a name.*\*names"):
-        packed.select(["responses"])  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match=r"^PackedBatch.select: a field is .*3; expected a name"):
-        packed.select(3)  # type: ignore[arg-type]

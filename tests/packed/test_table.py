@@ -412,19 +412,6 @@ def test_what_is_no_concat(change: list[list[int]] | None, hint: str) -> None:
     assert kinds_of(packed)["whole"] != "concat"
 
 
-@pytest.mark.parametrize("kind", ["dictionary", "columns", "concat", "near", "bitmap", "delta"])
-def test_near_to_a_field_of_any_encoding(kind: str) -> None:
-    form = Form(kind, 700, behind=(3,) if kind == "columns" else ())
-    mask = [row for row in long_mask()[1:5] for _ in range(3)] if kind == "dictionary" else long_mask()
-    batch = form.batch(mask, np.random.default_rng(0))
-    packed = compress(batch, registry=form.registry())
-    assert kinds_of(packed)["x torch.int64"].split(" ")[0] == {"near": "plain"}.get(kind, kind)
-    followed(packed)
-    assert_rows(packed, batch)
-    assert_rows(packed[2:5], batch[2:5])
-    assert_rows(packed.select("near torch.int64", "m"), batch.select("m", "near torch.int64"))
-
-
 def test_a_long_chain_of_near_fields() -> None:
     rng = np.random.default_rng(0)
     names = [f"x{number}" for number in range(12)]
@@ -536,18 +523,3 @@ def test_a_drift_of_the_data_costs_little(way: int, dtype: torch.dtype) -> None:
         anew = compress(batch, registry=registry)
         assert packed.nbytes <= 1.02 * anew.nbytes + 256, (kinds_of(packed), kinds_of(anew))
         assert_same_batch(decompress(packed), batch)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_threads_give_equal_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(kind, 300, PER_ROW, behind=(2,))
-    batch = form.batch(long_mask(6, 300), np.random.default_rng(1))
-    made: list[list[bytes]] = []
-    for threads in (1, 2, 5):
-        monkeypatch.setattr(native, "threads_for", lambda nbytes, threads=threads: threads)
-        table.forget()
-        packs = [compress(batch, registry=form.registry()) for _ in range(2)]
-        for packed in packs:
-            assert_same_batch(decompress(packed), batch)
-        made.append([packed.to_bytes() for packed in [*packs, packs[0][1:4], packs[1].take([3, 0])]])
-    assert made[0] == made[1] == made[2]

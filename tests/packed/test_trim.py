@@ -37,16 +37,8 @@ def test_columns_that_are_real_in_any_row(variant, rows):
     for name, value in whole.items():
         if isinstance(value, torch.Tensor) and not value.is_nested:
             assert_same(trimmed[name], sliced(value, real[0], real[-1] + 1).contiguous())
+    assert_same(unnest(mp.decompress(packed, format="nested", widths="trim")), trimmed)
     assert_same(mp.decompress(packed), whole)
-
-
-def test_nested_rows_know_the_narrower_widths():
-    batch = workload("reference", 12, P, R)
-    packed = mp.compress(batch, pad_token_id=PAD)[2:5]
-    assert_same(
-        unnest(mp.decompress(packed, format="nested", widths="trim")),
-        mp.decompress(packed, widths="trim"),
-    )
 
 
 def test_no_rows_and_no_tokens():
@@ -57,12 +49,6 @@ def test_no_rows_and_no_tokens():
     for name in ("attention_mask", "response_mask", "position_ids"):
         empty[name] = torch.zeros_like(empty[name])
     assert mp.decompress(mp.compress(empty, pad_token_id=PAD), widths="trim")["responses"].shape == (3, 0)
-
-
-def test_widths_that_are_none():
-    packed = mp.compress(workload("reference", 2, P, R), pad_token_id=PAD)
-    with pytest.raises(mp.errors.LayoutError, match=r"widths is 'trimmed'; expected \"padded\" or \"trim\""):
-        mp.decompress(packed, widths="trimmed")
 
 
 def test_batch_dims_behind_the_rows_are_refused():

@@ -1,6 +1,5 @@
 """Random cases of one kind, each made from its seed: `python -m tests.tools.fuzz NAME --count N --seed S`.
 
-    batches     rows of random batches on every path, against rows of the padded batch
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes
     queue       processes of TransferQueue die while others put and get
@@ -20,8 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import multiprocessing
-import os
-import resource
 import signal
 import sys
 import time
@@ -31,11 +28,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("batches", "core", "dispatch", "queue", "rows", "wire")
+NAMES = ("core", "dispatch", "queue", "rows", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
@@ -44,44 +41,28 @@ MOST_AT_ONCE = 64
 Case = tuple[str, Callable[[], Counter[str]]]
 
 
-class Found(NamedTuple):
-    """Counts of what came of cases; the failures; and the most CPU seconds that a case took, and the most MiB by which
-    one raised the peak, with its name."""
-
-    counts: Counter[str]
-    failures: list[str]
-    most: tuple[tuple[float, str], tuple[float, str]]
-
-    def with_more(self, other: Found) -> Found:
-        most = (max(self.most[0], other.most[0]), max(self.most[1], other.most[1]))
-        return Found(self.counts + other.counts, self.failures + other.failures, most)
-
-
-NOTHING = Found(Counter(), [], ((0.0, ""), (0.0, "")))
+Found = tuple[Counter[str], list[str]]
+"""Counts of what came of cases, and the failures."""
 
 
 def run(cases: Iterable[Case], now: Any = None) -> Found:
     """Plays cases, until too many have failed. With `now`, it has the name of the case, which ends the process if it
     hangs."""
-    found = NOTHING
+    counts, failures = Counter[str](), list[str]()
     for name, play in cases:
         if now is not None:
             now.value = name.encode()
             signal.alarm(SECONDS)
-        before, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        failures: list[str] = []
+        counts["cases"] += 1
         try:
-            counts = Counter(cases=1) + play()
+            counts += play()
         except Exception:
-            counts = Counter(cases=1)
             failures.append(f"{name}\n{traceback.format_exc()}")
             print(failures[-1], flush=True)
         signal.alarm(0)
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
-        found = found.with_more(Found(counts, failures, ((time.process_time() - before, name), (grown, name))))
-        if len(found.failures) >= MOST_FAILURES:
+        if len(failures) >= MOST_FAILURES:
             break
-    return found
+    return counts, failures
 
 
 def run_apart(jobs: Iterable[Iterable[Case]]) -> Found:
@@ -95,22 +76,16 @@ def run_apart(jobs: Iterable[Iterable[Case]]) -> Found:
         process.start()
         theirs.close()
         crew.append((process, ours, now))
-    found = NOTHING
+    counts, failures = Counter[str](), list[str]()
     for process, ours, now in crew:
         try:
-            found = found.with_more(ours.recv())
+            more, others = ours.recv()
+            counts, failures = counts + more, failures + others
         except EOFError:
             process.join()
-            name = f"{now.value.decode()}\nexit status {process.exitcode}"
-            print(name, flush=True)
-            found = found.with_more(NOTHING._replace(failures=[name]))
-    return found
-
-
-def used() -> str:
-    """The memory and the files of this process."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return f"{int(line.split()[1]) // 1024} MB resident, {len(os.listdir('/proc/self/fd'))} file descriptors"
+            failures.append(f"{now.value.decode()}\nexit status {process.exitcode}")
+            print(failures[-1], flush=True)
+    return counts, failures
 
 
 def main() -> int:
@@ -142,16 +117,15 @@ def main() -> int:
 
     begun = time.monotonic()
     with getattr(fuzzer, "session", nullcontext)(given):
-        first = used()
         if hasattr(fuzzer, "cases") and (own := fuzzer.cases(given)) is not None:
-            found = run_apart([own]) if given.jobs else run(own)
+            counts, failures = run_apart([own]) if given.jobs else run(own)
+        elif given.jobs:
+            counts, failures = run_apart(cases(job, given.jobs) for job in range(given.jobs))
         else:
-            found = run_apart(cases(job, given.jobs) for job in range(given.jobs)) if given.jobs else run(cases())
-        print("at most {:.2f} s of CPU ({}); the peak raised by at most {:.0f} MiB ({})".format(*sum(found.most, ())))
-        print(f"begin: {first}; end: {used()}")
-    done = dict(sorted(found.counts.items()))
-    print(f"{done}, {len(found.failures)} failed, {time.monotonic() - begun:.0f} s", flush=True)
-    return int(bool(found.failures))
+            counts, failures = run(cases())
+    done = dict(sorted(counts.items()))
+    print(f"{done}, {len(failures)} failed, {time.monotonic() - begun:.0f} s", flush=True)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
