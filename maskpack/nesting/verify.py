@@ -243,41 +243,36 @@ class Verifier:
     def _tried(
         self, unsure: Mapping[Path, FieldForm], reads: Sequence[device_read.Reads]
     ) -> dict[Path, PadValue | None]:
-        """Takes the first pad that fits of each field that a kernel has read. Tries those of all other fields one after
-        the other: the first pads with the same synchronisation, then the next pads of the fields that failed, ... The
-        kernel does not know ANY_ZERO, which is tried then."""
+        """The first pad that fits of each field. The flags of fields that a kernel has read come with one
+        synchronisation. Then the pads of all other fields are tried, and ANY_ZERO, which the kernel does not know."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         if not unsure:
             return found
-        places = {path: place for read in reads for path, place in read.places.items()}
-        flags = [read.flags for read in reads if read.flags.numel()]
-        rest = [form for path, form in unsure.items() if path not in places]
-        odd = [path for path in self._bools if path not in places]
-        counts = [torch.count_nonzero(words(self._bools[path]) > 1) for path in odd]
-        left: dict[Path, tuple[PadValue | None, ...]] = {form.path: form.pads for form in rest}
-        left |= {path: (None, ANY_ZERO) for path in places if path in unsure and ANY_ZERO in unsure[path].pads}
-        for attempt in range(max(map(len, left.values()), default=1)):
-            trials = [
-                (unsure[path], pad)
-                for path, pads in left.items()
-                for pad in pads[attempt : attempt + 1]
-                if found[path] is None and pad is not None
-            ]
-            counts += [self._count_non_pads(form, pad) for form, pad in trials]
-            on_host = to_host([*flags, *[count.view(1) for count in counts]])
-            if not attempt:
-                for read, line in zip([read for read in reads if read.flags.numel()], on_host, strict=False):
-                    self._take(read, line, unsure, found)
-                self._odd += [path for path, (count,) in zip(odd, on_host[len(flags) :], strict=False) if count]
-            for (form, pad), (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
-                found[form.path] = None if count else pad
-            flags, counts = [], []
+        reads = [read for read in reads if read.flags.numel()]
+        known = {path for read in reads for path in read.places}
+        odd = [path for path in self._bools if path not in known]
+        counts = [torch.count_nonzero(words(self._bools[path]) > 1).view(1) for path in odd]
+        on_host = to_host([*(read.flags for read in reads), *counts])
+        for read, line in zip(reads, on_host, strict=False):
+            self._take(read, line, unsure, found)
+        self._odd += [path for path, (count,) in zip(odd, on_host[len(reads) :], strict=True) if count]
+        left = {
+            path: [pad for pad in form.pads if pad is ANY_ZERO or path not in known]
+            for path, form in unsure.items()
+            if found[path] is None
+        }
+        for attempt in range(max(map(len, left.values()), default=0)):
+            trials = [(unsure[path], pads[attempt]) for path, pads in left.items() if len(pads) > attempt]
+            found |= self._fitting([(form, pad) for form, pad in trials if found[form.path] is None])
+        rest = [form for path, form in unsure.items() if path not in known]
         rivals = [(form, other) for form in rest for other in self._rivals(form, found[form.path])]
-        counts = [self._count_non_pads(form, other) for form, other in rivals]
-        for (form, _), (count,) in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
-            if not count:
-                self._ambiguous.add(form.path)
+        self._ambiguous.update(self._fitting(rivals))
         return found
+
+    def _fitting(self, trials: Sequence[tuple[FieldForm, PadValue]]) -> dict[Path, PadValue]:
+        """The pads that fit their fields. One synchronisation."""
+        counts = to_host([self._count_non_pads(form, pad).view(1) for form, pad in trials])
+        return {form.path: pad for (form, pad), (count,) in zip(trials, counts, strict=True) if not count}
 
     def _take(
         self,
