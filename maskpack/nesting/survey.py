@@ -7,7 +7,6 @@ The batch is not changed, and no result is built before all checks have passed.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -37,9 +36,6 @@ from maskpack.nesting.signs import signs_of_rows
 from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch
 
-_log = logging.getLogger(__name__)
-_logged: Latest[bool] = Latest(1024)
-"""The call, field and reason of the records of fields that stay padded, each of which is logged once."""
 _DIFFERENT_PADS = "its rows were nested with different pads"
 
 
@@ -427,11 +423,6 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
         objects = {form.path: entries[form.path] for form in forms if form.kind == "object"}
         check_strict(options.call, [*dense, *hidden(objects, options)])
     elif dense:
-        for field in dense if _log.isEnabledFor(logging.INFO) else ():
-            record = options.call, field.path, field.reason
-            if _logged.get(record) is None:
-                _logged.keep(record, True)
-                _log.info("%s: stays padded: %s", options.call, field)
         # without sizes, so that Python shows the warning once for batches of all widths
         fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
         warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
