@@ -78,16 +78,6 @@ def test_neither_changes_the_batch() -> None:
     assert_same_batch(mp.unnest_batch_by_mask(nested), before)
 
 
-def test_batches_of_other_widths_join_but_are_not_restored() -> None:
-    parts = [mp.nest_batch_by_mask(samples.rollout(response=width), pad_token_id=samples.PAD) for width in (6, 7)]
-    whole = cat(parts)
-    assert [row.tolist() for row in whole["responses"].unbind()] == [
-        row.tolist() for part in parts for row in part["responses"].unbind()
-    ]
-    with pytest.raises(LayoutError, match="different widths"):
-        mp.unnest_batch_by_mask(whole)
-
-
 @tensorclass
 class Scores:
     value: torch.Tensor
