@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import from_words, word_dtype, words
+from maskpack.core.bits import from_words, to_pinned, word_dtype, words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
@@ -70,7 +70,7 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     if uses_triton(mask.device):
         from maskpack.layout.scan_triton import list_spans, scan_rows
 
-        valid = mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
+        valid = _loaded(mask)
     else:
         list_spans, scan_rows = _list_spans, _scan_rows
         valid = _not_zero(mask).contiguous()
@@ -87,19 +87,10 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     return num_tokens, {"lengths": counts[0].astype(np.int64), "_index": index}
 
 
-def _on_host(counts: Tensor) -> npt.NDArray[np.int32]:
-    """A copy of [n] on the host, through pinned memory: a copy to other memory takes the driver longer."""
-    if not counts.is_cuda:
-        return counts.numpy()
-    staging = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-    staging.copy_(counts, non_blocking=True)
-    torch.cuda.current_stream(counts.device).synchronize()
-    return np.array(staging.numpy())
-
-
 def host_counts(counts: Tensor, rows: int) -> npt.NDArray[np.int32]:
     """[3, B] on the host, of `_device_counts`. One synchronisation on CUDA."""
-    return _on_host(counts[: 3 * rows]).reshape(3, rows)
+    counts = counts[: 3 * rows]
+    return (np.array(to_pinned(counts).numpy()) if counts.is_cuda else counts.numpy()).reshape(3, rows)
 
 
 def counted(mask: Tensor) -> Tensor:
