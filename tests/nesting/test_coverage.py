@@ -80,12 +80,6 @@ def with_object(value, name="extra"):
     return batch.set(name, entry(value))
 
 
-def tensors_inside(batch):
-    """How many lie inside the Python objects of a batch."""
-    (field,) = dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
-    return field.tensors
-
-
 def paths(batch, registry=mp.RL_FIELDS, **options):
     return [field.path for field in dense_fields(batch, registry, pad_token_id=PAD, **options)]
 
@@ -123,16 +117,6 @@ def test_an_object_without_a_tensor_is_no_failure(value):
 def test_a_tensor_named_twice_is_listed_once():
     tensor = torch.ones(3)
     assert paths(with_object([tensor, {"again": tensor}])) == [("extra", "[0]")]
-
-
-def test_object_arrays_of_any_dims():
-    scalar = np.empty((), dtype=object)
-    scalar[()] = {"a": torch.ones(2)}
-    assert tensors_inside(with_object(scalar)) == 1
-    cube = np.empty((4, 3, 3), dtype=object)
-    for place in np.ndindex(cube.shape):
-        cube[place] = {"t": torch.ones(2)}
-    assert tensors_inside(with_object(cube)) == 36
 
 
 def test_a_range_is_not_counted_out():

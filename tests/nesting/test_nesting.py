@@ -243,17 +243,6 @@ def test_other_batch_sizes(more: tuple[int, ...]) -> None:
 # -------------------------------------------------------------------- jagged arithmetic
 
 
-def test_arithmetic_between_fields_of_a_layout() -> None:
-    batch = rollout()
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    want = oracle.pack(
-        batch["old_log_probs"] - batch["advantages"], oracle.mask_rows(batch["attention_mask"][:, PROMPT:])
-    )
-    assert_same_tensor((nested["old_log_probs"] - nested["advantages"]).values(), want)
-    ratio = (nested["old_log_probs"] - nested["advantages"]) * nested["response_mask"]
-    assert ratio.offsets() is nested["responses"].offsets()
-
-
 def test_nesting_again_restores_shared_offsets_and_nests_new_fields() -> None:
     batch = rollout()
     nested = pickle.loads(pickle.dumps(nest_batch_by_mask(batch, pad_token_id=PAD)))
@@ -587,41 +576,6 @@ def stray_batch() -> TensorDict:
     assert not batch["response_mask"][5, 4]
     batch["advantages"][5, 4] = 7.5
     return batch
-
-
-def test_on_loss_keep_ships_the_field_whole_and_warns() -> None:
-    batch = stray_batch()
-    with pytest.warns(MaskpackWarning, match=r'^nest_batch_by_mask: fields stay padded: "advantages": '):
-        nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert not nested["advantages"].is_nested
-    assert nested["old_log_probs"].is_nested
-    assert_same_batch(unnest(nested), batch)
-
-
-@quiet
-def test_on_loss_error_names_the_place() -> None:
-    batch = stray_batch()
-    tree = oracle.snapshot(batch)
-    for options in ({"on_loss": "error"}, {"strict_mask_nesting": True}):
-        with pytest.raises(LossyPadError) as caught:
-            nest_batch_by_mask(batch, pad_token_id=PAD, **options)
-        message = str(caught.value)
-        assert message.startswith('nest_batch_by_mask: field "advantages" holds 7.5 at (5, 4)')
-        assert '(row, position, ...), which mask "response" masks out; expected its pad 0 or SIGNED_ZERO' in message
-        assert 'named in ignore_dense_fields, or with on_loss="keep" and without strict' in message
-        assert oracle.snapshot(batch) == tree
-    for options in ({"strict_mask_nesting": True, "ignore_dense_fields": ["advantages"]}, {"on_loss": "keep"}):
-        assert_same_batch(unnest(nest_batch_by_mask(batch, pad_token_id=PAD, **options)), batch)
-
-
-@pytest.mark.parametrize("stray", [-0.0, float("nan"), 1e-45])
-def test_no_stray_is_too_small(stray: float) -> None:
-    batch = stray_batch()
-    batch["advantages"][5, 4] = stray
-    registry = RL_FIELDS | {"advantages": MaskNestingSpec("response", [0, SIGNED_ZERO])}
-    with pytest.warns(MaskpackWarning):
-        nested = nest_batch_by_mask(batch, registry, pad_token_id=PAD)
-    assert_same_batch(unnest(nested), batch)
 
 
 @quiet
