@@ -142,11 +142,13 @@ class Axes:
             return layout
         if way.part == "prefix":
             return prefix_of(layout)
-        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
-        if head is not None and tail is not None and head + tail != layout.width and not self._from_number(scope, way):
+        head, tail = self._first(scope, way.head), self._first(scope, way.tail)
+        # the number of a tail is a limit, which a batch may fall short of
+        from_number = tail is not None and dense_at(self.batch, tail[0]) is None
+        if head is not None and tail is not None and head[1] + tail[1] != layout.width and not from_number:
             raise LayoutError(
                 f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
-                f"{self._named(scope, way.head)} is {head} wide and {self._named(scope, way.tail)} {tail}; expected "
+                f'"{show(head[0])}" is {head[1]} wide and "{show(tail[0])}" {tail[1]}; expected '
                 "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
             )
         split = self._split(way, scope, layout.width)
@@ -163,27 +165,16 @@ class Axes:
         head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
         return head if head is not None else None if tail is None else width - tail
 
-    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Key, int] | None:
+    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Path, int] | None:
+        """The first field or number of a batch that gives a width, and this width."""
         for key in keys:
             path = (*scope, *path_of(key))
             tensor = dense_at(self.batch, path)
-            if tensor is not None and tensor.dim() >= 2:
-                return key, tensor.shape[1]
-            number = number_at(self.batch, path)
-            if number is not None:
-                return key, number
+            width = tensor.shape[1] if tensor is not None and tensor.dim() >= 2 else number_at(self.batch, path)
+            if width is not None:
+                return path, width
         return None
 
     def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
         found = self._first(scope, keys)
         return None if found is None else found[1]
-
-    def _from_number(self, scope: Path, way: MaskAxis) -> bool:
-        """Whether the tail width is a configured limit, which a batch may fall short of."""
-        found = self._first(scope, way.tail)
-        return found is not None and dense_at(self.batch, (*scope, *path_of(found[0]))) is None
-
-    def _named(self, scope: Path, keys: tuple[Key, ...]) -> str:
-        found = self._first(scope, keys)
-        assert found is not None
-        return f'"{show((*scope, *path_of(found[0])))}"'

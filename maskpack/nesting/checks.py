@@ -95,12 +95,10 @@ def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
             for values, form, _, row_pads in some
         ]
         padded = unpack([values for values, *_ in some], some[0].layout.to(device), pads)
-        out.update(zip(places, map(_with_dim, padded, [form.ragged_dim for _, form, *_ in some]), strict=True))
+        for place, field, one in zip(places, some, padded, strict=True):
+            dim = field.form.ragged_dim
+            out[place] = one if dim == 1 else one.movedim(1, dim).contiguous()
     return [out[place] for place in range(len(fields))]
-
-
-def _with_dim(out: Tensor, ragged_dim: int) -> Tensor:
-    return out if ragged_dim == 1 else out.movedim(1, ragged_dim).contiguous()
 
 
 def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
