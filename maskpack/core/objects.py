@@ -260,9 +260,7 @@ def _is_away(item: Any) -> bool:
     """Whether `item` is a tensor on a device other than the CPU and meta, or a TensorDict with such a tensor."""
     if isinstance(item, Tensor):
         return item.device.type not in ("cpu", "meta")
-    return is_tensor_collection(item) and any(
-        map(_is_away, cast("Any", item).values(include_nested=True, leaves_only=True))
-    )
+    return is_tensor_collection(item) and any(map(_is_away, item.values(include_nested=True, leaves_only=True)))
 
 
 class _Cycle(Exception):

@@ -291,7 +291,7 @@ def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
     for name in ("form", "part", "head", "tail", "padded"):
         value = getattr(axis, name)
         if value != getattr(MaskAxis, name):  # the default
-            out[name] = [*map(_joined, value)] if isinstance(value, tuple) else value
+            out[name] = [*map(_joined, cast("tuple[Key, ...]", value))] if isinstance(value, tuple) else value
     return out
 
 

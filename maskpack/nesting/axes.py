@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.keys import Key, Path, path_of, show
@@ -40,7 +39,7 @@ class Axis:
 class Axes:
     """Computes the axes of one batch on demand. `call` is the public function that errors name."""
 
-    batch: TensorDictBase
+    batch: Any
     registry: MaskNestingRegistry
     carried: Mapping[str, RowLayout]
     stand_in: Mapping[str, RowLayout]

@@ -172,7 +172,7 @@ def _with_one_rule(
 class _Planner:
     """Determines the form of each entry of a batch and collects their layouts."""
 
-    batch: TensorDictBase
+    batch: Any
     options: Options
     carried: Mapping[str, RowLayout]
     stand_in: Mapping[str, RowLayout]
