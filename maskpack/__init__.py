@@ -13,7 +13,7 @@ maskpack.planning                 micro-batches within a token budget, on all ra
 maskpack.replay                   log-probs and values from packed rows (models: maskpack.adapters.transformers)
 maskpack.ops                      pack and unpack tensors; log-probs without storing all logits
 maskpack.adapters                 verl, TransferQueue, transformers and TRL, TorchRL
-maskpack.testing                  exact comparison, coverage and random batches for tests
+maskpack.testing                  exact comparison and coverage for tests
 maskpack.errors                   the errors
 
 `import maskpack` does not import `dispatch` and `adapters`, which load Ray and the frameworks, and `testing`.

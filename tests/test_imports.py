@@ -44,7 +44,6 @@ FRAMEWORKS = {
 }
 """What each adapter may import beside the core."""
 MAY_IMPORT_RAY = {"dispatch", "tools", "__main__"}
-MAY_IMPORT_HYPOTHESIS = {"testing.strategies"}
 
 
 def package(module):
@@ -108,8 +107,6 @@ def may_import(module, library):
         return module in KERNELS
     if package(module) == "adapters":
         return library not in HEAVY or library in FRAMEWORKS.get(module.split(".")[1], ())
-    if library == "hypothesis":
-        return module in MAY_IMPORT_HYPOTHESIS
     return library not in HEAVY or package(module) in MAY_IMPORT_RAY
 
 
@@ -187,7 +184,6 @@ def test_imports_go_down(module):
         ("ops.pack_triton", "import triton.language as tl", []),
         ("__init__", "from maskpack.dispatch import WorkerGroup", [".dispatch"]),
         ("dispatch.group", "import ray\nfrom maskpack.packed.batch import compress", []),
-        ("testing.strategies", "from hypothesis import strategies", []),
         ("testing.exact", "import hypothesis", ["hypothesis"]),
         ("testing.covered", "import pytest\nfrom maskpack.tools.suggest import Suggester", ["pytest"]),
         ("tools.doctor", "from maskpack.testing import assert_exact", [".testing"]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, cast
@@ -252,35 +252,15 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def on_host(data: Any) -> Any:
-    """`data` with all tensors and TensorDicts in its dicts, lists and tuples moved to the host; `data` itself if they
-    are there."""
-    return mapped(data, lambda item: item.to("cpu") if _is_away(item) else item) if _holds_away(data) else data
-
-
-def _holds_away(data: Any) -> bool:
-    seen: set[int] = set()
-    left = [data]
-    while left:
-        item = left.pop()
-        if type(item) not in (dict, list, tuple):
-            if _is_away(item):
-                return True
-        elif id(item) not in seen:
-            seen.add(id(item))
-            children: Iterable[Any] = cast("Any", item).values() if type(item) is dict else item
-            left += [child for child in children if type(child) not in _ATOMS]
-    return False
+    """`data` with all tensors and TensorDicts in its dicts, lists and tuples moved to the host."""
+    return mapped(data, lambda item: item.to("cpu") if _is_away(item) else item)
 
 
 def _is_away(item: Any) -> bool:
     """Whether `item` is a tensor on a device other than the CPU and meta, or a TensorDict with such a tensor."""
     if isinstance(item, Tensor):
         return item.device.type not in ("cpu", "meta")
-    return is_tensor_collection(item) and any(_is_away(leaf) for leaf in _tensors(item))
-
-
-def _tensors(batch: Any) -> Iterator[Any]:
-    yield from batch.values(include_nested=True, leaves_only=True)
+    return is_tensor_collection(item) and any(map(_is_away, item.values(include_nested=True, leaves_only=True)))
 
 
 class _Cycle(Exception):

@@ -105,14 +105,11 @@ class Options:
         verify: Verify,
         on_loss: OnLoss,
     ) -> Options:
-        for name, value, allowed in (
-            ("verify", verify, ("always", "first", "never", "a VerifyFirst")),
-            ("on_loss", on_loss, ("keep", "error")),
-        ):
-            if not isinstance(value, VerifyFirst if name == "verify" else ()) and value not in allowed:
-                raise RegistryError(
-                    f"{call}: {name} is {said(value)}; expected one of {', '.join(allowed)}. Choose one."
-                )
+        if not isinstance(verify, VerifyFirst) and verify not in ("always", "first", "never"):
+            known = "always, first, never, a VerifyFirst"
+            raise RegistryError(f"{call}: verify is {said(verify)}; expected one of {known}. Choose one.")
+        if on_loss not in ("keep", "error"):
+            raise RegistryError(f"{call}: on_loss is {said(on_loss)}; expected one of keep, error. Choose one.")
         if isinstance(pad_token_id, np.integer):
             pad_token_id = int(pad_token_id)
         whole = isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool)

@@ -288,15 +288,10 @@ def _ways(value: Any) -> Sequence[Any]:
 
 def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
     out: dict[str, Any] = {"source": _joined(axis.source)}
-    if axis.form != "mask":
-        out["form"] = axis.form
-    if axis.part != "all":
-        out["part"] = axis.part
-    for name in ("head", "tail"):
-        if getattr(axis, name):
-            out[name] = [_joined(key) for key in getattr(axis, name)]
-    if axis.padded != "right":
-        out["padded"] = axis.padded
+    for name in ("form", "part", "head", "tail", "padded"):
+        value = getattr(axis, name)
+        if value != getattr(MaskAxis, name):  # the default
+            out[name] = [*map(_joined, cast("tuple[Key, ...]", value))] if isinstance(value, tuple) else value
     return out
 
 

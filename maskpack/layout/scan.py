@@ -11,10 +11,10 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import from_words, word_dtype, words
+from maskpack.core.bits import from_words, to_pinned, word_dtype, words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
-from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, index_of, need_int32
 
 
 def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
@@ -70,7 +70,7 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     if uses_triton(mask.device):
         from maskpack.layout.scan_triton import list_spans, scan_rows
 
-        valid = mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
+        valid = _loaded(mask)
     else:
         list_spans, scan_rows = _list_spans, _scan_rows
         valid = _not_zero(mask).contiguous()
@@ -87,19 +87,10 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     return num_tokens, {"lengths": counts[0].astype(np.int64), "_index": index}
 
 
-def _on_host(counts: Tensor) -> npt.NDArray[np.int32]:
-    """A copy of [n] on the host, through pinned memory: a copy to other memory takes the driver longer."""
-    if not counts.is_cuda:
-        return counts.numpy()
-    staging = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
-    staging.copy_(counts, non_blocking=True)
-    torch.cuda.current_stream(counts.device).synchronize()
-    return np.array(staging.numpy())
-
-
 def host_counts(counts: Tensor, rows: int) -> npt.NDArray[np.int32]:
     """[3, B] on the host, of `_device_counts`. One synchronisation on CUDA."""
-    return _on_host(counts[: 3 * rows]).reshape(3, rows)
+    counts = counts[: 3 * rows]
+    return (np.array(to_pinned(counts).numpy()) if counts.is_cuda else counts.numpy()).reshape(3, rows)
 
 
 def counted(mask: Tensor) -> Tensor:
@@ -171,24 +162,8 @@ def _begins(valid: Tensor) -> Tensor:
 
 
 def _list_spans(valid: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanIndex:
-    """`scan_triton.list_spans` in plain torch."""
-    width = valid.shape[1]
-    end = valid.clone()
-    end[:, :-1] &= ~valid[:, 1:]
-    first = torch.nonzero_static(_begins(valid).view(-1), size=spans).view(-1)
-    last = torch.nonzero_static(end.view(-1), size=spans).view(-1)
-    begins = torch.nn.functional.pad((last - first + 1).cumsum(0, dtype=torch.int32), (1, 0))
-    starts, rows = (first % width).to(torch.int32), (first // width).to(torch.int32)
-    words = torch.nn.functional.pad(valid, (0, -width % 32)).view(valid.shape[0], -1, 32)
-    bits = (words.to(torch.int64) << torch.arange(32, device=valid.device)).sum(2).to(torch.int32)
-    sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
-    before = sums - words.sum(2)
-    blocks = _blocks(begins, blocks_of(num_tokens))
-    ranks = bits, before.to(torch.int32)
-    places = None
-    if lists_places(spans, num_tokens, valid.numel()):
-        places = torch.nonzero_static(valid.view(-1), size=num_tokens).view(-1).to(torch.int32)
-    return SpanIndex(starts, begins, blocks, rows, scan.splits, scan.begins, *ranks, places)
+    """`scan_triton.list_spans` on the host, to which it copies the mask."""
+    return index_of(on_host(valid.cpu())[0].table, valid.shape[1], valid.device)
 
 
 def _blocks(begins: Tensor, entries: int) -> Tensor:

@@ -7,10 +7,9 @@ take precedence over its fields. If the batch does not give an axis, the layout 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.keys import Key, Path, path_of, show
@@ -36,31 +35,26 @@ class Axis:
         return f'mask "{self.name}" is {size}'
 
 
+@dataclass
 class Axes:
     """Computes the axes of one batch on demand. `call` is the public function that errors name."""
 
-    def __init__(
-        self,
-        batch: TensorDictBase,
-        registry: MaskNestingRegistry,
-        carried: Mapping[str, RowLayout],
-        stand_in: Mapping[str, RowLayout],
-        call: str,
-    ) -> None:
-        self._batch = batch
-        self._registry = registry
-        self._carried = carried
-        self._stand_in = stand_in
-        self._call = call
-        self._found: dict[tuple[Path, Key], Axis | None] = {}
-        self._masks: dict[Path, RowLayout] = {}
-        self._values: dict[Path, Tensor] = {}
-        self._masks_alone = not carried and not stand_in
+    batch: Any
+    registry: MaskNestingRegistry
+    carried: Mapping[str, RowLayout]
+    stand_in: Mapping[str, RowLayout]
+    call: str
+    _found: dict[tuple[Path, Key], Axis | None] = field(default_factory=dict[tuple[Path, Key], Axis | None])
+    _masks: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
+    _values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
 
-    def find(self, mask: Key, field: Path) -> Axis | None:
-        """The axis of `mask` for the field at path `field`; None if the batch does not give it."""
-        for depth in range(len(field) - 1, -1, -1):
-            scope = field[:depth]
+    def __post_init__(self) -> None:
+        self._masks_alone = not self.carried and not self.stand_in
+
+    def find(self, mask: Key, path: Path) -> Axis | None:
+        """The axis of `mask` for the field at `path`; None if the batch does not give it."""
+        for depth in range(len(path) - 1, -1, -1):
+            scope = path[:depth]
             if (scope, mask) not in self._found:
                 self._found[scope, mask] = self._compute(show((*scope, *path_of(mask))), mask, scope)
             axis = self._found[scope, mask]
@@ -79,22 +73,22 @@ class Axes:
         return {path: (layout, path in self._values) for path, layout in self._masks.items()}
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
-        if name in self._carried:
-            return Axis(name, self._carried[name])
-        ways = self._registry.ways(mask)
+        if name in self.carried:
+            return Axis(name, self.carried[name])
+        ways = self.registry.ways(mask)
         guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
         for way in ways:
             axis = None if way in guesses else self._by(way, name, scope)
             if axis is not None:
-                other = self._stand_in.get(name)  # the same rows, whose anchor is known
+                other = self.stand_in.get(name)  # the same rows, whose anchor is known
                 return axis if other is None or other != axis.layout else replace(axis, layout=other)
-        if name in self._stand_in:
-            return Axis(name, self._stand_in[name])
+        if name in self.stand_in:
+            return Axis(name, self.stand_in[name])
         return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
 
     def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
         source = (*scope, *path_of(way.source))
-        tensor = dense_at(self._batch, source)
+        tensor = dense_at(self.batch, source)
         if tensor is None:
             return None
         self._masks_alone &= way.form == "mask" and way.part != "prefix"
@@ -109,11 +103,11 @@ class Axes:
     def _mask(self, source: Path) -> RowLayout:
         """One scan a mask, however many axes are cut from it."""
         if source not in self._masks:
-            tensor = dense_at(self._batch, source)
+            tensor = dense_at(self.batch, source)
             assert tensor is not None
             if tensor.dim() != 2:
                 raise LayoutError(
-                    f'{self._call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
+                    f'{self.call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
                     "Give one entry per row and position, or name another mask in the registry."
                 )
             layout, value = self._read(source, layout_and_value, tensor)
@@ -127,11 +121,11 @@ class Axes:
         try:
             return make(*given)
         except LayoutError as error:
-            raise LayoutError(f'{self._call}: field "{show(source)}" does not give rows: {error}') from error
+            raise LayoutError(f'{self.call}: field "{show(source)}" does not give rows: {error}') from error
 
     def _anchor(self, source: Path, width: int) -> int:
         """Where some axis splits the mask, or the side that its rows are not padded on."""
-        for way in (way for ways in self._registry.axes.values() for way in ways):
+        for way in (way for ways in self.registry.axes.values() for way in ways):
             path = path_of(way.source)
             scope = source[: len(source) - len(path)]
             if source == (*scope, *path) and way.part in ("head", "tail"):
@@ -147,11 +141,13 @@ class Axes:
             return layout
         if way.part == "prefix":
             return prefix_of(layout)
-        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
-        if head is not None and tail is not None and head + tail != layout.width and not self._from_number(scope, way):
+        head, tail = self._first(scope, way.head), self._first(scope, way.tail)
+        # the number of a tail is a limit, which a batch may fall short of
+        from_number = tail is not None and dense_at(self.batch, tail[0]) is None
+        if head is not None and tail is not None and head[1] + tail[1] != layout.width and not from_number:
             raise LayoutError(
-                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
-                f"{self._named(scope, way.head)} is {head} wide and {self._named(scope, way.tail)} {tail}; expected "
+                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
+                f'"{show(head[0])}" is {head[1]} wide and "{show(tail[0])}" {tail[1]}; expected '
                 "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
             )
         split = self._split(way, scope, layout.width)
@@ -159,7 +155,7 @@ class Axes:
             return None
         if not 0 <= split <= layout.width:
             raise LayoutError(
-                f'{self._call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width} at {split}; '
+                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width} at {split}; '
                 "expected a split inside the mask. Fix the widths of its head and tail fields."
             )
         return layout.narrow(0, split) if way.part == "head" else layout.narrow(split, layout.width)
@@ -168,27 +164,16 @@ class Axes:
         head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
         return head if head is not None else None if tail is None else width - tail
 
-    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Key, int] | None:
+    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Path, int] | None:
+        """The first field or number of a batch that gives a width, and this width."""
         for key in keys:
             path = (*scope, *path_of(key))
-            tensor = dense_at(self._batch, path)
-            if tensor is not None and tensor.dim() >= 2:
-                return key, tensor.shape[1]
-            number = number_at(self._batch, path)
-            if number is not None:
-                return key, number
+            tensor = dense_at(self.batch, path)
+            width = tensor.shape[1] if tensor is not None and tensor.dim() >= 2 else number_at(self.batch, path)
+            if width is not None:
+                return path, width
         return None
 
     def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
         found = self._first(scope, keys)
         return None if found is None else found[1]
-
-    def _from_number(self, scope: Path, way: MaskAxis) -> bool:
-        """Whether the tail width is a configured limit, which a batch may fall short of."""
-        found = self._first(scope, way.tail)
-        return found is not None and dense_at(self._batch, (*scope, *path_of(found[0]))) is None
-
-    def _named(self, scope: Path, keys: tuple[Key, ...]) -> str:
-        found = self._first(scope, keys)
-        assert found is not None
-        return f'"{show((*scope, *path_of(found[0])))}"'

@@ -18,7 +18,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, words
-from maskpack.core.index import IntArray, cumulated
+from maskpack.core.index import cumulated
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_tensor, pad_words
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans
@@ -95,12 +95,10 @@ def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
             for values, form, _, row_pads in some
         ]
         padded = unpack([values for values, *_ in some], some[0].layout.to(device), pads)
-        out.update(zip(places, map(_with_dim, padded, [form.ragged_dim for _, form, *_ in some]), strict=True))
+        for place, field, one in zip(places, some, padded, strict=True):
+            dim = field.form.ragged_dim
+            out[place] = one if dim == 1 else one.movedim(1, dim).contiguous()
     return [out[place] for place in range(len(fields))]
-
-
-def _with_dim(out: Tensor, ragged_dim: int) -> Tensor:
-    return out if ragged_dim == 1 else out.movedim(1, ragged_dim).contiguous()
 
 
 def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
@@ -144,57 +142,30 @@ def one_rule(
     return EDGE if (unpadded | (single & (own == edges).all(1)))[~by_edge].all() else None
 
 
-def _count_not_pad(x: Tensor, pad: PadValue) -> Tensor:
-    """The number, int64 (), of elements of `x` [B, S, *F] that differ from a constant pad; for EDGE, from the element
-    before them in the row."""
-    padded = words(x)
-    order = sorted(range(padded.dim()), key=lambda dim: -padded.stride(dim))  # as it lies in memory
-    lying, along = padded.permute(order), order.index(1)
-    if pad is EDGE:
-        steps = max(lying.shape[along] - 1, 0)
-        first = min(1, lying.shape[along])
-        return _differing(lying.narrow(along, first, steps), lying.narrow(along, 0, steps))
-    word = _word(pad, x)
-    return _differing(padded if isinstance(word, Tensor) else lying, word)  # a word of two lies along the last dim
-
-
 def count_non_pads(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
     """The number of non-pad values under the mask, int64 (), of a field on a device.
 
     `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE, ANY_ZERO or
-    a tensor [B] with the pad of each row. No synchronisation for a constant pad.
+    a tensor [B] with the pad of each row. No synchronisation.
     """
     if pad is ANY_ZERO:  # values that are no zeros
         return torch.count_nonzero(x) - torch.count_nonzero(values)
-    padded, real = words(x), words(values)
-    if isinstance(pad, Tensor):
-        return _count_row_non_pads(padded, real, words(pad), layout)
-    seen = _count_not_pad(x, pad)
-    return seen - (_edge_steps(padded, real, layout) if pad is EDGE else _differing(real, _word(pad, x)))
+    return torch.count_nonzero(_differs(x, values, layout, pad))
 
 
-def _word(pad: PadValue, x: Tensor) -> Tensor | int:
-    held = None if isinstance(pad, Pad) else pad_tensor(pad, x.dtype)
-    assert held is not None
-    word = words(held)
-    return int(word.item()) if word.dim() == 0 else word.to(x.device, non_blocking=True)
+def _differs(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
+    """Where the words of a padded field differ from those that its values and a pad give."""
+    return words(x) != words(pack_torch.unpack(values.detach(), layout, pad))
 
 
 def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
     """The pad of each row, [B], if the row has one pad: its first element under the mask, or 0 for a full row."""
-    table, width = host_spans(layout), layout.width
-    place = np.zeros(layout.num_rows, np.int64)
-    real = np.flatnonzero(np.diff(table.splits) > 0)
-    first = table.splits[real]
-    place[real] = np.where(table.starts[first] > 0, 0, table.counts[first])
-    open_rows = np.flatnonzero(place < width)
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device=x.device)
-    rows, places = _to(open_rows, x.device), _to(place[open_rows], x.device)
-    source = words(x)
-    target = words(pads)
-    if x[0:1].numel():
-        first_of = source[(slice(None), slice(None), *[0] * (x.dim() - 2))]
-        target[rows] = first_of[rows, places]
+    if x.numel():
+        mask = layout.to_mask()
+        first = words(x)[torch.arange(layout.num_rows, device=x.device), mask.to(torch.uint8).argmin(1)]
+        first = first.reshape(layout.num_rows, -1)[:, : words(pads)[:1].numel()]
+        words(pads).view(first.shape).copy_(first.masked_fill(mask.all(1, keepdim=True), 0))
     return pads
 
 
@@ -232,52 +203,6 @@ def zeros_of(pads: Tensor) -> Tensor:
 
 def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
     """Index and value of one element that is not the pad, for a message."""
-    expected = words(pack_torch.unpack(pack_torch.pack(x.detach(), layout), layout, pad))
-    where: list[int] = [int(i) for i in torch.nonzero(expected != words(x))[0][: x.dim()]]
+    differs = _differs(x, pack_torch.pack(x.detach(), layout), layout, pad)
+    where: list[int] = [int(i) for i in torch.nonzero(differs)[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
-
-
-def _count_row_non_pads(x: Tensor, values: Tensor, pads: Tensor, layout: RowLayout) -> Tensor:
-    more = [1] * (values.dim() - pads.dim())
-    pads = pads.view(pads.shape[0], *more, *pads.shape[1:])
-    of_values = pads.repeat_interleave(layout.offsets.diff(), 0, output_size=values.shape[0])
-    return _differing(x, pads.unsqueeze(1)) - _differing(values, of_values)
-
-
-def _edge_steps(x: Tensor, values: Tensor, layout: RowLayout) -> Tensor:
-    """The number of changes between neighbours in a field with exact EDGE pads.
-
-    Between two valid elements the field changes once if they differ, else never, and nowhere else. This determines all
-    pads of a row with one span. Between two spans the change must be at the start of the second, so the element before
-    it equals the last one of the first span; an empty row is 0. Violations of these two rules are subtracted: a field
-    never changes less often than its values do, so the counts then differ.
-    """
-    inner = torch.ones(values.shape[0] + 1, dtype=torch.bool, device=x.device)
-    inner.index_fill_(0, layout.offsets, False)  # the first element of a row has no neighbour before it
-    steps = torch.ne(values[1:], values[:-1])
-    steps &= inner[1:-1].view(-1, *[1] * (values.dim() - 1))
-    count = torch.count_nonzero(steps)
-    table = host_spans(layout)
-    empty = _to(np.flatnonzero(np.diff(table.splits) == 0), x.device)
-    count = count - torch.count_nonzero(x[empty])
-    rows, before, last = (_to(index, x.device) for index in _gaps(layout))
-    return count - torch.count_nonzero(torch.ne(x[rows, before], x[rows, last]))
-
-
-def _gaps(layout: RowLayout) -> tuple[IntArray, IntArray, IntArray]:
-    """The gaps between two spans of a row: the row, the last position of the gap, and the last position before it."""
-    table = host_spans(layout)
-    first = np.zeros(table.starts.size + 1, np.bool_)
-    first[table.splits] = True
-    later = np.flatnonzero(~first[:-1])
-    rows = np.searchsorted(table.splits, later, side="right") - 1
-    return rows, table.starts[later] - 1, (table.starts + table.counts)[later - 1] - 1
-
-
-def _to(index: IntArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(index).to(device, non_blocking=True)
-
-
-def _differing(x: Tensor, other: Tensor | int) -> Tensor:
-    """The number of elements of `x` [n, ...] that differ from `other`, which is a scalar or has n entries."""
-    return torch.count_nonzero(torch.ne(x, other))

@@ -34,7 +34,6 @@ PAD_NUMBERS = 4
 """Entries of a pad: its kind, its words (two for 16-byte items) and the address of the pads [B] of rows."""
 _MOST = (1 << 31) - SPAN
 """Words of a row that the kernel can count."""
-_ALIGNED = 16
 
 
 class ReadJob(NamedTuple):
@@ -124,7 +123,7 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
     jobs, firsts, pads = array("q"), array("q"), array("q")
     pads_at = len(fields) * (1 + len(ReadJob._fields))
     flags_at = pads_at + PAD_NUMBERS * sum(len(field.pads) for field in fields.values())
-    row_pads = _PadsOfRows(fields, device)
+    row_pads: dict[tuple[Any, PadValue], Tensor] = {}
     addresses: dict[int, tuple[int, int, int, int, int, int]] = {}
     copies: list[Tensor] = []
     flags = flags_at
@@ -136,7 +135,11 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
         copies.append(source)
         at, bools = pads_at + len(pads), checked and x.dtype is torch.bool
         for pad, kind in zip(candidates, kinds, strict=True):
-            pads.extend((*_entry(pad, kind, x.dtype, size), row_pads.address(key, pad)))
+            if kind is not None:
+                own = _new((x.shape[0],), x.dtype, device)
+                row_pads[key, pad] = own if x.numel() and kind else own.zero_()
+            held = row_pads[key, pad].data_ptr() if kind else 0
+            pads.extend((*_entry(pad, kind, x.dtype, size), held))
         if id(layout) not in addresses:
             addresses[id(layout)] = _addresses(layout)
         parts = -(-layout.width * items // SPAN)
@@ -158,37 +161,11 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
         from maskpack.nesting import read_triton as _kernel
 
         _kernel.launch(tables, len(fields), len(fields), programs)
-    return Reads(values, tables[flags_at:], places, row_pads.tensors())
+    return Reads(values, tables[flags_at:], places, row_pads)
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-class _PadsOfRows:
-    """The pads [B] of fields with PER_ROW or SIGNED_ZERO among their pads, in one piece of memory."""
-
-    def __init__(self, fields: Mapping[Any, PaddedField], device: torch.device) -> None:
-        self._places: dict[tuple[Any, PadValue], tuple[int, int, torch.dtype]] = {}
-        size = 0
-        for key, (x, _, candidates, _) in fields.items():
-            for pad in candidates:
-                if pad is PER_ROW or pad is SIGNED_ZERO:
-                    end = size + x.shape[0] * x.dtype.itemsize
-                    self._places[key, pad] = size, end, x.dtype
-                    size = -(-end // _ALIGNED) * _ALIGNED
-        self._memory = torch.zeros(size, dtype=torch.uint8, device=device) if self._places else None
-
-    def address(self, key: Any, pad: PadValue) -> int:
-        """0 for other pads."""
-        if self._memory is None or (pad is not PER_ROW and pad is not SIGNED_ZERO):
-            return 0
-        return self._memory.data_ptr() + self._places[key, pad][0]
-
-    def tensors(self) -> dict[tuple[Any, PadValue], Tensor]:
-        if self._memory is None:
-            return {}
-        return {key: self._memory[begin:end].view(dtype) for key, (begin, end, dtype) in self._places.items()}
 
 
 def _by_row(pad: PadValue, dtype: torch.dtype) -> int | None:

@@ -7,11 +7,10 @@ The batch is not changed, and no result is built before all checks have passed.
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +36,6 @@ from maskpack.nesting.signs import signs_of_rows
 from maskpack.nesting.verify import Verifier
 from maskpack.ops import pack_torch
 
-_log = logging.getLogger(__name__)
-_logged: Latest[bool] = Latest(1024)
-"""The call, field and reason of the records of fields that stay padded, each of which is logged once."""
 _DIFFERENT_PADS = "its rows were nested with different pads"
 
 
@@ -99,7 +95,7 @@ def survey(
     if known is None:
         forms = [planner.form(path, value) for path, value in entries.items()]
         if signature is not None and planner.scanned() is not None:
-            _known_forms.keep(signature, planner.outcome(forms))
+            _known_forms.keep(signature, tuple(forms))
     else:
         forms = planner.again(known)
     rows = planner.rows(forms)
@@ -128,15 +124,7 @@ def survey(
     return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, scanned)
 
 
-class _Forms(NamedTuple):
-    """The forms of the entries of a batch; and for each layout that they use, the mask and the path of a field that
-    it was found for."""
-
-    forms: tuple[FieldForm, ...]
-    uses: Mapping[str, tuple[Key, Path]]
-
-
-_known_forms: Latest[_Forms] = Latest()
+_known_forms: Latest[tuple[FieldForm, ...]] = Latest()
 """The forms of batches of a signature, which depend on no value in them, because all axes come from masks."""
 
 
@@ -180,76 +168,68 @@ def _with_one_rule(
     return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
+@dataclass
 class _Planner:
     """Determines the form of each entry of a batch and collects their layouts."""
 
-    def __init__(
-        self,
-        batch: TensorDictBase,
-        options: Options,
-        carried: Mapping[str, RowLayout],
-        stand_in: Mapping[str, RowLayout],
-        before: Mapping[Path, FieldForm],
-    ) -> None:
-        self._batch = batch
-        self._options = options
-        self._carried = carried
-        self._has_layouts = bool(carried or stand_in)
-        self._before = before
-        self._axes = Axes(batch, options.registry, carried, stand_in, options.call)
-        self._own: dict[int, str] = {}
-        self._met = False  # two layouts of one name, equal in this batch
-        self._uses: dict[str, tuple[Key, Path]] = {}
-        self.layouts: dict[str, RowLayout] = {}
+    batch: Any
+    options: Options
+    carried: Mapping[str, RowLayout]
+    stand_in: Mapping[str, RowLayout]
+    before: Mapping[Path, FieldForm]
+    layouts: dict[str, RowLayout] = field(default_factory=dict[str, RowLayout])
+    _own: dict[int, str] = field(default_factory=dict[int, str])
+    _met: bool = False
+    """Two layouts of one name are equal in this batch."""
 
-    def outcome(self, forms: Sequence[FieldForm]) -> _Forms:
-        """What `again` needs."""
-        return _Forms(tuple(forms), dict(self._uses))
+    def __post_init__(self) -> None:
+        self._axes = Axes(self.batch, self.options.registry, self.carried, self.stand_in, self.options.call)
 
-    def again(self, known: _Forms) -> list[FieldForm]:
+    def again(self, known: Sequence[FieldForm]) -> list[FieldForm]:
         """The forms of another batch of the same signature, whose layouts are looked up."""
-        for mask, path in known.uses.values():
-            axis = self._axes.find(mask, path)
-            assert axis is not None
-            self._use(axis.name, axis.layout)
-        return list(known.forms)
+        for form in known:
+            spec = self.options.registry.find(form.path)
+            if form.layout is not None and form.layout not in self.layouts and spec is not None:
+                axes = self._candidates(form.path, spec)
+                self._use(form.layout, next(axis.layout for axis in axes if axis.name == form.layout))
+        return list(known)
 
     def form(self, path: Path, value: Any) -> FieldForm:
         if isinstance(value, Node):
             self._check_kind(path, value)
-            before = self._before.get(path)
+            before = self.before.get(path)
             return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
         if is_object(value):
             return FieldForm(path, "object")
         if not isinstance(value, Tensor) or isinstance(value, UnbatchedTensor):
             raise LayoutError(
-                f'{self._options.call}: field "{show(path)}" is a {type(value).__name__}, whose rows are not known; '
+                f'{self.options.call}: field "{show(path)}" is a {type(value).__name__}, whose rows are not known; '
                 "expected a tensor [B, ...], a TensorDict, a tensorclass or a Python object. Keep it as "
                 "NonTensorData(value), which holds for all rows."
             )
-        spec = self._options.registry.find(path)
+        spec = self.options.registry.find(path)
         if value.device.type == "meta":
             raise LayoutError(
-                f'{self._options.call}: field "{show(path)}" is on the meta device, which holds no values; expected '
+                f'{self.options.call}: field "{show(path)}" is on the meta device, which holds no values; expected '
                 "values. Load them, or leave the field out."
             )
         if value.dtype not in DTYPES.values():
             raise LayoutError(
-                f'{self._options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
+                f'{self.options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
                 "expected numbers in memory. Dequantize it, or leave it out."
             )
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
 
     def _check_kind(self, path: Path, node: Node) -> None:
         """Raises LayoutError for a tensorclass with values outside its TensorDict, from which it is rebuilt."""
-        call, kind = self._options.call, node.kind
+        call, kind = self.options.call, node.kind
         if kind is not None and (issubclass(kind, UnbatchedTensor) or not is_dataclass(kind)):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is a {kind.__name__}, whose rows are not known; expected a tensorclass '
                 "with fields. Keep it as NonTensorData(value), which holds for all rows."
             )
-        batch = None if kind is None else entry_at(self._batch, path)
-        outside = [] if kind is None else [field.name for field in fields(kind) if not has(batch, field.name)]
+        batch = None if kind is None else entry_at(self.batch, path)
+        outside = [] if kind is None else [own.name for own in fields(kind) if not has(batch, own.name)]
         odd = [name for name in outside if getattr(batch, name, None) is not None]
         if odd:
             raise LayoutError(
@@ -259,14 +239,14 @@ class _Planner:
 
     def rows(self, forms: Iterable[FieldForm]) -> int:
         """B, from the batch size, or from the layouts and sub-batches, which must agree, if there are no batch dims."""
-        if self._batch.batch_dims:
-            return self._batch.batch_size[0]
+        if self.batch.batch_dims:
+            return self.batch.batch_size[0]
         counts = {f"layout {form.layout}": self.layouts[form.layout].num_rows for form in forms if form.layout}
-        nodes = [(form.path, entry_at(self._batch, form.path)) for form in forms if form.kind == "node"]
+        nodes = [(form.path, entry_at(self.batch, form.path)) for form in forms if form.kind == "node"]
         counts |= {f"batch {show(path)}": node.batch_size[0] for path, node in nodes if node.batch_dims}
         if len(set(counts.values())) > 1:
             raise LayoutError(
-                f"{self._options.call}: a batch without batch dims has parts with different numbers of rows: {counts}; "
+                f"{self.options.call}: a batch without batch dims has parts with different numbers of rows: {counts}; "
                 "expected one. Give the TensorDict a batch_size, or split it."
             )
         return next(iter(counts.values()), 0)
@@ -304,7 +284,7 @@ class _Planner:
         dense = FieldForm(path, "dense", dtype=value.dtype)
         if value.is_sparse or value.layout != torch.strided:
             return replace(dense, reason=f"its memory layout is {value.layout}")
-        ignored = path in self._options.ignore or path[-1:] in self._options.ignore
+        ignored = path in self.options.ignore or path[-1:] in self.options.ignore
         if ignored or (spec is not None and spec.mask is None):
             return dense
         if spec is None:
@@ -318,14 +298,11 @@ class _Planner:
             if not axis.flat and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
                 pads = self._pads(path, spec, value)
                 layout = self._use(axis.name, axis.layout)
-                if layout not in self._uses:
-                    found = ((mask, self._axes.find(mask, path)) for mask in spec.masks)
-                    self._uses[layout] = next(mask for mask, other in found if other is axis), path
                 return FieldForm(path, "padded", layout, pads, dim, value.dtype, hints=spec.hints)
         if value.dim() <= 1:
             return dense
         if not axes:
-            registry = self._options.registry
+            registry = self.options.registry
             names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
             sources = ", ".join(dict.fromkeys(show(way.source) for mask in spec.masks for way in registry.ways(mask)))
             known = ", ".join(registry.axes) or "none"
@@ -335,12 +312,12 @@ class _Planner:
             return replace(dense, reason=reason)
         if not 1 <= spec.dim_of(value) < value.dim():
             raise LayoutError(
-                f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
+                f'{self.options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
                 f"{spec.ragged_dim}; expected a dim after the rows, below {value.dim()}. Give the dim of the "
                 "width."
             )
         raise LayoutError(
-            f'{self._options.call}: field "{show(path)}" is {tuple(value.shape)}; '
+            f'{self.options.call}: field "{show(path)}" is {tuple(value.shape)}; '
             f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."
         )
 
@@ -349,14 +326,14 @@ class _Planner:
         Other jagged fields have no padded form."""
         if not is_regular(value):
             raise LayoutError(
-                f'{self._options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
+                f'{self.options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
                 "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
                 "torch.nested.nested_tensor(rows, layout=torch.jagged)."
             )
-        before = self._before.get(path)
+        before = self.before.get(path)
         if before is not None and before.layout is not None:
             return self._again(path, value, before)
-        if spec is not None and self._has_layouts:
+        if spec is not None and (self.carried or self.stand_in):
             offsets = to_host([offsets_of(value)])[0]
             fitting = [
                 axis
@@ -378,8 +355,8 @@ class _Planner:
         """The form of a field that is already nested, in its current dtype."""
         if before.kind == "padded":
             assert before.layout is not None
-            self.layouts[before.layout] = layout = self._carried[before.layout]
-            check_lengths({show(path): (value, layout)}, self._options.call, INTACT)
+            self.layouts[before.layout] = layout = self.carried[before.layout]
+            check_lengths({show(path): (value, layout)}, self.options.call, INTACT)
             pads = before.pads if PER_ROW in before.pads else (checks.cast_pad(before, value.dtype),)
             return replace(before, pads=pads, dtype=value.dtype)
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
@@ -398,14 +375,14 @@ class _Planner:
         known = self.layouts.setdefault(name, layout)
         if known is not layout and known != layout:
             raise RegistryError(
-                f'{self._options.call}: two masks of the batch are both called "{name}", an axis and a field; expected '
+                f'{self.options.call}: two masks of the batch are both called "{name}", an axis and a field; expected '
                 "one. Give the axis another name in the registry."
             )
         self._met |= known is not layout
         return name
 
     def _pads(self, path: Path, spec: MaskNestingSpec, value: Tensor) -> tuple[PadValue, ...]:
-        call, token = self._options.call, self._options.pad_token_id
+        call, token = self.options.call, self.options.pad_token_id
         if PAD_TOKEN_ID in spec.pads and token is None:
             raise RegistryError(
                 f'{call}: field "{show(path)}" is padded with PAD_TOKEN_ID, and no pad_token_id was given. '
@@ -427,11 +404,6 @@ def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], opt
         objects = {form.path: entries[form.path] for form in forms if form.kind == "object"}
         check_strict(options.call, [*dense, *hidden(objects, options)])
     elif dense:
-        for field in dense if _log.isEnabledFor(logging.INFO) else ():
-            record = options.call, field.path, field.reason
-            if _logged.get(record) is None:
-                _logged.keep(record, True)
-                _log.info("%s: stays padded: %s", options.call, field)
         # without sizes, so that Python shows the warning once for batches of all widths
         fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
         warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -49,53 +49,49 @@ def _with_one(form: FieldForm, place: int) -> FieldForm:
     return replace(form, pads=(form.pads[place],))
 
 
+@dataclass
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
     `gather(form)` returns the values [T, *F] of a field, and `known` are pads that need no check.
     """
 
-    def __init__(
-        self,
-        entries: Mapping[Path, Any],
-        gather: Callable[[FieldForm], Tensor],
-        layouts: Mapping[str, RowLayout],
-        options: Options,
-        known: Mapping[Path, PadValue],
-    ) -> None:
-        self._entries = entries
-        self._gather = gather
-        self._layouts = layouts
-        self._options = options
-        self._known = known
-        self._row_pads: dict[tuple[Path, PadValue], Tensor] = {}
-        self._ambiguous: set[Path] = set()  # EDGE and another pad fit
-        self._odd: list[Path] = []  # bools with bytes other than 0 and 1
-        self._bools: dict[Path, Tensor] = {}  # those on devices, which are checked together with the pads
-        self._moved: dict[tuple[str, torch.device], RowLayout] = {}
-        self.values: dict[Path, Tensor] = {}
+    entries: Mapping[Path, Any]
+    gather: Callable[[FieldForm], Tensor]
+    layouts: Mapping[str, RowLayout]
+    options: Options
+    known: Mapping[Path, PadValue]
+    values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    _row_pads: dict[tuple[Path, PadValue], Tensor] = field(default_factory=dict[tuple[Path, PadValue], Tensor])
+    _ambiguous: set[Path] = field(default_factory=set[Path])
+    """EDGE and another pad fit."""
+    _odd: list[Path] = field(default_factory=list[Path])
+    """Bools with bytes other than 0 and 1."""
+    _bools: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    """Those on devices, which are checked together with the pads."""
+    _moved: dict[tuple[str, torch.device], RowLayout] = field(default_factory=dict[tuple[str, torch.device], RowLayout])
 
     def deferred(self, forms: list[FieldForm]) -> dict[Path, bool]:
         """The padded fields on the host whose pads need not be learnt now; and whether their first pads may be taken
         unseen. `forms` get the pads to try."""
         unsure = self._unsure(forms)
         key = _key(unsure)
-        sure = self._known
-        if isinstance(self._options.verify, VerifyFirst):
-            sure = {**self._options.verify.known(key), **self._known}
+        sure = self.known
+        if isinstance(self.options.verify, VerifyFirst):
+            sure = {**self.options.verify.known(key), **self.known}
             if any(path not in sure and self._may_learn(form) for path, form in unsure.items()):
                 return {}
         found: dict[Path, bool] = {}
         for place, form in enumerate(forms):
-            here = form.path in unsure and not is_away(self._entries[form.path])
+            here = form.path in unsure and not is_away(self.entries[form.path])
             if here and len(form.pads) <= native.MOST_PADS:
                 pad = sure.get(form.path)
-                found[form.path] = pad is not None or self._options.verify == "never"
+                found[form.path] = pad is not None or self.options.verify == "never"
                 forms[place] = form if pad is None else replace(form, pads=(pad,))
         return found
 
     def _unsure(self, forms: Sequence[FieldForm]) -> dict[Path, FieldForm]:
-        return {form.path: form for form in forms if form.kind == "padded" and not self._entries[form.path].is_nested}
+        return {form.path: form for form in forms if form.kind == "padded" and not self.entries[form.path].is_nested}
 
     def verified(
         self, forms: list[FieldForm], skip: Collection[Path] = ()
@@ -104,12 +100,12 @@ class Verifier:
         signs of those whose pad is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises
         LossyPadError."""
         unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
-        bools = [(form.path, self._entries[form.path]) for form in forms if form.dtype is torch.bool]
+        bools = [(form.path, self.entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
         self._bools = {path: x for path, x in away if x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None and form.path not in skip])
         lossy = [form for path, form in unsure.items() if found[path] is None]
-        if lossy and self._options.on_loss == "error":
+        if lossy and self.options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
         row_pads: dict[Path, Tensor] = {}
         sure: list[FieldForm] = []
@@ -129,32 +125,30 @@ class Verifier:
                     row_pads[form.path], held = held, ANY_ZERO if pad is ANY_ZERO else PER_ROW
                 place = next((number for number, own in enumerate(form.pads) if own is held), -1)
                 sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
-        for form in [form for form in sure if form.path not in skip]:
-            self._look(form, row_pads.get(form.path))
-            self._look(form, self._entries[form.path] if form.kind == "dense" else None)
+        bools = [form for form in sure if form.dtype is torch.bool]
+        for form in [form for form in bools if form.path not in skip]:
+            self._look(form.path, self.values.get(form.path, self.entries[form.path]))
+            self._look(form.path, row_pads.get(form.path))
         if self._odd:
-            for form in [form for form in sure if form.path in skip and form.dtype is torch.bool]:
-                self._look(form, self._gather(form))
-            raise odd_bools_error(self._options.call, sorted(set(self._odd)))
+            for form in [form for form in bools if form.path in skip]:
+                self._look(form.path, self.gather(form))
+            raise odd_bools_error(self.options.call, sorted(set(self._odd)))
         return sure, row_pads
 
-    def _look(self, form: FieldForm, x: Tensor | None) -> None:
-        """Records a field on the host whose bools have bytes other than 0 and 1."""
-        if form.dtype is not torch.bool or x is None or is_away(x) or x.layout != torch.strided:
-            return
-        line = x[:1] if x.dim() and not x.stride(0) else x  # an expanded row
-        if odd_bools(words(line).numpy()):
-            self._odd.append(form.path)
+    def _look(self, path: Path, x: Tensor | None) -> None:
+        """Records bools on the host with bytes other than 0 and 1."""
+        if x is not None and not is_away(x) and x.layout == torch.strided:
+            line = x[:1] if x.dim() and not x.stride(0) else x  # an expanded row
+            if odd_bools(words(line).numpy()):
+                self._odd.append(path)
 
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
         """The pad of each field, or None if none of its pads fits. Also gathers the values."""
-        options = self._options
-        if options.verify == "never":
-            first = {path: form.pads[0] for path, form in unsure.items()}
-            return {**first, **self._read(gathered, {}, first)}
-        key = _key(unsure)
-        first = options.verify if isinstance(options.verify, VerifyFirst) else None
-        sure = {**({} if first is None else first.known(key)), **self._known}
+        verify, key = self.options.verify, _key(unsure)
+        first = verify if isinstance(verify, VerifyFirst) else None
+        sure = {**({} if first is None else first.known(key)), **self.known}
+        if verify == "never":
+            sure = {path: form.pads[0] for path, form in unsure.items()}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}
         read = self._read(gathered, doubtful, sure)
         if first is not None:
@@ -170,7 +164,7 @@ class Verifier:
     def _may_learn(self, form: FieldForm) -> bool:
         """Whether the pad that fits a batch is the one of its producer: a field without padding does not tell, nor one
         that both EDGE and another pad fit."""
-        layout = self._layouts[form.layout or ""]
+        layout = self.layouts[form.layout or ""]
         return layout.num_tokens < layout.num_rows * layout.width and form.path not in self._ambiguous
 
     def _read(
@@ -180,15 +174,13 @@ class Verifier:
         found: dict[Path, PadValue | None] = {}
         away: dict[torch.device, list[FieldForm]] = {}
         for form in gathered:
-            if is_away(self._entries[form.path]):
-                away.setdefault(self._entries[form.path].device, []).append(form)
+            if is_away(self.entries[form.path]):
+                away.setdefault(self.entries[form.path].device, []).append(form)
                 continue
-            known = form.path not in doubtful
-            if known:
-                self.values[form.path] = self._gather(form)
-            else:
+            if form.path in doubtful:
                 found[form.path] = self._read_on_host(form)
-            self._look(form, self.values[form.path])
+            else:
+                self.values[form.path] = self.gather(form)
         reads = [self._read_on_device(forms, device, doubtful, sure) for device, forms in away.items()]
         return found | self._tried({path: form for path, form in doubtful.items() if path not in found}, reads)
 
@@ -203,7 +195,7 @@ class Verifier:
         read."""
         fields: dict[Path, device_read.PaddedField] = {}
         for form in forms:
-            if form.kind == "padded" and not self._entries[form.path].is_nested:
+            if form.kind == "padded" and not self.entries[form.path].is_nested:
                 x, layout = self._padded(form)
                 if device_read.fits(x, layout):
                     pad = sure.get(form.path)
@@ -211,7 +203,7 @@ class Verifier:
                     checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
                     fields[form.path] = device_read.PaddedField(x, layout, pads, checked)
                     continue
-            self.values[form.path] = self._gather(form)
+            self.values[form.path] = self.gather(form)
         if not fields:
             return device_read.NOTHING
         reads = device_read.read(fields, device)
@@ -224,7 +216,7 @@ class Verifier:
         x, layout = self._padded(form)
         values = None
         if x.requires_grad and torch.is_grad_enabled():
-            self.values[form.path] = self._gather(form)
+            self.values[form.path] = self.gather(form)
         else:
             self.values[form.path] = values = torch.empty(
                 (layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device="cpu"
@@ -237,47 +229,42 @@ class Verifier:
                 if any(checks.read(x, layout, other)[0] for other in self._rivals(form, pad)):
                     self._ambiguous.add(form.path)
                 return pad
-        self.values[form.path] = self._gather(form)
+        self.values[form.path] = self.gather(form)
         return None
 
     def _tried(
         self, unsure: Mapping[Path, FieldForm], reads: Sequence[device_read.Reads]
     ) -> dict[Path, PadValue | None]:
-        """Takes the first pad that fits of each field that a kernel has read. Tries those of all other fields one after
-        the other: the first pads with the same synchronisation, then the next pads of the fields that failed, ... The
-        kernel does not know ANY_ZERO, which is tried then."""
+        """The first pad that fits of each field. The flags of fields that a kernel has read come with one
+        synchronisation. Then the pads of all other fields are tried, and ANY_ZERO, which the kernel does not know."""
         found: dict[Path, PadValue | None] = dict.fromkeys(unsure)
         if not unsure:
             return found
-        places = {path: place for read in reads for path, place in read.places.items()}
-        flags = [read.flags for read in reads if read.flags.numel()]
-        rest = [form for path, form in unsure.items() if path not in places]
-        odd = [path for path in self._bools if path not in places]
-        counts = [torch.count_nonzero(words(self._bools[path]) > 1) for path in odd]
-        left: dict[Path, tuple[PadValue | None, ...]] = {form.path: form.pads for form in rest}
-        left |= {path: (None, ANY_ZERO) for path in places if path in unsure and ANY_ZERO in unsure[path].pads}
-        for attempt in range(max(map(len, left.values()), default=1)):
-            trials = [
-                (unsure[path], pad)
-                for path, pads in left.items()
-                for pad in pads[attempt : attempt + 1]
-                if found[path] is None and pad is not None
-            ]
-            counts += [self._count_non_pads(form, pad) for form, pad in trials]
-            on_host = to_host([*flags, *[count.view(1) for count in counts]])
-            if not attempt:
-                for read, line in zip([read for read in reads if read.flags.numel()], on_host, strict=False):
-                    self._take(read, line, unsure, found)
-                self._odd += [path for path, (count,) in zip(odd, on_host[len(flags) :], strict=False) if count]
-            for (form, pad), (count,) in zip(trials, on_host[len(on_host) - len(trials) :], strict=True):
-                found[form.path] = None if count else pad
-            flags, counts = [], []
+        reads = [read for read in reads if read.flags.numel()]
+        known = {path for read in reads for path in read.places}
+        odd = [path for path in self._bools if path not in known]
+        counts = [torch.count_nonzero(words(self._bools[path]) > 1).view(1) for path in odd]
+        on_host = to_host([*(read.flags for read in reads), *counts])
+        for read, line in zip(reads, on_host, strict=False):
+            self._take(read, line, unsure, found)
+        self._odd += [path for path, (count,) in zip(odd, on_host[len(reads) :], strict=True) if count]
+        left = {
+            path: [pad for pad in form.pads if pad is ANY_ZERO or path not in known]
+            for path, form in unsure.items()
+            if found[path] is None
+        }
+        for attempt in range(max(map(len, left.values()), default=0)):
+            trials = [(unsure[path], pads[attempt]) for path, pads in left.items() if len(pads) > attempt]
+            found |= self._fitting([(form, pad) for form, pad in trials if found[form.path] is None])
+        rest = [form for path, form in unsure.items() if path not in known]
         rivals = [(form, other) for form in rest for other in self._rivals(form, found[form.path])]
-        counts = [self._count_non_pads(form, other) for form, other in rivals]
-        for (form, _), (count,) in zip(rivals, to_host([count.view(1) for count in counts]), strict=True):
-            if not count:
-                self._ambiguous.add(form.path)
+        self._ambiguous.update(self._fitting(rivals))
         return found
+
+    def _fitting(self, trials: Sequence[tuple[FieldForm, PadValue]]) -> dict[Path, PadValue]:
+        """The pads that fit their fields. One synchronisation."""
+        counts = to_host([self._count_non_pads(form, pad).view(1) for form, pad in trials])
+        return {form.path: pad for (form, pad), (count,) in zip(trials, counts, strict=True) if not count}
 
     def _take(
         self,
@@ -301,7 +288,7 @@ class Verifier:
     def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
         """The pads that may fit a batch beside its own and not the next one, EDGE beside others; needed only if the pad
         is remembered."""
-        if pad is None or EDGE not in form.pads or not isinstance(self._options.verify, VerifyFirst):
+        if pad is None or EDGE not in form.pads or not isinstance(self.options.verify, VerifyFirst):
             return []
         return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
@@ -321,11 +308,11 @@ class Verifier:
         return self._row_pads[form.path, pad]
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
-        x = self._entries[form.path]
+        x = self.entries[form.path]
         x = x if form.ragged_dim == 1 else x.movedim(form.ragged_dim, 1)
         place = form.layout or "", x.device
         if place not in self._moved:
-            self._moved[place] = self._layouts[place[0]].to(x.device)
+            self._moved[place] = self.layouts[place[0]].to(x.device)
         return x, self._moved[place]
 
     def _message(self, form: FieldForm) -> str:
@@ -339,7 +326,7 @@ class Verifier:
             zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
         pads = " or ".join(map(repr, form.pads))
         return (
-            f'{self._options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
+            f'{self.options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
             f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
             "pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: named in "
             'ignore_dense_fields, or with on_loss="keep" and without strict mode.'

@@ -16,17 +16,14 @@ from samples import (
     assert_same,
     field,
     freeze,
-    jagged,
     of,
-    per_row,
     positions,
     real_positions,
-    response_mask,
     rollout,
     row_list,
     tokens,
 )
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 
 import maskpack as mp
 
@@ -130,41 +127,6 @@ def test_whole_batch(values, holes):
     assert mp.compress(batch, pad_token_id=PAD).nbytes < dense
 
 
-def test_batch_of_many_kinds():
-    batch = rollout(values=True, holes=True)
-    batch["routed_experts"] = of("sequence", torch.int16, -1, (3, 2))
-    batch["teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
-    batch["teacher_logprobs"] = of("sequence", FLOAT, 0, (2,))
-    batch["position_ids"] = batch["position_ids"][:, None].repeat(1, 3, 1)
-    images = [{"pixel_values": torch.randn(b + 1, 3), "image_grid_thw": torch.ones(1, 3, dtype=INT)} for b in range(B)]
-    batch.set("multi_modal_inputs", per_row(images))
-    batch.set("max_prompt_length", NonTensorData(PROMPT, batch_size=[B]))
-    batch.set("max_response_length", NonTensorData(RESPONSE, batch_size=[B]))
-    round_trips(batch)
-
-
-def test_prompts_already_jagged():
-    data = tokens(((2, 3), (4, 1)), 4, 3)
-    data["prompts"] = jagged([torch.arange(2), torch.arange(4)])
-    batch = TensorDict(data, batch_size=[2])
-    nested = round_trips(batch)
-    assert nested["responses"].is_nested
-
-
-def test_dense_prompts_without_attention_mask():
-    data = {"prompts": tokens()["prompts"], "responses": tokens()["responses"], "response_mask": response_mask()}
-    batch = TensorDict(data, batch_size=[B])
-    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
-        nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert nested["responses"].is_nested
-    assert not nested["prompts"].is_nested
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
-    with pytest.warns(mp.errors.MaskpackWarning, match="prompts"):
-        assert_same(mp.decompress(mp.compress(batch, pad_token_id=PAD)), batch)
-    with pytest.raises(mp.errors.CoverageError, match="prompts"):
-        mp.compress(batch, pad_token_id=PAD, strict_mask_nesting=True)
-
-
 # -------------------------------------------------------------------- other layouts that the registry can say
 
 
@@ -198,66 +160,6 @@ def test_lengths_instead_of_a_mask():
     restored = mp.unnest_batch_by_mask(mp.nest_batch_by_mask(nested, wider, pad_token_id=PAD))
     assert restored["extra"].shape == (4, width)
     assert_same(restored.select(*batch.keys()), batch)
-
-
-def test_a_dense_field_added_under_lengths_fits_the_old_width():
-    mask = [[True, True, False, False], [True, False, False, False]]
-    registry = mp.MaskNestingRegistry(
-        {"ids": mp.MaskNestingSpec("sequence"), "extra": mp.MaskNestingSpec("sequence")},
-        {"sequence": mp.MaskAxis("lengths", form="lengths", head=("ids",))},
-    )
-    batch = TensorDict({"ids": field(mask, INT), "lengths": torch.tensor([2, 1])}, batch_size=[2])
-    nested = mp.nest_batch_by_mask(batch, registry)
-    nested["extra"] = field(mask, FLOAT)
-    restored = mp.unnest_batch_by_mask(mp.nest_batch_by_mask(nested, registry))
-    assert freeze(restored["extra"]) == freeze(nested["extra"])
-    assert freeze(restored["ids"]) == freeze(batch["ids"])
-
-
-def test_two_masks_on_two_axes():
-    rows = ((2, 3), (4, 1), (1, 0))
-    prompt, completion = (real_positions(axis, rows, 4, 3) for axis in ("prompt", "response"))
-    batch = TensorDict(
-        {
-            "prompt_ids": field(prompt, INT, PAD),
-            "prompt_mask": torch.tensor(prompt).to(INT),
-            "completion_ids": field(completion, INT, PAD),
-            "completion_mask": torch.tensor(completion).to(INT),
-            "old_per_token_logps": field(completion, FLOAT),
-            "advantages": torch.randn(3),
-        },
-        batch_size=[3],
-    )
-    registry = {
-        "prompt_ids": mp.MaskNestingSpec("prompt_mask", mp.PAD_TOKEN_ID),
-        "prompt_mask": mp.MaskNestingSpec("prompt_mask"),
-        "completion_ids": mp.MaskNestingSpec("completion_mask", mp.PAD_TOKEN_ID),
-        "completion_mask": mp.MaskNestingSpec("completion_mask"),
-        "old_per_token_logps": mp.MaskNestingSpec("completion_mask"),
-    }
-    nested = round_trips(batch, registry)
-    check_rows(nested["prompt_ids"], batch["prompt_ids"], prompt)
-    check_rows(nested["old_per_token_logps"], batch["old_per_token_logps"], completion)
-    assert not nested["advantages"].is_nested
-
-
-def test_rows_already_jagged():
-    ids = jagged([torch.arange(3), torch.arange(0), torch.arange(5)])
-    logps = torch.nested.nested_tensor_from_jagged(torch.randn(8, 2), ids.offsets())
-    other = jagged([torch.randn(1), torch.randn(2), torch.randn(1)])
-    batch = TensorDict({"input_ids": ids, "old_log_probs": logps, "entropys": other}, batch_size=[3])
-    before = freeze(batch)
-    packed = mp.compress(batch, strict_mask_nesting=True)
-    for out in (
-        mp.decompress(packed),
-        mp.unnest_batch_by_mask(mp.decompress(packed, format="nested")),
-        mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, strict_mask_nesting=True)),
-        mp.unnest_batch_by_mask(mp.nest_batch_by_mask(mp.nest_batch_by_mask(batch))),
-    ):
-        assert freeze(out) == before
-        assert (out["input_ids"].unsqueeze(-1) - out["old_log_probs"]).shape[0] == 3  # they share their offsets
-        assert out["input_ids"]._get_max_seqlen() == 5
-    assert freeze(batch) == before
 
 
 def test_one_packed_tensor_with_cu_seqlens():

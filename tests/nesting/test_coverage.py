@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import subprocess
 import sys
 import tracemalloc
 from collections import deque, namedtuple
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.core.latest import Latest
 from maskpack.nesting.survey import dense_fields
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -84,12 +80,6 @@ def with_object(value, name="extra"):
     return batch.set(name, entry(value))
 
 
-def tensors_inside(batch):
-    """How many lie inside the Python objects of a batch."""
-    (field,) = dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD)
-    return field.tensors
-
-
 def paths(batch, registry=mp.RL_FIELDS, **options):
     return [field.path for field in dense_fields(batch, registry, pad_token_id=PAD, **options)]
 
@@ -127,16 +117,6 @@ def test_an_object_without_a_tensor_is_no_failure(value):
 def test_a_tensor_named_twice_is_listed_once():
     tensor = torch.ones(3)
     assert paths(with_object([tensor, {"again": tensor}])) == [("extra", "[0]")]
-
-
-def test_object_arrays_of_any_dims():
-    scalar = np.empty((), dtype=object)
-    scalar[()] = {"a": torch.ones(2)}
-    assert tensors_inside(with_object(scalar)) == 1
-    cube = np.empty((4, 3, 3), dtype=object)
-    for place in np.ndindex(cube.shape):
-        cube[place] = {"t": torch.ones(2)}
-    assert tensors_inside(with_object(cube)) == 36
 
 
 def test_a_range_is_not_counted_out():
@@ -265,58 +245,9 @@ def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
         assert_same(mp.decompress(packed), batch)
 
 
-# -------------------------------------------------------------------- logging
-
-
-def unknown() -> TensorDict:
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    fields = {"response_mask": mask, "old_log_probs": mask - 1.0, "kl": mask * 0.5, "row": torch.ones(2)}
-    return TensorDict(fields, batch_size=[2])
-
-
-@pytest.fixture
-def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maskpack.nesting.survey._logged", Latest(3))
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_a_field_is_logged_once_for_each_call_and_reason(
-    nothing_logged: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    def records(call: Callable[..., Any], batch: TensorDict, **options: Any) -> int:
-        caplog.clear()
-        call(batch, **options)
-        return len(caplog.records)
-
-    kl = unknown().exclude("old_log_probs")
-    mp.compress(kl)  # before anyone listens
-    with caplog.at_level(logging.INFO, logger="maskpack"):
-        assert records(mp.compress, kl) == 1
-        said = 'compress: stays padded: "kl" (2, 3) float32, 24 bytes: the registry does not know it'
-        assert [(line.name, line.getMessage()) for line in caplog.records] == [("maskpack.nesting.survey", said)]
-        assert records(mp.compress, kl) == 0
-        assert records(mp.compress, kl[:1]) == 0
-        assert records(mp.nest_batch_by_mask, kl) == 1
-        assert records(mp.nest_batch_by_mask, kl) == 0
-        other = mp.RL_FIELDS | {"kl": mp.MaskNestingSpec("nowhere")}
-        elsewhere = mp.MaskNestingRegistry(dict(other), {**mp.RL_FIELDS.axes, "nowhere": mp.MaskAxis("no_mask")})
-        assert records(mp.compress, kl, registry=elsewhere) == 1
-        assert records(mp.compress, kl, registry=elsewhere) == 0
-        assert records(mp.compress, kl.rename_key_("kl", "entropies")) == 1  # the fourth: the first is forgotten
-        assert records(mp.compress, kl) == 0
-        assert records(mp.compress, kl.rename_key_("entropies", "kl")) == 1
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_nothing_is_logged_at_the_default_level(caplog: pytest.LogCaptureFixture) -> None:
-    mp.compress(unknown())
-    mp.nest_batch_by_mask(unknown())
-    assert caplog.records == []
-
-
 def test_records_go_nowhere_unless_the_program_says_so() -> None:
     code = (
-        "import logging, maskpack; log = logging.getLogger('maskpack.nesting.survey'); log.error('lost');"
+        "import logging, maskpack; log = logging.getLogger('maskpack.dispatch.call'); log.error('lost');"
         "print([type(handler).__name__ for handler in logging.getLogger('maskpack').handlers], logging.root.handlers)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -163,16 +163,6 @@ def test_dense_sub_batches_join_lazy_stacks() -> None:
 
 
 @quiet
-def test_a_batch_that_is_a_stack_of_alike_rows_is_stacked() -> None:
-    batch = batch_of().exclude(("sub", "same", "text"))
-    stack = lazy_stack(list(batch.unbind(0)))
-    assert isinstance(stack, LazyStackedTensorDict)
-    packed = mp.compress(stack)
-    assert packed.forms["turn", "tokens", "ids"].kind == "dense"
-    assert_same_batch(mp.decompress(packed), batch.select(*mp.decompress(packed).keys()))
-
-
-@quiet
 def test_a_file_names_a_class_that_the_reader_has_imported() -> None:
     packed = mp.compress(batch_of().select(("sub", "same"), "row"))
     data = packed.to_bytes()

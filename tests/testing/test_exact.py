@@ -98,22 +98,6 @@ def test_rows_of_jagged_tensors_are_named() -> None:
     assert "row 1, position 1, element 1: seen 5.0" in failure(odd, wide)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda b: b.exclude("n"), "the value differs in its keys: 'n' missing."),
-        (lambda b: b.set("new", torch.zeros(2)), "the value differs in its keys: 'new' not expected."),
-        (lambda b: b.set("n", b["n"].int()), "\"n\" differs in its dtype: seen torch.int32, expected torch.int64."),
-        (lambda b: b.set("n", b["n"][:, None]), '"n" differs in its shape: seen (2, 1), expected (2,).'),
-        (lambda b: b.select("n", "x", "rows", "uid", "wide", "sub"), "order of its keys: seen 'n', 'x', 'rows'"),
-        (lambda b: b.to("cpu"), "the value differs in its device: seen device(type='cpu'), expected None."),
-        (lambda b: b.set("rows", torch.ones(2, 2)), "\"rows\" differs in its layout: seen torch.strided"),
-    ],
-)  # fmt: skip
-def test_differences_of_form_are_named(change: Callable[[TensorDict], TensorDict], said: str) -> None:
-    assert said in failure(change(mixed()), mixed())
-
-
 @dataclasses.dataclass
 class Turn:
     text: str

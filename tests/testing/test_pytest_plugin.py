@@ -115,12 +115,6 @@ def test_without_it_nothing_is(project: Path) -> None:
     assert done.returncode == 0
 
 
-def test_the_option_of_a_configuration_file_and_the_processes_of_xdist(project: Path) -> None:
-    (project / "pytest.ini").write_text("[pytest]\naddopts = --maskpack-strict -n 1\n")
-    done = run(project)
-    assert outcomes(done)[1] == STRICT, done.stdout
-
-
 def test_the_header_says_it_and_the_variable_is_put_back(project: Path) -> None:
     (project / "test_theirs.py").write_text("import os\ndef test_a(): assert os.environ['MASKPACK_STRICT'] == '1'\n")
     code = "import os, pytest; os.environ['MASKPACK_STRICT'] = '0'; print(int(pytest.main(['--maskpack-strict', '-p', "
