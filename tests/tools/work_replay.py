@@ -89,22 +89,15 @@ def _sharing(case: str) -> TensorDict:
     return batch
 
 
-def sharded_and_compiled(tied: bool) -> dict[str, float]:
-    """As `sharded`; what torch.compile has traced runs as it is."""
+def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = None) -> dict[str, float]:
+    """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks).
+
+    Of the ways, what torch.compile has traced runs as it is if "compiled". In "all parts", the root shards its weights
+    again after each forward pass, and the embedding and the output layer, unless they share a weight, have shards of
+    their own.
+    """
     compiled._OPTIONS["backend"] = "aot_eager"
-    return sharded(tied, compiles=True)
-
-
-def sharded_in_all_parts(tied: bool, sharing: str | None = None) -> dict[str, float]:
-    """As `sharded`, where the root shards its weights again after each forward pass, and the embedding and the output
-    layer, unless they share a weight, have shards of their own."""
-    return sharded(tied, sharing, all_parts=True)
-
-
-def sharded(
-    tied: bool, sharing: str | None = None, *, compiles: bool = False, all_parts: bool = False, model: Any = None
-) -> dict[str, float]:
-    """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
+    all_parts = way == "all parts"
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = tiny(tied) if model is None else model
@@ -113,7 +106,7 @@ def sharded(
     parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
     for part in (*parts, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=True if all_parts else None)
-    replay = replayable(model, compile=compiles)
+    replay = replayable(model, compile=way == "compiled")
     # other rows, and other counts, on each rank
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
