@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Thread
-
 import numpy as np
 import pytest
 import torch
@@ -146,41 +144,6 @@ def test_a_graph_of_many_fields_that_runs_beside_other_streams() -> None:
         assert torch.equal(eager[0], fields[0][mask])
         assert torch.equal(eager[40], fields[0][more])
         assert torch.equal(eager[26], fields[6].where(mask, 2.5))
-
-
-def test_scans_on_many_streams_at_once() -> None:
-    streams = [torch.cuda.Stream() for _ in range(8)]
-    masks = [torch.rand(rows, 1000, device="cuda") < 0.4 for rows in (1, 7, 300, 1025, 64, 2000, 33, 513)]
-    masks[::2] = [prefix(mask.sum(1), 1000) for mask in masks[::2]]
-    totals = [int(mask.sum()) for mask in masks]
-    torch.cuda.synchronize()
-    for _ in range(30):
-        layouts: list[list[RowLayout]] = []
-        for stream, mask, total in zip(streams, masks, totals, strict=True):
-            with torch.cuda.stream(stream):
-                layouts.append([RowLayout.from_mask(mask, num_tokens=total) for _ in range(4)])
-        torch.cuda.synchronize()
-        for mask, of_stream in zip(masks, layouts, strict=True):
-            ends = mask.sum(1).cumsum(0).to(torch.int32)
-            assert all(torch.equal(layout.cu_seqlens[1:], ends) for layout in of_stream)
-
-    failed: list[BaseException] = []
-
-    def thread(mask: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        try:
-            expected = mask.view(-1).nonzero().view(-1)
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    assert torch.equal(RowLayout.from_mask(mask).indices, expected)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [Thread(target=thread, args=each) for each in zip(masks, streams, strict=True)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not failed, failed
 
 
 @pytest.mark.timeout(300)

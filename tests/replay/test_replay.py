@@ -588,6 +588,7 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     for got, truth in zip(seen, truth_of(model, batch, 0.5), strict=True):
         same_rows(got, truth)
         assert not got.requires_grad
+    assert seen[0].offsets() is seen[1].offsets()
     nested = mp.nest_batch_by_mask(batch.set("old_log_probs", torch.zeros(7, 6)), pad_token_id=PAD)
     out = response_log_probs(model, nested, plan=plan)
     same_rows(out - nested["old_log_probs"], truth_of(model, batch)[0])  # on the offsets of the batch

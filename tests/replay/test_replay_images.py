@@ -443,11 +443,13 @@ def test_a_place_too_many_or_too_few(change: int) -> None:
     refused(model, batch, rf"row 0 has {4 + change} image tokens in its ids.*expected 4 tokens")
 
 
-def test_places_without_media_and_audio_are_refused() -> None:
+def test_places_without_media_and_audio_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = pair(tiny.qwen25_vl)
     given = given_to(tiny.qwen25_vl)
     batch = batch_of(plain, given, media="none")
-    refused(model, batch, "input_ids contain placeholders of images.*expected text alone: the batch has no pixels")
+    for packing in ("0", "1"):
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        refused(model, batch, "input_ids contain placeholders of images.*expected text alone: the batch has no pixels")
     batch["multi_modal_inputs"] = NonTensorStack(*[{}] * len(given))
     refused(model, batch, "input_ids contain placeholders of images.*expected text alone")
     dicts = [one.media for one in given]

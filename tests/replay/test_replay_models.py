@@ -28,7 +28,6 @@ adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 from rows_alone import (  # noqa: E402
     LIMIT,
     PATH,
-    PROMPT,
     ROWS,
     all_models,
     alone,
@@ -304,20 +303,6 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
     if packing == "1":
         with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
             response_log_probs(ready, short, options=ReplayOptions(multiple_of=64))
-
-
-@pytest.mark.parametrize("packing", ["0", "1"])
-def test_places_of_images_raise(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
-    model, _ = pair(qwen25_vl)
-    model.config.image_token_id = 90
-    batch = batch_of(ids="mrope3")
-    batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 90, 3)
-    ready = replayable(model)
-    response_log_probs(ready, batch)
-    batch["input_ids"][1, PROMPT - 2] = 90
-    with pytest.raises(ReplayError, match="placeholders of images, video or audio of Qwen2_5_VLForConditionalGene"):
-        response_log_probs(ready, batch)
 
 
 def test_a_model_without_weights_is_named() -> None:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 import maskpack as mp
 from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
-from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -38,6 +37,15 @@ def tiny(tied: bool) -> Any:
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() > 1 else 1)
     return model
+
+
+def said_of(call: Any, *given: Any, **more: Any) -> str:
+    """The error of a call."""
+    try:
+        call(*given, **more)
+    except mp.errors.MaskpackError as error:
+        return str(error)
+    return "nothing"
 
 
 def batch_of(rows: Any) -> TensorDict:
@@ -158,10 +166,7 @@ def sharded_mixers() -> dict[str, Any]:
         ("inside", inside, {}),
         ("context", tiny_hybrid(), {"context_group": dist.group.WORLD}),
     ):
-        try:
-            seen[name] = mp.replay.response_log_probs(replayable(made), batch_of(ROWS), **options)
-        except ReplayError as error:
-            seen[name] = str(error)
+        seen[name] = said_of(mp.replay.response_log_probs, replayable(made), batch_of(ROWS), **options)
     return seen
 
 
@@ -193,11 +198,7 @@ def head_of_its_own() -> str:
     """No root gathers the weight of the output layer."""
     model = tiny(False)
     fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    try:
-        mp.replay.response_log_probs(replayable(model), batch_of(ROWS[:2]))
-    except mp.errors.ReplayError as error:
-        return str(error)
-    return "no error"
+    return said_of(mp.replay.response_log_probs, replayable(model), batch_of(ROWS[:2]))
 
 
 # -------------------------------------------------------------------- the comparison of a row
@@ -240,11 +241,7 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
 
 
 def flattened_and_compiled() -> str:
-    try:
-        replayable(_fsdp1_layers(tiny(False)), compile=True)
-    except mp.errors.ReplayError as error:
-        return str(error)
-    return "nothing"
+    return said_of(replayable, _fsdp1_layers(tiny(False)), compile=True)
 
 
 SHARDED = {
@@ -410,10 +407,4 @@ def inside_a_sharded_module() -> list[str]:
         for own in (False, True)
     ]
     inner.append(_fsdp2(tiny(False)).model)
-    said: list[str] = []
-    for model in inner:
-        try:
-            replayable(model)
-        except mp.errors.ReplayError as error:
-            said.append(str(error))
-    return said
+    return [said_of(replayable, model) for model in inner]
