@@ -366,7 +366,7 @@ def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: s
     """The response axis of a batch, by the registry of the options."""
     registry = registry_of(options.registry, call)
     if isinstance(batch, PackedBatch):
-        return ResponseAxis.among(batch.layouts, registry, call)
+        return ResponseAxis.among(batch.layouts, registry, call)  # pyright: ignore[reportUnknownArgumentType]
     return ResponseAxis.of(batch, registry, call)
 
 

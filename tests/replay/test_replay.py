@@ -496,25 +496,29 @@ class Sums:
         self.seen.append(f"self_check {again}")
 
 
-def truth_of(model: Sums, batch: TensorDict, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs and entropies of the response tokens of each row, from its own tokens; 0 where nothing scores one."""
+def each_row(model: Sums, batch: TensorDict) -> Iterator[tuple[Any, Tensor, list[int]]]:
+    """Hidden states of each row from its own tokens, its tokens, and which of them are responses."""
     prompt = batch["attention_mask"].shape[1] - batch["responses"].shape[1]
-    log_probs, entropies = [], []
     for b in range(batch.batch_size[0]):
         real = [s for s, on in enumerate(batch["attention_mask"][b].tolist()) if on]
         ids = batch["input_ids"][b, real]
         places = batch["position_ids"][b, ..., real] if "position_ids" in batch else torch.arange(len(real))
-        scores = (model.row(ids, places) @ model.head.T / temperature).log_softmax(-1) if real else None
-        own, other = [], []
-        for nth, s in enumerate(real):
-            if s >= prompt and nth == 0:
-                own.append(torch.zeros((), dtype=torch.float64))
-                other.append(torch.zeros((), dtype=torch.float64))
-            elif s >= prompt:
-                own.append(scores[nth - 1, ids[nth]])
-                other.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum())
-        log_probs.append(torch.stack(own) if own else torch.zeros(0, dtype=torch.float64))
-        entropies.append(torch.stack(other) if other else torch.zeros(0, dtype=torch.float64))
+        yield model.row(ids, places) if real else None, ids, [nth for nth, s in enumerate(real) if s >= prompt]
+
+
+def row_of(responses: Sequence[int], value: Any) -> Tensor:
+    """The values of response tokens; 0 where nothing is before one."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return torch.stack([value(nth) if nth else zero for nth in responses]) if responses else zero[None][:0]
+
+
+def truth_of(model: Sums, batch: TensorDict, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and entropies of the response tokens of each row."""
+    log_probs, entropies = [], []
+    for states, ids, responses in each_row(model, batch):
+        p = None if states is None else (states @ model.head.T / temperature).log_softmax(-1)
+        log_probs.append(row_of(responses, lambda nth, p=p, ids=ids: p[nth - 1, ids[nth]]))
+        entropies.append(row_of(responses, lambda nth, p=p: -(p[nth - 1].exp() * p[nth - 1]).sum()))
     return log_probs, entropies
 
 
@@ -742,16 +746,11 @@ def test_a_model_that_does_not_say_its_device_is_named() -> None:
 
 
 def values_of(model: Sums, batch: TensorDict, weight: Tensor, bias: float) -> list[Tensor]:
-    """Of each row: for a response token, the value of what was seen before it; 0 where nothing was."""
-    prompt = batch["attention_mask"].shape[1] - batch["responses"].shape[1]
-    out = []
-    for b in range(batch.batch_size[0]):
-        real = [s for s, on in enumerate(batch["attention_mask"][b].tolist()) if on]
-        states = model.row(batch["input_ids"][b, real], batch["position_ids"][b, ..., real]) if real else None
-        zero = torch.zeros((), dtype=torch.float64)
-        own = [sum(states[nth - 1] * weight) + bias if nth else zero for nth, s in enumerate(real) if s >= prompt]
-        out.append(torch.stack(own) if own else torch.zeros(0, dtype=torch.float64))
-    return out
+    """Of each row: for a response token, the value of what was seen before it."""
+    return [
+        row_of(responses, lambda nth, states=states: sum(states[nth - 1] * weight) + bias)
+        for states, _, responses in each_row(model, batch)
+    ]
 
 
 WEIGHT = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)
