@@ -34,7 +34,7 @@ from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import prefix_attention
-from maskpack.ops.context_parallel import to_heads, to_tokens
+from maskpack.ops.context_parallel import need_group, to_heads, to_tokens
 from maskpack.ops.prefix_attention import Bounds
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
@@ -105,7 +105,7 @@ def packed_attention(
     if backend not in BACKENDS:
         raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
     if group is not None:
-        query, key, value = to_heads(query, key, value, _need_group(group))
+        query, key, value = to_heads(query, key, value, need_group(group, _CALL))
     _check_bounds(cu_seqlens, max_seqlen, query)
     if tree is not None:
         _check_tree(tree, cu_seqlens, query)
@@ -136,15 +136,6 @@ def _attend(backend: str, query: Tensor, key: Tensor, value: Tensor, bounds: Bou
     index, bounds = prefix_attention.key_rows(tree, query.shape[0], window, query.device)
     keys, values = (prefix_attention.gather_rows(x, index) for x in (key, value))
     return run(query, keys, values, bounds, scores._replace(tree=None))
-
-
-def _need_group(group: Any) -> ProcessGroup:
-    if not isinstance(group, ProcessGroup):
-        raise ReplayError(
-            f"{_CALL}: group is {said(group)}; expected a process group that this rank is in. Pass what "
-            "torch.distributed.new_group returned, or get_group() of a device mesh."
-        )
-    return group
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -205,17 +196,14 @@ def _flash_package(query: Tensor, softcap: float | None) -> str | None:
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in _HALF:
         return None
-    if softcap is None and size in _SIZES_OF_FLASH_4 and _for_flash_4(query.device) and _varlen_func(_FLASH_4):
-        return _FLASH_4
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] == 9
-    if softcap is None and hopper and size <= 256 and size % 8 == 0 and _varlen_func(_FLASH_3):
-        return _FLASH_3
+    if softcap is None and torch.version.hip is None:
+        kind = torch.cuda.get_device_capability(query.device)[0]
+        # Hopper and Blackwell, except Blackwell workstation GPUs (12)
+        if size in _SIZES_OF_FLASH_4 and kind in (9, 10, 11) and _varlen_func(_FLASH_4):
+            return _FLASH_4
+        if kind == 9 and size <= 256 and size % 8 == 0 and _varlen_func(_FLASH_3):
+            return _FLASH_3
     return _FLASH_2 if size <= 256 and _varlen_func(_FLASH_2) else None
-
-
-def _for_flash_4(device: torch.device) -> bool:
-    """Whether FlashAttention 4 supports the device: Hopper and Blackwell, except Blackwell workstation GPUs (12)."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10, 11)
 
 
 def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefix_attention.Kernel | None:

@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
+
+
+def need_group(group: Any, call: str) -> dist.ProcessGroup:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ReplayError(
+            f"{call}: group is {said(group)}; expected a process group that this rank is in. Pass what "
+            "torch.distributed.new_group returned, or get_group() of a device mesh."
+        )
+    return group
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,12 +26,12 @@ _Job = tuple[int, Tensor | None, int]
 
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     """`fields` [B, S, *F] -> [T, *F]."""
+    spans, sizes = device_spans(layout), (layout.num_rows, layout.width, layout.num_tokens)
     if torch.compiler.is_compiling():
-        more = device_spans(layout).tensors(), layout.num_rows, layout.width, layout.num_tokens
-        return _apart(fields, lambda places: _pack([fields[place] for place in places], *more))
+        return [_pack(field, spans.tensors(), *sizes) for field in fields]
     if _differentiable(fields):
-        return list(_apply(_Way(device_spans(layout), layout.num_rows, layout.width, layout.num_tokens), *fields))
-    return pack_triton.pack(fields, device_spans(layout), layout.num_tokens)
+        return list(_apply(_Way(spans, *sizes), *fields))
+    return pack_triton.pack(fields, spans, layout.num_tokens)
 
 
 def unpack(
@@ -46,27 +46,17 @@ def unpack(
             values, device_spans(layout), layout.num_rows, layout.width, words, [pack_triton.CONSTANT] * len(words)
         )
     jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
-    if not compiling and None not in jobs:
-        return _unpacked(values, layout, cast("list[_Job]", jobs), differentiable)
-    index = device_spans(layout).tensors()
-
-    def by_kernel(places: Sequence[int]) -> list[Tensor]:
-        kernel = [place for place in places if jobs[place] is not None]
-        fields = [values[place] for place in kernel]
-        kernel_jobs = cast("list[_Job]", [jobs[place] for place in kernel])
-        if not fields:
-            outs = iter(list[Tensor]())
-        elif compiling:
-            columns = map(list, zip(*kernel_jobs, strict=True))
-            outs = iter(_unpack(fields, index, layout.num_rows, layout.width, *columns))
-        else:
-            outs = iter(_unpacked(fields, layout, kernel_jobs, differentiable))
-        return [
-            pack_torch.unpack(values[place], layout, pads[place]) if jobs[place] is None else next(outs)
-            for place in places
-        ]
-
-    return _apart(values, by_kernel)
+    kernel = [(x, job) for x, job in zip(values, jobs, strict=True) if job is not None]
+    if compiling:
+        index, sizes = device_spans(layout).tensors(), (layout.num_rows, layout.width)
+        outs = iter([_unpack(x, index, *sizes, *job) for x, job in kernel])
+    else:
+        fields, their_jobs = [x for x, _ in kernel], [job for _, job in kernel]
+        outs = iter(_unpacked(fields, layout, their_jobs, differentiable) if kernel else [])
+    return [
+        pack_torch.unpack(x, layout, pad) if job is None else next(outs)
+        for x, pad, job in zip(values, pads, jobs, strict=True)
+    ]
 
 
 def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job], differentiable: bool) -> list[Tensor]:
@@ -125,16 +115,6 @@ class _Moved(torch.autograd.Function):
 _apply = cast("Callable[..., tuple[Tensor, ...]]", _Moved.apply)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _apart(fields: Sequence[Tensor], work: Callable[[list[int]], list[Tensor]]) -> list[Tensor]:
-    """Applies `work` to the fields that require gradients and to the others: outputs of an operator all require grad or
-    none."""
-    groups = [
-        [place for place, field in enumerate(fields) if field.requires_grad is wanted] for wanted in (True, False)
-    ]
-    outs = {place: out for places in groups if places for place, out in zip(places, work(places), strict=True)}
-    return [outs[place] for place in range(len(fields))]
-
-
 def _job(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) -> _Job | None:
     """The arguments of the kernel; None if it does not support the pad."""
     if len(bits) == 1:
@@ -147,27 +127,23 @@ def _job(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) 
     return None if pads.dim() > 1 else (0, pads, pack_triton.PER_ROW)
 
 
-def _pack_kernel(
-    fields: Sequence[Tensor],
-    index: Sequence[Tensor],
-    num_rows: int,
-    width: int,
-    num_tokens: int,
-) -> list[Tensor]:
-    return pack_triton.pack(fields, SpanIndex(*index), num_tokens)
+def _filled(grads: Sequence[Tensor | None], computed: Iterable[Tensor]) -> list[Tensor | None]:
+    rest = iter(computed)
+    return [None if grad is None else next(rest) for grad in grads]
+
+
+# -------------------------------------------------------------------- operators for torch.compile, of a field each
+
+
+def _pack_kernel(field: Tensor, index: Sequence[Tensor], num_rows: int, width: int, num_tokens: int) -> Tensor:
+    return pack_triton.pack([field], SpanIndex(*index), num_tokens)[0]
 
 
 def _unpack_kernel(
-    values: Sequence[Tensor],
-    index: Sequence[Tensor],
-    num_rows: int,
-    width: int,
-    pads: Sequence[int],
-    row_pads: Sequence[Tensor | None],
-    modes: Sequence[int],
-) -> list[Tensor]:
-    both = [pad if of_rows is None else of_rows for pad, of_rows in zip(pads, row_pads, strict=True)]
-    return pack_triton.unpack(values, SpanIndex(*index), num_rows, width, both, modes)
+    values: Tensor, index: Sequence[Tensor], num_rows: int, width: int, pad: int, row_pads: Tensor | None, mode: int
+) -> Tensor:
+    both = pad if row_pads is None else row_pads
+    return pack_triton.unpack([values], SpanIndex(*index), num_rows, width, [both], [mode])[0]
 
 
 _INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
@@ -175,55 +151,41 @@ _pack: Any = torch.library.custom_op(
     "maskpack::pack",
     _pack_kernel,
     mutates_args=(),
-    schema=f"(Tensor[] fields, {_INDEX}, SymInt num_tokens) -> Tensor[]",
+    schema=f"(Tensor field, {_INDEX}, SymInt num_tokens) -> Tensor",
 )
 _unpack: Any = torch.library.custom_op(
     "maskpack::unpack",
     _unpack_kernel,
     mutates_args=(),
-    schema=f"(Tensor[] values, {_INDEX}, int[] pads, Tensor?[] row_pads, int[] modes) -> Tensor[]",
+    schema=f"(Tensor values, {_INDEX}, int pad, Tensor? row_pads, int mode) -> Tensor",
 )
 
 
 @_pack.register_fake
-def _(fields: Sequence[Tensor], *more: Any) -> list[Tensor]:
-    return [field.new_empty((more[-1], *field.shape[2:])) for field in fields]
+def _(field: Tensor, *more: Any) -> Tensor:
+    return field.new_empty((more[-1], *field.shape[2:]))
 
 
 @_unpack.register_fake
-def _(values: Sequence[Tensor], *more: Any) -> list[Tensor]:
-    _, num_rows, width, *_ = more
-    return [field.new_empty((num_rows, width, *field.shape[1:])) for field in values]
+def _(values: Tensor, index: Any, num_rows: int, width: int, *more: Any) -> Tensor:
+    return values.new_empty((num_rows, width, *values.shape[1:]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[1])
-    ctx.num_rows, ctx.width = inputs[2:4]
+    ctx.sizes, ctx.num_tokens = inputs[2:4], inputs[0].shape[0]  # of unpack: those of pack are rows
 
 
-def _pack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
+def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradient of a packed element is the gradient of its copy; padding has gradient 0."""
-    some = [grad for grad in grads if grad is not None]
-    zeros = [0] * len(some)
-    back = _unpack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, zeros, [None] * len(some), zeros)
-    return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 3)
+    index = [*ctx.saved_tensors]
+    return _unpack(grad, index, *ctx.sizes, 0, None, pack_triton.CONSTANT), [None] * len(index), None, None, None
 
 
-def _unpack_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    some = [grad for grad in grads if grad is not None]
-    back = _pack(some, list(ctx.saved_tensors), ctx.num_rows, ctx.width, ctx.num_tokens)
-    return (_filled(grads, back), [None] * len(ctx.saved_tensors), *[None] * 5)
-
-
-def _filled(grads: Sequence[Tensor | None], computed: Iterable[Tensor]) -> list[Tensor | None]:
-    rest = iter(computed)
-    return [None if grad is None else next(rest) for grad in grads]
-
-
-def _keep_for_unpack(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _keep(ctx, inputs, output)
-    ctx.num_tokens = inputs[0][0].shape[0]
+def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    index = [*ctx.saved_tensors]
+    return _pack(grad, index, *ctx.sizes, ctx.num_tokens), [None] * len(index), *[None] * 5
 
 
 _pack.register_autograd(_pack_backward, setup_context=_keep)
-_unpack.register_autograd(_unpack_backward, setup_context=_keep_for_unpack)
+_unpack.register_autograd(_unpack_backward, setup_context=_keep)

@@ -28,18 +28,18 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import device_here, need_batch
 from maskpack.core.tree import entry_at
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
-from maskpack.fields.registry import MaskNestingRegistry, Path, path_of, show
+from maskpack.fields.registry import Path, path_of, show
 from maskpack.layout.jagged import host_offsets
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.response import ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
+from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
 from maskpack.replay.media import Media
@@ -173,11 +173,7 @@ class PackedInputs:
         call = "PackedInputs.shard"
         if self.context is not None:
             raise ReplayError(f"{call}: the inputs are a shard already; expected whole ones. Take PackedInputs.of.")
-        if not isinstance(group, ProcessGroup):
-            raise ReplayError(
-                f"{call}: group is {said(group)}; expected a process group that this rank is in. Pass what "
-                "torch.distributed.new_group returned, or get_group() of a device mesh."
-            )
+        need_group(group, call)
         routes = self.routed_experts
         ids = self.input_ids[0] if routes is None else torch.cat([self.input_ids[0], routes.ids.flatten()])
         named = "token ids" if routes is None else "token ids and routed experts"
@@ -354,7 +350,6 @@ def _fields(
     batch: TensorDictBase | PackedBatch, options: ReplayOptions, device: torch.device | None, call: str
 ) -> tuple[dict[str, _Field], ResponseAxis]:
     """The fields of tokens that the batch has, those of a packed one on a device; and its response axis."""
-    registry = registry_of(options.registry, call)
     places = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
     if options.routed_experts:
         places["routed_experts"] = ("routed_experts",)
@@ -362,12 +357,17 @@ def _fields(
         need_batch(batch, call)
         entries = {name: entry_at(batch, path) for name, path in places.items()}
         fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
-        return fields, ResponseAxis.of(batch, registry, call)
-    return _decoded(batch, places, device), _axis(batch, registry, call)
+    else:
+        fields = _decoded(batch, places, device)
+    return fields, axis_of(batch, options, call)
 
 
-def _axis(packed: PackedBatch, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
-    return ResponseAxis.among(packed.layouts, registry, call)
+def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: str) -> ResponseAxis:
+    """The response axis of a batch, by the registry of the options."""
+    registry = registry_of(options.registry, call)
+    if isinstance(batch, PackedBatch):
+        return ResponseAxis.among(batch.layouts, registry, call)  # pyright: ignore[reportUnknownArgumentType]
+    return ResponseAxis.of(batch, registry, call)
 
 
 def _decoded(packed: PackedBatch, places: Mapping[str, Path], device: torch.device | None) -> dict[str, _Field]:

@@ -19,17 +19,15 @@ from torch.distributed import ProcessGroup
 
 from maskpack.core.arguments import said
 from maskpack.errors import ReplayError
-from maskpack.fields.options import registry_of
 from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.response import ResponseAxis
 from maskpack.ops import pack_torch as plain
 from maskpack.ops import packed_log_probs
 from maskpack.ops.prefix_attention import gather_rows
 from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.replay.context import tell_failure
-from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.inputs import PackedInputs, axis_of
 from maskpack.replay.options import DEFAULT, ReplayOptions, need_options
 
 
@@ -288,11 +286,10 @@ def _joined(
     call: str, plan: MicroBatchPlan, parts: list[Any], batch: Any, options: ReplayOptions
 ) -> tuple[Tensor, ...]:
     """Joins tuples of jagged tensors, one for each micro-batch, in the order of the rows."""
-    registry, packed = registry_of(options.registry, call), isinstance(batch, PackedBatch)
-    axis = ResponseAxis.among(batch.layouts, registry, call) if packed else ResponseAxis.of(batch, registry, call)
-    lengths = axis.response.lengths
+    response = axis_of(batch, options, call).response
+    lengths = response.lengths
     restored = [plan.restore([one.values() for one in which], lengths=lengths) for which in zip(*parts, strict=True)]
-    response = axis.response.to(restored[0].device)
+    response = response.to(restored[0].device)
     return tuple(jagged(one, response) for one in restored)
 
 

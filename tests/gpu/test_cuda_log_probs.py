@@ -17,7 +17,6 @@ from maskpack.ops.log_probs import packed_log_probs
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SIZES = [(0, 8, 5), (1, 1, 1), (37, 65, 515), (129, 64, 4096), (1000, 128, 32001), (3, 256, 131072)]
-WORKSPACE = 64 << 20  # at most, of cuBLAS
 
 
 def inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,56 +65,6 @@ def test_half_precision_is_closer_to_the_truth_than_plain_torch(
     for number, (x, y, z) in enumerate(zip(seen, theirs, truth, strict=True)):
         assert x.shape == z.shape
         assert rms(x, z) <= rms(y, z) / (10 if number < 2 else 1) + 1e-6
-
-
-def relative(seen: Tensor, truth: Tensor) -> float:
-    return float((seen.double() - truth).norm() / truth.norm())
-
-
-def exact_gradients(hidden: Tensor, weight: Tensor, ids: Tensor, slopes: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Of the sum of slopes * log-probs, in float64, where the gradient of the logits and both results are rounded."""
-    hidden, weight = hidden.double(), weight.double()
-    logits = hidden @ weight.T
-    p = logits.softmax(1)
-    log_p = logits.gather(1, ids[:, None]) - logits.logsumexp(1, keepdim=True)
-    grad = p.neg_().scatter_(1, ids[:, None], -log_p.expm1()).mul_(slopes.double()[:, None]).to(dtype).double()
-    return [(grad @ weight).to(dtype), (grad.T @ hidden).to(dtype)]
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("logit", [None, 12, 20])
-@pytest.mark.parametrize("keep", [0, 700 << 18, 1 << 40])
-def test_gradients_of_sure_tokens_are_rounded_and_no_more(
-    monkeypatch: pytest.MonkeyPatch, keep: int, logit: float | None, dtype: torch.dtype, backend: Any
-) -> None:
-    """One token in seven has this logit, p = 0.4 and 0.9995; the relative errors of full bfloat16 logits are 6e-3 and
-    2e-2 there. Of none, some and all tokens the distributions are kept."""
-    monkeypatch.setattr(module, "_BLOCK_TOKENS", 512)  # three blocks
-    hidden, weight, ids = inputs(1400, 1024, 131_072, torch.float32)
-    sure = torch.arange(1400, device="cuda") % 7 == 0
-    if logit is not None:
-        own = weight[ids]
-        hidden += ((logit - (hidden * own).sum(1)) / own.square().sum(1) * sure)[:, None] * own
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
-    slopes = torch.randn(1400, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-
-    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-        return [*torch.autograd.grad((call(*leaves).float() * slopes).sum(), leaves)]
-
-    seen = gradients(lambda *leaves: packed_log_probs(*leaves, ids, backend=backend, keep=keep))
-    theirs = gradients(lambda *leaves: plain(*leaves, ids, 1.0)[0])
-    truth = exact_gradients(hidden, weight, ids, slopes, torch.float64)
-    rounded = exact_gradients(hidden, weight, ids, slopes, dtype)
-    for name, number, rows in (("dH", 0, sure), ("dH", 0, ~sure), ("dH", 0, ...), ("dW", 1, ...)):
-        want = truth[number][rows]
-        error, least, other = (relative(one[number][rows], want) for one in (seen, rounded, theirs))
-        print(f"{name} {logit} {dtype} {backend} {keep}: {error:.2e}; rounded {least:.2e}, full logits {other:.2e}")
-        times = 1.1 if keep == 0 else 1.25  # float32 logits of 20 have errors of their own
-        assert error <= max(times * least + 3e-4, other)
-        assert error <= 1.05 * other + 1e-5
-        assert error <= 2.7e-3 or rows is not ...
 
 
 def test_strides_chunks_and_one_output_change_nothing() -> None:
@@ -186,15 +135,11 @@ def test_several_streams_do_not_meet() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_may_lie_on_another_than_the_current_device() -> None:
-    hidden, weight, ids = (x.to("cuda:1") for x in inputs(50, 32, 300, torch.bfloat16))
-    seen = results_on(hidden, weight, ids)
-    for x, y in zip(seen, results_on(hidden.to("cuda:0"), weight.to("cuda:0"), ids.to("cuda:0")), strict=True):
+    both = []
+    for device in ("cuda:0", "cuda:1"):
+        hidden, weight, ids = (x.to(device) for x in inputs(50, 32, 300, torch.bfloat16))
+        hidden.requires_grad_()
+        log_probs = packed_log_probs(hidden, weight, ids)
+        both.append([log_probs.detach(), *torch.autograd.grad(log_probs.sum(), hidden)])
+    for x, y in zip(*both, strict=True):
         assert torch.allclose(x.cpu(), y.cpu(), rtol=1e-2, atol=1e-2)
-
-
-def results_on(hidden: Tensor, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    hidden = hidden.detach().requires_grad_()
-    log_probs = packed_log_probs(hidden, weight, ids)
-    log_probs.sum().backward()
-    assert hidden.grad is not None
-    return log_probs.detach(), hidden.grad

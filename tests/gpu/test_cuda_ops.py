@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from threading import Thread
-
 import numpy as np
 import pytest
 import torch
@@ -87,19 +85,6 @@ def test_many_rows(rows: int) -> None:
     assert hinted == layout
 
 
-@pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
-@pytest.mark.parametrize("width", [4096, 4095, 3000, 515])
-def test_wide_rows(width: int, density: float) -> None:
-    mask = torch.rand(5, 211, device="cuda") < density
-    x = torch.randn(5, 211, width, device="cuda", dtype=torch.bfloat16)
-    layout = RowLayout.from_mask(mask)
-    assert torch.equal(ops.pack(x, layout), x[mask])
-    assert torch.equal(ops.unpack(x[mask], layout, 1.5), torch.where(mask[..., None], x, 1.5))
-    assert torch.equal(ops.pack(x[..., 1:-1], layout), x[..., 1:-1][mask])
-    edges = ops.unpack(x[mask], layout, EDGE)
-    assert torch.equal(edges, ops.unpack(x[mask], layout, EDGE, backend="torch"))
-
-
 def test_nothing_waits() -> None:
     mask = prefix(torch.randint(0, 700, (64,), device="cuda"), 800)
     total = int(mask.sum())
@@ -118,25 +103,6 @@ def test_nothing_waits() -> None:
         RowLayout.from_mask(mask.long())
         RowLayout.from_mask(torch.rand(64, 800, device="cuda") < 0.5)
     assert len(seen) == 3
-
-
-def test_a_graph_of_everything() -> None:
-    mask = prefix(torch.randint(0, 700, (64,), device="cuda"), 800)
-    total = int(mask.sum())
-    x = torch.randn(64, 800, device="cuda")
-
-    def work() -> torch.Tensor:
-        layout = RowLayout.from_mask(mask, num_tokens=total)
-        return ops.unpack(ops.pack(x, layout), layout, 3.0)
-
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = work()
-    x.normal_()
-    graph.replay()
-    assert torch.equal(out, torch.where(mask, x, 3.0))
 
 
 def test_a_graph_of_many_fields_that_runs_beside_other_streams() -> None:
@@ -180,41 +146,6 @@ def test_a_graph_of_many_fields_that_runs_beside_other_streams() -> None:
         assert torch.equal(eager[26], fields[6].where(mask, 2.5))
 
 
-def test_scans_on_many_streams_at_once() -> None:
-    streams = [torch.cuda.Stream() for _ in range(8)]
-    masks = [torch.rand(rows, 1000, device="cuda") < 0.4 for rows in (1, 7, 300, 1025, 64, 2000, 33, 513)]
-    masks[::2] = [prefix(mask.sum(1), 1000) for mask in masks[::2]]
-    totals = [int(mask.sum()) for mask in masks]
-    torch.cuda.synchronize()
-    for _ in range(30):
-        layouts: list[list[RowLayout]] = []
-        for stream, mask, total in zip(streams, masks, totals, strict=True):
-            with torch.cuda.stream(stream):
-                layouts.append([RowLayout.from_mask(mask, num_tokens=total) for _ in range(4)])
-        torch.cuda.synchronize()
-        for mask, of_stream in zip(masks, layouts, strict=True):
-            ends = mask.sum(1).cumsum(0).to(torch.int32)
-            assert all(torch.equal(layout.cu_seqlens[1:], ends) for layout in of_stream)
-
-    failed: list[BaseException] = []
-
-    def thread(mask: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        try:
-            expected = mask.view(-1).nonzero().view(-1)
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    assert torch.equal(RowLayout.from_mask(mask).indices, expected)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [Thread(target=thread, args=each) for each in zip(masks, streams, strict=True)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not failed, failed
-
-
 @pytest.mark.timeout(300)
 def test_a_hundred_thousand_scans() -> None:
     """Of random shapes, checked in batches on the device."""
@@ -252,49 +183,6 @@ def test_a_hundred_thousand_scans() -> None:
         assert int(bad) == 0, (rows, width)
 
 
-@pytest.mark.parametrize("trailing", [(), (3,), (700,)])
-@pytest.mark.parametrize("several", [False, True])
-def test_gradients_of_both_orders_on_the_device(several: bool, trailing: tuple[int, ...]) -> None:
-    mask = torch.rand(6, 40, device="cuda") < 0.5
-    mask = mask if several else prefix(mask.sum(1), 40)
-    layout = RowLayout.from_mask(mask)
-    x, w = (torch.randn(6, 40, *trailing, dtype=torch.float64, device="cuda").requires_grad_() for _ in range(2))
-    ids = torch.arange(240, device="cuda").view(6, 40)
-
-    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        a, _, b, _ = ops.pack([x, ids, w, w.detach()], layout)
-        back, _ = ops.unpack([a * a * b, b], layout, [2.0, 0.0])
-        return (back * w).sum()
-
-    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        whole = mask.view(6, 40, *[1] * len(trailing))
-        return (torch.where(whole, x * x * w, 2.0) * w).sum()
-
-    seen, expected = (torch.autograd.grad(work(x, w), [x, w], create_graph=True) for work in (ours, plain))
-    for a, b in zip(seen, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    seconds = [torch.autograd.grad(sum(g.pow(2).sum() for g in grads), [x, w]) for grads in (seen, expected)]
-    for a, b in zip(*seconds, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_fields_of_many_strides_and_alignments_in_turn() -> None:
-    mask = torch.rand(33, 100, device="cuda") < 0.3
-    layout = RowLayout.from_mask(mask)
-    for _ in range(3):
-        for dtype in (torch.uint8, torch.int16, torch.float32, torch.int64):
-            for trailing in ((), (3,), (4,), (600,)):
-                whole = torch.randint(0, 99, (36, 104, *trailing), device="cuda").to(dtype)
-                for row, col in ((0, 0), (1, 1), (2, 2), (3, 4), (0, 3)):
-                    x = whole[row : row + 33, col : col + 100]
-                    values = ops.pack(x, layout)
-                    assert torch.equal(values, x[mask])
-                    odd = torch.cat([values[:1], values])[1:]
-                    for pad in (0, 1, 7, EDGE):
-                        expected = ops.unpack(values, layout, pad, backend="torch")
-                        assert torch.equal(ops.unpack(odd, layout, pad), expected)
-
-
 def test_inductor() -> None:
     def work(x: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         return ops.unpack((ops.pack(x.sin(), layout) * 2).relu(), layout, 0.5)
@@ -311,69 +199,6 @@ def test_inductor() -> None:
         torch.testing.assert_close(x.grad, y.grad)
 
 
-BROKEN = {
-    "a block too many": (prefix, 4_000),
-    "many blocks too many": (prefix, 90_000),
-    "all": (prefix, 120_000),
-    "one too many": (prefix, None),
-    "too few": (prefix, 17),
-    "none": (prefix, 0),
-    "several runs": (lambda lengths, width: torch.rand(lengths.shape[0], width, device="cuda") < 0.5, 59_000),
-    "several runs, all": (lambda lengths, width: torch.rand(lengths.shape[0], width, device="cuda") < 0.5, 120_000),
-}
-
-
-@pytest.fixture(params=[0x7FFF1234, -3_000_000], ids=hex)
-def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds numbers that lead outside every tensor."""
-    empty, new_empty = torch.empty, torch.Tensor.new_empty
-
-    def filled(x: torch.Tensor) -> torch.Tensor:
-        return x.fill_(request.param) if x.dtype in (torch.int32, torch.int64) and x.is_cuda else x
-
-    monkeypatch.setattr(torch, "empty", lambda *size, **more: filled(empty(*size, **more)))
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **more: filled(new_empty(x, *size, **more)))
-
-
-@pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.parametrize("scanner", ["Triton", "torch"])
-def test_a_wrong_hint_costs_its_result_alone(
-    garbage: None, monkeypatch: pytest.MonkeyPatch, name: str, scanner: str
-) -> None:
-    """No read elsewhere, no assertion of the device, which would end all work on it; then a LayoutError."""
-    make, total = BROKEN[name]
-    torch.manual_seed(0)
-    mask = make(torch.randint(0, 120, (30,), device="cuda"), 4000)
-    true = int(mask.sum())
-    total = true + 1 if total is None else total
-    x = torch.randn(30, 4000, device="cuda")
-    if scanner == "torch":
-        monkeypatch.setenv("MASKPACK_TRITON", "0")
-    layout = RowLayout.from_mask(mask, num_tokens=total)
-    monkeypatch.delenv("MASKPACK_TRITON", raising=False)
-    for backend in ("triton", "torch"):
-        values = ops.pack(x, layout, backend=backend)
-        if name in ("too few", "one too many", "a block too many"):
-            assert torch.equal(values[:true], x[mask][:total])
-        for pad in (0.0, EDGE, torch.zeros(30, device="cuda")):
-            assert ops.unpack(values, layout, pad, backend=backend).shape == x.shape
-        leaf = x.clone().requires_grad_()
-        for pad in (0.0, EDGE):
-            back = ops.unpack(ops.pack(leaf, layout, backend=backend), layout, pad, backend=backend)
-            (gradient,) = torch.autograd.grad(back.sum(), leaf)
-            assert bool(gradient.isfinite().all())
-        wide = ops.pack(x[:, :, None].repeat(1, 1, 300), layout, backend=backend)
-        assert ops.unpack(wide, layout, EDGE, backend=backend).shape == (30, 4000, 300)
-    places = layout.indices
-    assert places.shape == (total,)
-    assert not total or (int(places.min()) >= 0 and int(places.max()) < mask.numel())
-    assert layout.to_mask().shape == mask.shape
-    with pytest.raises(LayoutError, match=rf"{true} valid tokens and .*; expected num_tokens={total} and at most one"):
-        host_spans(layout)
-    torch.cuda.synchronize()
-    assert torch.equal(ops.pack(x, RowLayout.from_mask(mask)), x[mask])
-
-
 @pytest.mark.two_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("several", [False, True])
@@ -387,12 +212,3 @@ def test_tensors_may_lie_on_another_than_the_current_device(several: bool) -> No
     assert torch.equal(values[0].cpu(), x[mask])
     assert torch.equal(back[0].cpu(), torch.where(mask, x, 2.0))
     assert torch.equal(back[1][..., 699].cpu(), torch.where(mask, x, 2.0))
-
-
-def test_a_wrong_hint_is_found_on_the_host() -> None:
-    mask = torch.rand(30, 40, device="cuda") < 0.5
-    layout = RowLayout.from_mask(mask, num_tokens=17)
-    x = torch.randn(30, 40, device="cuda")
-    ops.unpack(ops.pack(x, layout), layout)
-    with pytest.raises(LayoutError, match="expected num_tokens=17 and at most one"):
-        layout.lengths  # noqa: B018

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -26,12 +27,7 @@ from maskpack.adapters.transformers import replayable  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-DEVICE = torch.device("cuda")
 PAD = 210
-needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or backend_for(torch.empty(1, 1, 64, device=DEVICE).bfloat16(), None) != "flash",
-    reason="needs flash-attn",
-)
 
 # -------------------------------------------------------------------- attention
 
@@ -78,12 +74,6 @@ def head_major(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def with_gradients(call: Any, tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(out.dtype))]
-
-
 def check(
     backend: Any,
     rows: list[list[int]],
@@ -108,12 +98,7 @@ def check(
     plain = with_gradients(lambda *given: dense(*given, tree, window, softcap), qkv, slope)
     truth = with_gradients(lambda *given: dense(*given, tree, window, softcap), [x.double() for x in qkv], slope)
     assert seen[0].dtype == dtype
-    for number, (x, y, z) in enumerate(zip(seen, plain, truth, strict=True)):
-        ours_off, plain_off = ((one.double() - z).abs() for one in (x, y))
-        least = 1e-4 if dtype == torch.float32 else 1e-3
-        for times, of in ((2, lambda off: off.square().mean().sqrt()), (4, torch.max)):
-            error, allowed = float(of(ours_off)), float(of(plain_off))
-            assert error <= times * allowed + least, f"output {number}: {error} off, plain torch {allowed}"
+    assert_as_good(seen, plain, truth, 1e-4 if dtype == torch.float32 else 1e-3)
 
 
 BACKENDS = ["varlen", pytest.param("flash", marks=needs_flash), "rows"]
@@ -217,23 +202,6 @@ def groups(prompts: list[int], responses: list[int], seed: int = 0) -> TensorDic
     return TensorDict({name: x.clone() for name, x in fields.items()}, [len(ids)]).to(DEVICE)
 
 
-def each_alone(model: Any, batch: TensorDict) -> Tensor:
-    found = []
-    for ids, mask, response in zip(batch["input_ids"], batch["attention_mask"], batch["responses"], strict=True):
-        real, count = ids[mask.bool()], int(mask[-response.numel() :].sum())
-        logits = model(input_ids=real[None], use_cache=False).logits[0]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        found += [wide[at].log_softmax(0)[real[at + 1]] for at in range(len(real) - count - 1, len(real) - 1)]
-    return torch.stack(found)
-
-
-def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    slopes = torch.linspace(-1, 1.5, log_probs.numel(), device=DEVICE, dtype=torch.float64)
-    (log_probs.double() * slopes).sum().backward()
-    return {name: weight.grad.detach().clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text", "Glm4", "Phi3", "GPTNeoX"])  # the last three turn heads
@@ -259,10 +227,7 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
         error, allowed = (float((x.detach().double() - truth).square().mean().sqrt()) for x in (out.values(), plain))
         assert error <= 1.5 * allowed + 5e-5
         assert ours.keys() == wanted.keys()
-        for name, gradient in ours.items():
-            error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
-            allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
-            assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
+        assert_gradients(ours, theirs, wanted)
 
 
 def test_a_plan_of_a_tree_gives_the_rows_in_order() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import count_syncs
+from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -30,7 +31,6 @@ from maskpack.adapters.transformers import replayable  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-DEVICE = torch.device("cuda")
 LENGTHS = [[1], [1, 1, 1], [7, 1, 130, 64, 33], [300, 5]]
 PAD = 210
 
@@ -71,21 +71,6 @@ def bounds_of(lengths: list[int]) -> Tensor:
     return ends.to(torch.int32).to(DEVICE)
 
 
-def with_gradients(call: Callable[..., Tensor], tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, slope.to(out.dtype))]
-
-
-def assert_as_good(seen: list[Tensor], plain: list[Tensor], truth: list[Tensor], least: float) -> None:
-    for number, (x, y, z) in enumerate(zip(seen, plain, truth, strict=True)):
-        assert x.shape == z.shape
-        ours, theirs = ((one.double() - z).abs() for one in (x, y))
-        for times, of in ((2, lambda off: off.square().mean().sqrt()), (4, torch.max)):
-            error, allowed = float(of(ours)), float(of(theirs))
-            assert error <= times * allowed + least, f"output {number}: {error} off, plain torch {allowed}"
-
-
 def check_attention(
     backend: Any,
     lengths: list[int],
@@ -112,10 +97,6 @@ def check_attention(
 
 
 FLASH_4 = "flash_attn.cute"
-needs_flash = pytest.mark.skipif(
-    not torch.cuda.is_available() or backend_for(torch.empty(1, 1, 64, device=DEVICE).bfloat16(), None) != "flash",
-    reason="needs flash-attn",
-)
 BACKENDS = ["varlen", "rows", pytest.param("flash", marks=needs_flash)]
 
 
@@ -190,20 +171,6 @@ def test_the_backends_that_are_taken() -> None:
     assert backend_for(single, None) == "flex"
 
 
-@pytest.mark.parametrize("backend", [pytest.param("flash", marks=needs_flash), "varlen", "flex", "rows"])
-def test_a_row_does_not_see_another(backend: Any) -> None:
-    lengths = [60, 7, 70]
-    (q, k, v), _ = inputs(lengths, (4, 2), 64, torch.bfloat16)
-    bounds = bounds_of(lengths)
-    before = packed_attention(q, k, v, bounds, 70, scale=0.125, backend=backend)
-    for x in (q, k, v):
-        x[60:67] = 100 * x[60:67] + 7
-    after = packed_attention(q, k, v, bounds, 70, scale=0.125, backend=backend)
-    assert torch.equal(before[:60], after[:60])
-    assert torch.equal(before[67:], after[67:])
-    assert not torch.equal(before[60:67], after[60:67])
-
-
 # -------------------------------------------------------------------- models
 
 
@@ -249,30 +216,9 @@ def batch_of(prompts: list[int], responses: list[int]) -> TensorDict:
     return TensorDict({name: x.clone() for name, x in fields.items()}, [rows]).to(DEVICE)
 
 
-def each_alone(model: nn.Module, batch: TensorDict) -> Tensor:
-    """Packed log-probs of the responses, from a forward pass of each row without a pad."""
-    found = []
-    for ids, mask, response in zip(batch["input_ids"], batch["attention_mask"], batch["responses"], strict=True):
-        real, count = ids[mask.bool()], int(mask[-response.numel() :].sum())
-        logits = model(input_ids=real[None], use_cache=False).logits[0]
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        found += [wide[at].log_softmax(0)[real[at + 1]] for at in range(len(real) - count - 1, len(real) - 1)]
-    return torch.stack(found)
-
-
 def packed(replay: Any, batch: TensorDict) -> Tensor:
     out: Any = response_log_probs(replay, batch, self_check=True)
     return out.values()
-
-
-def slopes_of(count: int) -> Tensor:
-    return torch.linspace(-1, 1.5, count, device=DEVICE, dtype=torch.float64)
-
-
-def gradients(model: nn.Module, log_probs: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    (log_probs.double() * slopes_of(log_probs.numel())).sum().backward()
-    return {name: weight.grad.detach().clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -301,13 +247,6 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
         assert ours.keys() == theirs.keys() == wanted.keys()
         assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
         assert_gradients(ours, theirs, wanted)
-
-
-def assert_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name, gradient in ours.items():
-        error = float((gradient.double() - wanted[name]).norm() / wanted[name].norm())
-        allowed = float((theirs[name].double() - wanted[name]).norm() / wanted[name].norm())
-        assert error <= 2 * allowed + 1e-5, f"{name}: {error} off, each row alone {allowed}"
 
 
 @pytest.mark.parametrize("way", ["classes", "instance"])

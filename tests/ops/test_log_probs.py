@@ -4,7 +4,6 @@ program in float64. Triton kernels run on a GPU, or on the host under TRITON_INT
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import work_vocab
 from hypothesis import given
 from hypothesis import strategies as st
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, kernels, naive, plain
 from samples import in_chunks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,36 +25,7 @@ from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import Slopes, packed_log_probs
 from maskpack.ops.logits import Curve
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 SIZES = [(0, 3, 5), (1, 1, 1), (1, 5, 1), (7, 3, 11), (13, 9, 257), (5, 1, 700)]
-
-kernels = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-    ),
-]
-BACKENDS = ["torch", pytest.param("triton", marks=kernels)]
-
-
-def naive(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[list[float], list[float]]:
-    """Log-probs and entropies in Python's own floats."""
-    rows, tokens, wanted = hidden.double().tolist(), weight.double().tolist(), ids.tolist()
-    log_probs, entropies = [], []
-    for row, token in zip(rows, wanted, strict=True):
-        logits = [math.fsum(a * b for a, b in zip(row, other, strict=True)) / temperature for other in tokens]
-        top = max(logits)
-        log_sum = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
-        log_probs.append(logits[token] - log_sum)
-        entropies.append(-math.fsum(math.exp(logit - log_sum) * (logit - log_sum) for logit in logits))
-    return log_probs, entropies
-
-
-def plain(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """What people write, in the dtype of its inputs."""
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-    return log_p.gather(1, ids.long()[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def inputs(
@@ -101,14 +72,6 @@ def error(seen: Tensor, truth: Tensor) -> float:
 
 
 PLAIN = Curve(1.0, None)
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers so small that every loop takes several turns: 128 rows a chunk and a block, 256 tokens a slice."""
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "_SLICE_BYTES", 1)
-    monkeypatch.setattr(module, "_BLOCK_TOKENS", 128)
 
 
 # -------------------------------------------------------------------- values
@@ -199,17 +162,6 @@ def test_gradients_are_those_of_autograd(narrow: None, size: tuple[int, int, int
         assert error(got, want) <= 1e-5 * (1 + float(want.abs().amax() if want.numel() else 0))
 
 
-@pytest.mark.parametrize("size", [(5, 3, 7), (4, 1, 1), (3, 4, 300)])
-def test_gradcheck(narrow: None, size: tuple[int, int, int]) -> None:
-    hidden, weight, ids = inputs(*size)
-
-    def both(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        with in_chunks(2):
-            return packed_log_probs(hidden, weight, ids, temperature=0.7, entropy=True)
-
-    assert torch.autograd.gradcheck(both, (hidden.requires_grad_(), weight.requires_grad_()), fast_mode=size[2] > 50)
-
-
 def products(call: Callable[[], object]) -> int:
     with Allocations() as seen:
         call()
@@ -236,12 +188,6 @@ def test_kept_tokens_save_a_product(keep: int, count: int) -> None:
         leaves = (x.detach().requires_grad_(wanted) for x, wanted in zip((hidden, weight), needed, strict=True))
         loss = packed_log_probs(*leaves, ids, keep=keep).sum()
         assert products(loss.backward) == count - (needed != (True, True))
-
-
-def kept_tokens(loss: Tensor) -> int:
-    node: Any = loss.grad_fn
-    kept = node.saved_tensors[-1]
-    return 0 if kept is None else kept.shape[0]
 
 
 def test_the_budget_says_how_many_tokens_are_kept() -> None:
@@ -277,13 +223,6 @@ def test_it_cannot_be_differentiated_twice() -> None:
     loss = packed_log_probs(hidden.requires_grad_(), weight, ids).sum()
     with pytest.raises(MaskpackError, match=r"packed_log_probs: .* create_graph=True; it can be differentiated once"):
         torch.autograd.grad(loss, hidden, create_graph=True)
-
-
-def test_no_logits_are_kept_for_the_backward_pass() -> None:
-    hidden, weight, ids = inputs(50, 2, 300)
-    log_probs, _ = packed_log_probs(hidden.requires_grad_(), weight, ids, entropy=True)
-    node: Any = log_probs.grad_fn
-    assert max(x.numel() for x in node.saved_tensors if x is not None) == weight.numel()
 
 
 # -------------------------------------------------------------------- half precision
@@ -338,16 +277,6 @@ def test_errors_are_no_larger_than_those_of_plain_torch(
         ):
             assert seen.dtype == dtype
             assert rms(seen, truth) <= rms(theirs, truth)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_sure_token_has_a_small_gradient(products_of: None, backend: Any) -> None:
-    """Its logit, 41.3, is no bfloat16: rounded, its probability would be 5 % off, and 1 - p with it."""
-    hidden = torch.tensor([[41.25, 1.0]], device=DEVICE, dtype=torch.bfloat16)
-    weight = torch.tensor([[1.0, 0.0625], [0.5, 0.0], [0.25, 0.0]], device=DEVICE, dtype=torch.bfloat16)
-    ids = torch.tensor([0], device=DEVICE)
-    for grad in gradients(ours, hidden, weight, ids, "L", 1.0, backend):
-        assert grad.abs().max() < 1e-6
 
 
 def with_sure_tokens(
@@ -514,12 +443,6 @@ def test_the_logits_of_all_rows_never_exist(narrow: None, dtype: torch.dtype) ->
     assert seen.largest == 128 * 256
 
 
-def test_all_logits_would_be_seen() -> None:
-    with Allocations() as seen:
-        plain(*inputs(512, 2, 2048))
-    assert seen.largest == 512 * 2048
-
-
 @pytest.mark.parametrize(
     ("tokens", "forward", "backward"), [(1638, 0.32, 1.29), (9830, 0.38, 1.41), (32768, 0.38, 1.76)]
 )
@@ -607,21 +530,6 @@ def assert_guarded(memory: Tensor, columns: int) -> None:
 
 
 COLUMNS = [1, 255, 256, 5003]
-
-
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
-def test_rows_are_reduced_as_specified(backend: str, columns: int, scale: float) -> None:
-    results = []
-    for kernel in (True, False):
-        memory, logits, ids = guarded(columns, torch.float32)
-        out = torch.full((3, 4), 55.0, device=DEVICE)
-        module._program(kernel).reduce_rows(logits, ids, Curve(scale, None), out[0, :3], out[1, :3], out[2, :3], None)
-        assert (out[:, 3] == 55).all()
-        assert_guarded(memory, columns)
-        results.append(out)
-    assert torch.allclose(*results, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

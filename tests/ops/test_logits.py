@@ -4,51 +4,27 @@ gradients against autograd of the plain program in float64."""
 from __future__ import annotations
 
 import itertools
-import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain
 from samples import in_chunks
 from torch import Tensor
 
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops import log_probs as module
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 RANK = 3
-kernels = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-    ),
-]
-BACKENDS = ["torch", pytest.param("triton", marks=kernels)]
+
+
 PARTS = list(itertools.product([False, True], [False, True], [1.0, 0.3, 4.0], [None, 2.5]))
 """Bias, LoRA, scale, softcap."""
 all_parts = pytest.mark.parametrize(
     "parts", PARTS, ids=["-".join(map(str, map(float, (p or 0 for p in parts)))) for parts in PARTS]
 )
 Given = tuple[Tensor, Tensor, Tensor, Logits]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers so small that every loop takes several turns: 128 rows a chunk and a block, 256 tokens a slice."""
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(module, "_SLICE_BYTES", 1)
-    monkeypatch.setattr(module, "_BLOCK_TOKENS", 128)
 
 
 def case(
@@ -71,53 +47,6 @@ def case(
         "lora_b": random(vocabulary, RANK, of=of) if lora else None,
     }
     return hidden, weight, ids, Logits(**given, lora_scale=0.7 if lora else 1.0, scale=scale, softcap=cap)
-
-
-def listed(x: Tensor | None) -> Any:
-    return None if x is None else x.double().tolist()
-
-
-def naive(given: Given, temperature: float) -> tuple[list[float], list[float]]:
-    """Log-probs and entropies in Python's own floats."""
-    hidden, weight, ids, layer = given
-    bias, low, high = map(listed, (layer.bias, layer.lora_a, layer.lora_b))
-    log_probs, entropies = [], []
-    for state, wanted in zip(listed(hidden), ids.tolist(), strict=True):
-        logits = []
-        for v, row in enumerate(listed(weight)):
-            logit = math.fsum(a * b for a, b in zip(state, row, strict=True))
-            if bias is not None:
-                logit += bias[v]
-            if low is not None:
-                for r, direction in enumerate(low):
-                    inner = math.fsum(a * b for a, b in zip(state, direction, strict=True))
-                    logit += layer.lora_scale * inner * high[v][r]
-            logit *= layer.scale
-            if layer.softcap is not None:
-                logit = layer.softcap * math.tanh(logit / layer.softcap)
-            logits.append(logit / temperature)
-        top = max(logits)
-        log_sum = top + math.log(math.fsum(math.exp(logit - top) for logit in logits))
-        log_probs.append(logits[wanted] - log_sum)
-        entropies.append(-math.fsum(math.exp(logit - log_sum) * (logit - log_sum) for logit in logits))
-    return log_probs, entropies
-
-
-def plain(
-    hidden: Tensor, weight: Tensor, ids: Tensor, layer: Logits, tensors: Sequence[Tensor | None], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """What people write."""
-    bias, low, high = tensors
-    logits = hidden @ weight.T
-    if bias is not None:
-        logits = logits + bias
-    if low is not None and high is not None:
-        logits = logits + layer.lora_scale * (hidden @ low.T) @ high.T
-    logits = logits * layer.scale
-    if layer.softcap is not None:
-        logits = layer.softcap * torch.tanh(logits / layer.softcap)
-    log_p = (logits / temperature).log_softmax(-1)
-    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def leaves(given: Given, dtype: torch.dtype | None = None) -> list[Tensor | None]:
@@ -153,7 +82,7 @@ def our_gradients(given: Given, use: str = "LE", temperature: float = 0.7, **opt
 
 def true_gradients(given: Given, use: str = "LE", temperature: float = 0.7) -> list[Tensor]:
     of = leaves(given, torch.float64)
-    outputs = plain(of[0], of[1], given[2], given[3], of[2:], temperature)  # type: ignore[arg-type]
+    outputs = plain(of[0], of[1], given[2], temperature, given[3], of[2:])  # type: ignore[arg-type]
     return gradients(loss_of(outputs, use, given[2].numel()), of)
 
 
@@ -176,7 +105,7 @@ def test_values_are_those_of_the_loops(parts: Any, dtype: torch.dtype, backend: 
     for chunk in (None, 2):
         with in_chunks(chunk):
             seen = packed_log_probs(hidden, weight, ids, entropy=True, temperature=0.7, backend=backend, logits=logits)
-        for values, truth in zip(seen, naive(given, 0.7), strict=True):
+        for values, truth in zip(seen, naive(*given[:3], 0.7, given[3]), strict=True):
             assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             assert values.tolist() == pytest.approx(truth, rel=TOLERANCE[dtype], abs=TOLERANCE[dtype])
 
@@ -186,7 +115,7 @@ def test_values_are_those_of_the_loops(parts: Any, dtype: torch.dtype, backend: 
 def test_odd_sizes(parts: Any, size: tuple[int, int, int]) -> None:
     given = case(size, parts)
     seen = packed_log_probs(*given[:3], entropy=True, temperature=0.7, logits=given[3])
-    for values, truth in zip(seen, naive(given, 0.7), strict=True):
+    for values, truth in zip(seen, naive(*given[:3], 0.7, given[3]), strict=True):
         assert values.tolist() == pytest.approx(truth, rel=1e-12, abs=1e-12)
     for got, want in zip(our_gradients(given), true_gradients(given), strict=True):
         assert relative(got, want) < 1e-11
@@ -208,14 +137,6 @@ def test_gradients_in_float32(parts: Any, use: str, backend: Any) -> None:
     given = case((9, 4, 1100), parts, torch.float32)
     for got, want in zip(our_gradients(given, use, backend=backend), true_gradients(given, use), strict=True):
         assert relative(got, want) < 1e-5
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 300])
-def test_chunks_change_nothing(chunk: int) -> None:
-    given = case((300, 5, 301), (True, True, 0.3, 2.5))
-    with in_chunks(chunk):
-        seen = packed_log_probs(*given[:3], logits=given[3])
-    torch.testing.assert_close(seen, packed_log_probs(*given[:3], logits=given[3]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -241,12 +162,6 @@ def test_half_precision_rounds_gradients_once(
         assert relative(got, want) < 4e-3
 
 
-def kept_tokens(loss: Tensor) -> int:
-    node: Any = loss.grad_fn
-    kept = node.saved_tensors[-1]
-    return 0 if kept is None else kept.shape[0]
-
-
 def test_distributions_are_kept_without_a_cap_alone() -> None:
     hidden, weight, ids, _ = case((5, 16, 30), (False, False, 1.0, None), torch.bfloat16)
     hidden.requires_grad_()
@@ -268,7 +183,7 @@ def test_logits_far_beyond_the_cap(backend: Any) -> None:
     layer = Logits(softcap=1.0)
     seen = packed_log_probs(hidden, weight, ids, entropy=True, backend=backend, logits=layer)
     states, heads = hidden.detach().double(), weight.detach().double()
-    for values, truth in zip(seen, naive((states, heads, ids, layer), 1.0), strict=True):
+    for values, truth in zip(seen, naive(states, heads, ids, 1.0, layer), strict=True):
         assert values.tolist() == pytest.approx(truth, rel=1e-6, abs=1e-6)
     (grad,) = torch.autograd.grad(seen[0].sum(), weight)
     capped = torch.tanh(z[0].float().double())

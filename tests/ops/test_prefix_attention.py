@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from output_layers import DEVICE, kernels
 from torch import Tensor
 
 from maskpack.errors import ReplayError
@@ -26,13 +26,7 @@ from maskpack.ops.prefix_attention import Bounds, merged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-kernels = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-    ),
-]
+
 SCALE = 0.4
 
 
@@ -212,15 +206,6 @@ def test_queries_keys_and_values_may_be_head_major(
     problem.qkv = [head_major(x) if number in turned else x for number, x in enumerate(problem.qkv)]
     monkeypatch.setattr(prefix_attention, "uses_triton", lambda device: of == "triton")
     assert apart(problem.results(problem.merged, None, None), truth) < (1e-12 if of == "torch" else 1e-5)
-
-
-def test_a_row_does_not_see_the_others() -> None:
-    problem = Problem(TRIES["groups"])
-    before = problem.ours(*problem.qkv, None, None)
-    own = problem.paths[2]
-    for x in problem.qkv:
-        x[[token for token in range(problem.tokens) if token not in own]] = 1000.0
-    assert torch.equal(problem.ours(*problem.qkv, None, None)[own], before[own])
 
 
 def test_a_level_is_a_call() -> None:

@@ -110,7 +110,7 @@ def truth_of(model: Any, batch: TensorDict, temperature: float = 1.0) -> tuple[T
 def gradients(model: Any, values: Tensor) -> list[Tensor]:
     """Of a sum of values with weights of their own."""
     model.zero_grad()
-    (values * torch.linspace(0.3, 1.3, values.numel())).sum().backward()
+    (values * torch.linspace(0.3, 1.3, values.numel(), dtype=values.dtype)).sum().backward()
     return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
 

@@ -3,10 +3,8 @@ attention; and everything that must raise instead of giving other numbers."""
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,17 +18,16 @@ import maskpack as mp
 from maskpack.core import native
 from maskpack.errors import ReplayError
 from maskpack.ops import attention, prefix_attention
-from maskpack.planning import plan_micro_batches
-from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs, response_values
+from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
 tf = pytest.importorskip("transformers")
 from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 replayable = adapter.replayable
+from rows_alone import gradients, off  # noqa: E402
 from tree_rows import (  # noqa: E402
     LIMITS,
-    MODELS,
     ROWS,
     SHARE,
     Row,
@@ -39,12 +36,7 @@ from tree_rows import (  # noqa: E402
     check,
     checkpoint,
     close,
-    drawn,
-    for_model,
-    gradients,
-    groups,
     pair,
-    slopes,
     truth_of,
 )
 
@@ -54,20 +46,6 @@ from tree_rows import (  # noqa: E402
 @all_models
 def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, rows: Any, dtype: torch.dtype) -> None:
     check(make, rows, dtype)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@all_models
-def test_padding_on_one_side(make: Any, side: str) -> None:
-    check(make, ROWS["groups"], side=side)
-
-
-@pytest.mark.parametrize("min_shared", [1, 3, 16])
-@all_models
-def test_short_prefixes_are_repeated(make: Any, min_shared: int) -> None:
-    rows = [(list(range(5, 5 + n)), answer) for n, answer in zip((20, 20, 20, 2, 2), groups([5])[0:5], strict=True)
-            for answer in [answer[1]]]  # fmt: skip
-    check(make, rows, options=replace(SHARE, min_shared=min_shared, multiple_of=8))
 
 
 @given(
@@ -96,19 +74,6 @@ def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> Non
     close(gradients(model, seen.values()), gradients(plain, truth_of(plain, rows)))
 
 
-@pytest.mark.parametrize("form", ["padded", "nested", "packed"])
-def test_forms_of_a_batch_are_equal_bit_for_bit(form: str) -> None:
-    model, _ = pair(qwen3)
-    batch = batch_of(ROWS["groups"])
-    forms = {
-        "padded": batch,
-        "nested": mp.nest_batch_by_mask(batch, pad_token_id=0),
-        "packed": mp.compress(batch, pad_token_id=0),
-    }
-    seen = response_log_probs(replayable(model), forms[form], options=SHARE)
-    assert torch.equal(seen.values(), response_log_probs(replayable(model), batch, options=SHARE).values())
-
-
 def test_positions_are_counted_where_the_batch_has_none() -> None:
     batch = batch_of(ROWS["groups"])
     with_positions = PackedInputs.of(batch, options=SHARE)
@@ -130,23 +95,6 @@ def test_tokens_of_other_positions_are_not_shared() -> None:
     assert whole.tree.shared.tolist() == [0, 4]
 
 
-def test_temperature_and_entropy() -> None:
-    model, _ = pair(qwen3)
-    ready, batch = replayable(model), batch_of(ROWS["groups"])
-    shared, apart = (
-        response_log_probs(
-            ready,
-            batch,
-            temperature=0.7,
-            entropy=True,
-            options=ReplayOptions(share_prefixes=share, min_shared=1),
-        )
-        for share in (True, False)
-    )
-    for one, other in zip(shared, apart, strict=True):
-        assert float((one.values() - other.values()).detach().abs().max()) <= 5e-6
-
-
 def test_a_response_without_prompt() -> None:
     """Its first token has no output that scores it, in all rows that share it."""
     rows = [([], [5, 6, 7]), ([], [5, 6, 8]), ([9], [5, 6])]
@@ -158,84 +106,8 @@ def test_a_response_without_prompt() -> None:
         response_log_probs(ready, batch, options=ReplayOptions(no_prompt="skip", share_prefixes=share, min_shared=1))
         for share in (True, False)
     )
-    assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
+    assert off(shared, apart.values()) <= 5e-6
     assert [float(row[0].detach()) for row in shared.unbind()[:2]] == [0.0, 0.0]
-
-
-def test_a_plan_cuts_groups_into_subgroups() -> None:
-    """The prompt is repeated in each micro-batch, and log-probs come in the order of the rows."""
-    model, plain = pair(llama)
-    rows = groups([6, 5, 7], prompt=8, response=6, seed=3)
-    batch = batch_of(rows)
-    tokens = [len(prompt) + len(response) for prompt, response in rows]
-    for budget in (14, 30, 200):
-        plan = plan_micro_batches(tokens, budget)
-        seen = response_log_probs(replayable(model), batch, plan=plan, options=SHARE)
-        assert float((seen.values() - truth_of(plain, rows)).abs().max()) <= 5e-6
-
-
-def trajectories() -> list[Row]:
-    """Four trajectories for each of 50 tasks: system prompt and question, then all other messages. A message has a
-    hundredth of its tokens, equal ones for equal texts."""
-    data = json.loads((Path(__file__).parents[2] / "bench/workloads/tau_airline.json").read_text())
-    rng = np.random.default_rng(0)
-    texts = [drawn(rng, max(1, round(tokens / 100))) for tokens in data["tokens"]]
-    rows: list[Row] = []
-    for _, roles, numbers in data["rows"]:
-        begin = roles.index("a")
-        halves = [[token for number in part for token in texts[number]] for part in (numbers[:begin], numbers[begin:])]
-        rows.append((halves[0], halves[1]))
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("make", "dtype"), [(qwen3, torch.float64), *((make, torch.float32) for make in MODELS.values())]
-)
-def test_real_trajectories(make: Any, dtype: torch.dtype) -> None:
-    """200 trajectories of an agent, four of each task, with one system prompt, in micro-batches of a trie with many
-    branches. Messages have a hundredth of their tokens."""
-    rows = trajectories()
-    batch = for_model(make, rows)
-    lengths = [len(prompt) + len(response) for prompt, response in rows]
-    tree = prefix_tree(batch, options=ReplayOptions(min_shared=1))
-    assert len(set(tree.nodes.levels.tolist())) > 4
-    assert tree.num_tokens < 0.7 * sum(lengths)
-    model, plain = pair(make, dtype)
-    ready = replayable(model)
-    plan = plan_micro_batches(lengths, 600, tree=tree)
-    assert len(plan.micro_batches) > 3
-    seen = response_log_probs(ready, batch, plan=plan, self_check=True, options=SHARE)
-    truth = truth_of(plain, rows, make is qwen25_vl)
-    limit, gradient_limit = LIMITS[dtype]
-    assert float((seen.values() - truth).detach().abs().max()) <= limit
-    weights = slopes(truth)
-    model.zero_grad()
-    own = torch.from_numpy(np.cumsum([0, *(len(response) for _, response in rows)]))
-    for numbers, part in zip(plan.micro_batches, plan.apply(batch), strict=True):
-        values = response_log_probs(ready, part, options=SHARE).values()
-        of_rows = torch.cat([weights[own[row] : own[row + 1]] for row in numbers])
-        (values * of_rows).sum().backward()
-    ours = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-    close(ours, gradients(plain, truth), gradient_limit)
-
-
-def test_values_of_a_critic_are_those_of_each_row_alone() -> None:
-    config = tf.Qwen3Config(**TINY | {"head_dim": 8, "num_labels": 1})
-    torch.manual_seed(1)
-    model = tf.Qwen3ForTokenClassification(config).eval()
-    batch = batch_of(ROWS["groups"])
-    shared, apart = (
-        response_values(
-            replayable(model),
-            batch,
-            model.score,
-            self_check=True,
-            options=ReplayOptions(share_prefixes=share, min_shared=1),
-        )
-        for share in (True, False)
-    )
-    assert float((shared.values() - apart.values()).detach().abs().max()) <= 5e-6
-    close(gradients(model, shared.values()), gradients(model, apart.values()))
 
 
 def test_a_token_of_several_rows_is_computed_and_scored_once() -> None:
@@ -265,7 +137,7 @@ def test_without_packing_rows_share_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     rows = ROWS["groups"]
     seen = response_log_probs(replayable(model), batch_of(rows), self_check=True, options=SHARE)
-    assert float((seen.values() - truth_of(plain, rows)).detach().abs().max()) <= 5e-6
+    assert off(seen, truth_of(plain, rows)) <= 5e-6
 
 
 @pytest.mark.parametrize("form", ["padded", "nested", "packed"])
@@ -302,59 +174,44 @@ def test_dropout_is_refused_in_train_mode() -> None:
     response_log_probs(ready, batch_of(ROWS["groups"]), options=SHARE)
 
 
-def test_dropout_without_a_layer_is_refused_in_train_mode() -> None:
-    model, _ = pair(qwen3)
-    model.config.hidden_dropout = 0.1
-    model.train()
-    refused("has dropout (hidden_dropout) and is in train mode; expected none", replayable(model))
-
-
-def test_dropout_of_a_part_in_train_mode_is_refused() -> None:
-    model, _ = pair(llama)
+def part_in_train_mode(model: Any) -> None:
+    model.eval()
     mlp = model.model.layers[0].mlp
     mlp.down_proj = torch.nn.Sequential(mlp.down_proj, torch.nn.Dropout(0.3))
     mlp.train()
-    refused("has dropout (layers.0.mlp.down_proj.1) and is in train mode", replayable(model))
 
 
-@pytest.mark.parametrize("option", ["residual_dropout", "router_jitter_noise", "drop_path_rate"])
-def test_options_of_dropout_and_noise_are_refused_in_train_mode(option: str) -> None:
+DROPOUT: dict[str, Any] = {"layers.0.mlp.down_proj.1": part_in_train_mode} | {
+    name: lambda model, name=name: setattr(model.config, name, 0.1)
+    for name in ("hidden_dropout", "attention_dropout", "residual_dropout", "router_jitter_noise", "drop_path_rate")
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_and_noise_of_any_kind_are_refused_in_train_mode(name: str) -> None:
     model, _ = pair(llama)
-    setattr(model.config, option, 0.1)
-    ready = replayable(model.train())
-    refused(f"has dropout ({option}) and is in train mode", ready)
-    setattr(model.config, option, 0.0)
-    model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
-    response_log_probs(ready, batch_of(ROWS["groups"]), options=SHARE)
-
-
-def test_residual_dropout_that_layers_apply_by_a_function_is_refused() -> None:
-    sizes = TINY | {"head_dim": 8, "attention_dropout": 0.0}
-    refused("has dropout (residual_dropout)", replayable(tf.SeedOssForCausalLM(tf.SeedOssConfig(**sizes)).train()))
-
-
-def test_attention_dropout_is_refused_in_train_mode() -> None:
-    model, _ = pair(llama, attention_dropout=0.1)
     model.train()
-    refused("has dropout (attention_dropout) and is in train mode", replayable(model))
+    DROPOUT[name](model)
+    refused(f"has dropout ({name}) and is in train mode; expected none", replayable(model))
 
 
-def test_a_model_that_keeps_the_tree_from_its_attention_is_refused() -> None:
+def test_dropout_of_heads_that_do_not_run_does_not_count() -> None:
+    model, _ = pair(llama)
+    model.config.classifier_dropout = model.config.summary_first_dropout = 0.1
+    response_log_probs(replayable(model.train()), batch_of(ROWS["groups"]), options=SHARE)
+
+
+def other_tree() -> dict[str, Any]:
+    return {"prefix_tree": prefix_tree(batch_of(ROWS["groups"]), options=ReplayOptions(min_shared=1))}
+
+
+@pytest.mark.parametrize("given", [lambda: {"prefix_tree": None}, other_tree], ids=["none", "another"])
+def test_a_model_that_keeps_the_tree_from_its_attention_is_refused(given: Any) -> None:
     model, _ = pair(qwen3)
     ready = replayable(model)
     layer = model.model.layers[1].self_attn
     own = layer.forward
-    layer.forward = lambda *args, **kwargs: own(*args, **{k: v for k, v in kwargs.items() if k != "prefix_tree"})
-    refused("does not pass the tree of shared prefixes on to its attention", ready)
-
-
-def test_a_model_that_gives_its_attention_another_tree_is_refused() -> None:
-    model, _ = pair(qwen3)
-    ready = replayable(model)
-    layer = model.model.layers[1].self_attn
-    own = layer.forward
-    other = prefix_tree(batch_of(ROWS["groups"]), options=ReplayOptions(min_shared=1))
-    layer.forward = lambda *args, **kwargs: own(*args, **kwargs | {"prefix_tree": other})
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs | given())
     refused("does not pass the tree of shared prefixes on to its attention", ready)
 
 
@@ -369,18 +226,6 @@ def test_a_window_that_the_attention_is_not_told_counts_whole_rows() -> None:
         response_log_probs(replayable(model), batch_of(rows), options=SHARE)
 
 
-def test_a_model_that_does_not_know_trees_is_refused() -> None:
-    class Other:
-        device = torch.device("cpu")
-
-        def hidden(self, inputs: Any) -> Any:
-            raise AssertionError
-
-        dense_hidden = self_check = hidden
-
-    refused("which does not declare support for PackedInputs.tree", Other())
-
-
 def test_rotary_positions_that_depend_on_the_longest_row_count_whole_rows() -> None:
     """A node is shorter than the row that it is part of."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -393,18 +238,6 @@ def test_rotary_positions_that_depend_on_the_longest_row_count_whole_rows() -> N
 
 
 # -------------------------------------------------------------------- the self-check
-
-
-def test_the_self_check_compares_a_row_that_shares() -> None:
-    model, _ = pair(qwen3)
-    ready, batch = replayable(model), batch_of([([5, 6, 7], [8, 9]), ([5, 6, 7], [10, 11, 12]), ([13], [14])])
-    compared: list[list[int]] = []
-    own = model.forward
-    model.forward = lambda *args, **kwargs: compared.append(kwargs["input_ids"][0].tolist()) or own(*args, **kwargs)
-    for _ in range(2):
-        response_log_probs(ready, batch, options=SHARE)
-    response_log_probs(ready, batch)
-    assert compared == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 11, 12]]  # once with the tree, once without
 
 
 def test_the_self_check_compares_again_when_rows_share() -> None:
@@ -511,4 +344,4 @@ def test_wrong_positions_give_other_numbers(monkeypatch: pytest.MonkeyPatch) -> 
     # it compares with these positions, so that a row alone is as wrong: numbers differ from those of rows alone
     seen = response_log_probs(replayable(model), batch_of(ROWS["groups"]), self_check=False, options=SHARE)
     _, plain = pair(qwen3)
-    assert float((seen.values() - truth_of(plain, ROWS["groups"])).detach().abs().max()) > 1e-2
+    assert off(seen, truth_of(plain, ROWS["groups"])) > 1e-2

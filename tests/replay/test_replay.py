@@ -175,18 +175,6 @@ def compare(batch: TensorDict, form: Any) -> None:
     assert before == (freeze(source) if isinstance(source, TensorDict) else freeze(mp.decompress(source)))
 
 
-@pytest.mark.parametrize("multiple_of", [1, 2, 7, 64, 100])
-def test_a_tail_is_a_row_of_its_own(multiple_of: int) -> None:
-    batch = batch_of(*CASES["both"])  # of 40 tokens
-    inputs = PackedInputs.of(batch, options=ReplayOptions(multiple_of=multiple_of))
-    check(inputs, naive(batch, multiple_of))
-    tail = {1: 0, 2: 0, 7: 2, 64: 24, 100: 60}[multiple_of]
-    assert inputs.input_ids.shape == (1, 40 + tail)
-    assert inputs.cu_seqlens.tolist() == [0, 5, 16, 17, 24, 30, 40] + [40 + tail] * bool(tail)
-    assert inputs.position_ids[0, 40:].tolist() == list(range(tail))
-    assert inputs.max_seqlen == max(tail, 11)
-
-
 def test_a_batch_without_tokens_is_a_tail_alone() -> None:
     """Models do not run without a token, and ranks that run one wait for each other."""
     for batch in (batch_of(*CASES["no tokens"]), batch_of(*CASES["both"])[:0]):
@@ -217,11 +205,6 @@ def test_responses_without_prompt(form: Any) -> None:
     check(inputs, naive(batch))
     assert inputs.scored is not None
     assert inputs.scored.tolist() == [0, 1, 2, 4, 5, 6, 8]
-
-
-def test_a_batch_without_prompts_at_all() -> None:
-    batch = batch_of(lines_of([(0, 4), (0, 2)], 0, 4), 4)
-    check(PackedInputs.of(batch, options=ReplayOptions(no_prompt="skip", multiple_of=4)), naive(batch, 4))
 
 
 @st.composite
@@ -261,15 +244,6 @@ def test_rows_selected_from_a_batch(form: Any) -> None:
     assert len(plan.micro_batches) > 2
     for rows, part in zip(plan.micro_batches, plan.apply(form(batch)), strict=True):
         check(PackedInputs.of(part), naive(batch[rows]))
-
-
-def test_position_ids_that_cannot_be_nested_are_read_from_their_columns() -> None:
-    batch = batch_of(*CASES["both"])
-    batch["position_ids"] = torch.arange(77).view(7, 11)
-    with pytest.warns(mp.errors.MaskpackWarning):
-        nested = mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert not nested["position_ids"].is_nested
-    check(PackedInputs.of(nested), naive(batch))
 
 
 def without(batch: TensorDict, *names: str) -> TensorDict:
@@ -401,12 +375,9 @@ LENGTHS = mp.MaskAxis("input_lengths", form="lengths", head=("input_ids",))
 MASK = mp.MaskAxis("mask")
 APART: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, int, str]] = {
     "a hole": (FULL, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0]], axes_of(MASK), 1, "2:4 and 6:7"),
-    "a suffix with a hole": (LEFT, [[0, 0, 0, 1, 1, 0, 1, 0], [0] * 8], axes_of(MASK), 0, "3:5 and 6:7"),
     "more spans": (SHORT, [[1, 0, 1, 0, 1, 0, 0, 1], [0] * 8], axes_of(MASK), 0, "0:1 and 2:3 and 4:5 and 7:8"),
     "no sequence": ([[0] * 8, [0] * 8], [[0] * 8, [0, 1] * 4], axes_of(MASK), 1, "1:2 and 3:4 and 5:6 and 7:8"),
-    "before the end": (LEFT, [[0] * 8, [0, 0, 0, 0, 0, 1, 1, 0]], axes_of(MASK), 1, "5:7"),
     "token_mask": (SHORT, [[0, 1, 1, 0, 1, 0, 0, 0], [0] * 8], axes_of(MASK, LENGTHS), 0, "1:3 and 4:5"),
-    "a hole of [B, R]": (LEFT, [[1, 0, 1, 0], [1, 1, 1, 1]], axes_of(MASK), 0, "0:1 and 2:3"),
     "[B, R] before the end": (LEFT, [[1, 1, 1, 0], [1, 1, 0, 0]], axes_of(MASK), 1, "0:2"),
     "under padding": (SHORT, [[0, 0, 0, 0, 0, 1, 0, 0], [0] * 8], axes_of(MASK), 0, "5:6"),
     "a tail of another mask": (FULL, [[0, 0, 0, 1, 1, 0, 0, 1], [0] * 8],
@@ -473,14 +444,6 @@ def test_responses_that_are_the_end_of_their_rows(
             )
 
 
-def test_an_axis_of_lengths_with_a_mask_to_fall_back_on() -> None:
-    lengths = mp.MaskAxis("response_lengths", form="lengths", head=("mask",))
-    batch = masked(SHORT, [[1, 0, 0], [1, 1, 1]])
-    for ways in ((lengths, MASK), (mp.MaskAxis("absent"), lengths)):
-        own = axes_of(ways, LENGTHS)
-        assert PackedInputs.of(batch, options=ReplayOptions(registry=own)).targets.tolist() == [5, 14, 15, 16]
-
-
 def test_holes_are_data_on_an_axis_of_all_tokens() -> None:
     """What the error tells to do."""
     batch, own = masked(FULL, [[0, 0, 1, 1, 0, 0, 1, 0], [0] * 8]), axes_of(mp.MaskAxis("attention_mask"))
@@ -533,25 +496,29 @@ class Sums:
         self.seen.append(f"self_check {again}")
 
 
-def truth_of(model: Sums, batch: TensorDict, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs and entropies of the response tokens of each row, from its own tokens; 0 where nothing scores one."""
+def each_row(model: Sums, batch: TensorDict) -> Iterator[tuple[Any, Tensor, list[int]]]:
+    """Hidden states of each row from its own tokens, its tokens, and which of them are responses."""
     prompt = batch["attention_mask"].shape[1] - batch["responses"].shape[1]
-    log_probs, entropies = [], []
     for b in range(batch.batch_size[0]):
         real = [s for s, on in enumerate(batch["attention_mask"][b].tolist()) if on]
         ids = batch["input_ids"][b, real]
         places = batch["position_ids"][b, ..., real] if "position_ids" in batch else torch.arange(len(real))
-        scores = (model.row(ids, places) @ model.head.T / temperature).log_softmax(-1) if real else None
-        own, other = [], []
-        for nth, s in enumerate(real):
-            if s >= prompt and nth == 0:
-                own.append(torch.zeros((), dtype=torch.float64))
-                other.append(torch.zeros((), dtype=torch.float64))
-            elif s >= prompt:
-                own.append(scores[nth - 1, ids[nth]])
-                other.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum())
-        log_probs.append(torch.stack(own) if own else torch.zeros(0, dtype=torch.float64))
-        entropies.append(torch.stack(other) if other else torch.zeros(0, dtype=torch.float64))
+        yield model.row(ids, places) if real else None, ids, [nth for nth, s in enumerate(real) if s >= prompt]
+
+
+def row_of(responses: Sequence[int], value: Any) -> Tensor:
+    """The values of response tokens; 0 where nothing is before one."""
+    zero = torch.zeros((), dtype=torch.float64)
+    return torch.stack([value(nth) if nth else zero for nth in responses]) if responses else zero[None][:0]
+
+
+def truth_of(model: Sums, batch: TensorDict, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs and entropies of the response tokens of each row."""
+    log_probs, entropies = [], []
+    for states, ids, responses in each_row(model, batch):
+        p = None if states is None else (states @ model.head.T / temperature).log_softmax(-1)
+        log_probs.append(row_of(responses, lambda nth, p=p, ids=ids: p[nth - 1, ids[nth]]))
+        entropies.append(row_of(responses, lambda nth, p=p: -(p[nth - 1].exp() * p[nth - 1]).sum()))
     return log_probs, entropies
 
 
@@ -585,29 +552,6 @@ def test_log_probs_are_those_of_each_row_alone(case: str, ids: str, packing: str
         same_rows(response_log_probs(model, form(batch)), truth_of(model, batch)[0])
 
 
-def test_gradients_are_those_of_each_row_alone(packing: str) -> None:
-    batch = batch_of(lines_of(((2, 3), (0, 4), (0, 0), (1, 1)), 3, 4), 4)
-    model = Sums()
-    weights = (model.table, model.head)
-    out = response_log_probs(model, batch, options=ReplayOptions(no_prompt="skip", multiple_of=16)).values()
-    slopes = torch.linspace(-1, 1, out.numel(), dtype=torch.float64)
-    seen = torch.autograd.grad((out * slopes).sum(), weights)
-    truth = torch.autograd.grad((torch.cat(truth_of(model, batch)[0]) * slopes).sum(), weights)
-    assert out.numel() == 8
-    for got, want in zip(seen, truth, strict=True):
-        assert torch.allclose(got, want, rtol=0, atol=1e-12)
-
-
-def test_a_batch_without_tokens_has_gradients_of_zero(packing: str) -> None:
-    """The backward pass runs all the same: other ranks wait for it."""
-    model = Sums()
-    out = response_log_probs(model, batch_of(*CASES["no tokens"]))
-    assert (out.size(0), out.values().numel()) == (2, 0)
-    out.values().sum().backward()
-    assert model.table.grad is not None
-    assert not model.table.grad.any()
-
-
 @all_forms
 def test_a_response_without_prompt_keeps_a_zero_for_its_first_token(form: Any, packing: str) -> None:
     batch = batch_of(lines_of(((2, 3), (0, 4), (0, 0), (0, 1), (1, 1)), 3, 4), 4)
@@ -615,6 +559,11 @@ def test_a_response_without_prompt_keeps_a_zero_for_its_first_token(form: Any, p
     with pytest.raises(ReplayError, match=r"PackedInputs.of: rows \[1, 3\] have a response"):
         response_log_probs(model, form(batch))
     assert model.seen == []
+    with pytest.raises(
+        ReplayError, match=r"in the micro-batch of rows \[1, 2\] of the batch: PackedInputs.of: rows \[0"
+    ):
+        response_log_probs(model, form(batch), plan=mp.planning.plan_micro_batches([5, 4, 0, 1, 2], 4))
+    model.seen.clear()
     log_probs, entropies = response_log_probs(model, form(batch), entropy=True, options=ReplayOptions(no_prompt="skip"))
     truth = truth_of(model, batch)
     same_rows(log_probs, truth[0])
@@ -643,7 +592,10 @@ def test_a_plan_puts_rows_back(form: Any, packing: str) -> None:
     for got, truth in zip(seen, truth_of(model, batch, 0.5), strict=True):
         same_rows(got, truth)
         assert not got.requires_grad
-    same_rows(response_log_probs(model, form(batch), plan=plan), truth_of(model, batch)[0])
+    assert seen[0].offsets() is seen[1].offsets()
+    nested = mp.nest_batch_by_mask(batch.set("old_log_probs", torch.zeros(7, 6)), pad_token_id=PAD)
+    out = response_log_probs(model, nested, plan=plan)
+    same_rows(out - nested["old_log_probs"], truth_of(model, batch)[0])  # on the offsets of the batch
 
 
 @all_forms
@@ -684,13 +636,11 @@ def test_the_switch_is_0_or_1(value: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert model.seen == []
 
 
-def test_outputs_lie_on_the_response_layout() -> None:
-    """Arithmetic with what else is on it: the ratio of a PPO loss."""
-    nested = mp.nest_batch_by_mask(batch_of(*CASES["both"]).set("old_log_probs", torch.zeros(7, 6)), pad_token_id=PAD)
-    out = response_log_probs(Sums(), nested)
-    padded = mp.select_and_pad_to_response(nested.clone(False).set("log_probs", out), "log_probs")
-    assert tuple(padded["log_probs"].shape) == (7, 6)
-    assert [int((row != 0).sum()) for row in padded["log_probs"]] == [3, 6, 0, 4, 0, 1, 6]
+@pytest.mark.parametrize(("asked", "part"), [("share_prefixes", "tree"), ("routed_experts", "routed_experts")])
+def test_a_model_that_does_not_declare_what_is_asked_for_is_refused(asked: str, part: str) -> None:
+    message = f"{asked} with a Sums, which does not declare support for PackedInputs.{part}; expected a model that "
+    with pytest.raises(ReplayError, match=message):
+        response_log_probs(Sums(), batch_of(*CASES["both"]), options=ReplayOptions(**{asked: True}))
 
 
 # -------------------------------------------------------------------- devices
@@ -758,23 +708,6 @@ def test_rows_go_to_the_device_of_the_model(form: Any, ids: str, packing: str, o
     assert before == (freeze(batch) if isinstance(batch, TensorDict) else freeze(mp.decompress(batch)))
 
 
-@all_forms
-def test_of_a_plan_a_micro_batch_goes_at_a_time(form: Any, packing: str, onto_meta: None) -> None:
-    """Never the batch: what the model is given, and what is on its way, are the rows of one."""
-    batch = batch_of(*CASES["both"])
-    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 14)
-    model = Elsewhere()
-    source = form(batch)
-    log_probs = response_log_probs(model, source, plan=plan)
-    values = response_values(model, source, lambda hidden: hidden[:, 0], plan=plan)
-    for seen in (log_probs, values):
-        sent_to_meta(seen, [r for _, r in BOTH])
-    tokens = [int(batch["attention_mask"][rows].sum()) for rows in plan.micro_batches]
-    assert len(tokens) > 2
-    if packing == "packed":
-        assert model.given == tokens * 2
-
-
 def test_only_what_the_model_needs_goes_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the other fields, and nothing padded."""
     sent: list[tuple[int, ...]] = []
@@ -813,16 +746,11 @@ def test_a_model_that_does_not_say_its_device_is_named() -> None:
 
 
 def values_of(model: Sums, batch: TensorDict, weight: Tensor, bias: float) -> list[Tensor]:
-    """Of each row: for a response token, the value of what was seen before it; 0 where nothing was."""
-    prompt = batch["attention_mask"].shape[1] - batch["responses"].shape[1]
-    out = []
-    for b in range(batch.batch_size[0]):
-        real = [s for s, on in enumerate(batch["attention_mask"][b].tolist()) if on]
-        states = model.row(batch["input_ids"][b, real], batch["position_ids"][b, ..., real]) if real else None
-        zero = torch.zeros((), dtype=torch.float64)
-        own = [sum(states[nth - 1] * weight) + bias if nth else zero for nth, s in enumerate(real) if s >= prompt]
-        out.append(torch.stack(own) if own else torch.zeros(0, dtype=torch.float64))
-    return out
+    """Of each row: for a response token, the value of what was seen before it."""
+    return [
+        row_of(responses, lambda nth, states=states: sum(states[nth - 1] * weight) + bias)
+        for states, _, responses in each_row(model, batch)
+    ]
 
 
 WEIGHT = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.float64)

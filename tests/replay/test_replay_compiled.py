@@ -24,6 +24,7 @@ tf = pytest.importorskip("transformers")
 from rows_alone import (  # noqa: E402
     LIMIT,
     ROWS,
+    all_models,
     batch_of,
     checkpoint,
     close_gradients,
@@ -33,13 +34,11 @@ from rows_alone import (  # noqa: E402
     off,
     truth_of,
 )
-from tiny_models import gemma3, llama, pair, qwen3, qwen25_vl  # noqa: E402
+from tiny_models import gemma3, llama, pair, qwen3  # noqa: E402
 
 compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
 replayable = adapter.replayable
-MODELS = {make.__name__: make for make in (qwen3, llama, gemma3, qwen25_vl, gpt2)}
-all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
 class Counting:
@@ -221,16 +220,6 @@ def test_one_token_is_no_case_of_its_own(backend: Counting) -> None:
         assert torch.equal(ours.hidden(inputs), plain.hidden(inputs))
 
 
-def test_what_it_cannot_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_graph: Any, _inputs: Any) -> Any:
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setitem(compiled._OPTIONS, "backend", broken)
-    model, _ = pair(llama)
-    with pytest.raises(ReplayError, match=r"torch.compile failed for Llama.* a compiler on this host"):
-        response_log_probs(replayable(model, compile=True), batch_of())
-
-
 ELSEWHERE = """
 import torch
 
@@ -298,7 +287,9 @@ def test_what_torch_compile_raises(where: str, kind: type[Exception], monkeypatc
         assert not isinstance(caught.value, ReplayError)
         assert where == "traced" or type(caught.value) is kind
     else:
-        assert re.match(f"replayable: torch.compile failed for Llama.*{kind.__name__}", str(caught.value))
+        assert re.match(
+            f"replayable: torch.compile failed for Llama.*{kind.__name__}.* a compiler on this host", str(caught.value)
+        )
 
 
 def test_an_error_of_a_part_that_runs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

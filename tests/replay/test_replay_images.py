@@ -3,13 +3,12 @@ forward of each row alone; and what must raise instead of giving other numbers."
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 import maskpack as mp
@@ -20,6 +19,7 @@ tf = pytest.importorskip("transformers")
 import tiny_vision as tiny  # noqa: E402
 import work_images  # noqa: E402
 from ranks import run_ranks, values  # noqa: E402
+from rows_alone import off  # noqa: E402
 from tiny_models import llama, pair  # noqa: E402
 from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth  # noqa: E402
 
@@ -29,6 +29,7 @@ replayable = adapter.replayable
 passes = adapter.passes
 
 LIMIT, GRADIENT_LIMIT = 5e-6, 1e-5
+SHARE: dict[str, Any] = {"options": ReplayOptions(share_prefixes=True, min_shared=1)}
 GRIDS = [make for make in tiny.GRIDS if make is not tiny.qwen35_vl]
 MODELS = {make.__name__: make for make in (*GRIDS, tiny.llava, tiny.internvl, tiny.mistral3)}
 all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -58,12 +59,6 @@ def close_gradients(seen: dict[str, Tensor], want: dict[str, Tensor]) -> None:
             size = want[name.replace("k_proj.bias", "k_proj.weight")].norm()
             assert float((got - expected).norm()) <= GRADIENT_LIMIT * float(size) + 1e-12, name
     assert len(want) > 20
-
-
-def off(seen: Any, want: Tensor) -> float:
-    values = seen.values() if seen.is_nested else seen
-    assert values.shape == want.shape
-    return float((values.detach() - want.detach()).abs().max()) if want.numel() else 0.0
 
 
 # -------------------------------------------------------------------- right numbers
@@ -148,17 +143,6 @@ def test_gradient_checkpointing(make: Any, reentrant: bool) -> None:
 
 
 @main_models
-def test_without_gradients_and_in_half_precision(make: Any) -> None:
-    model, plain = pair(make)
-    given = given_to(make)
-    batch, ready = batch_of(plain, given), replayable(model)
-    with torch.no_grad():
-        assert off(response_log_probs(ready, batch, temperature=1.0), truth(plain, given)) <= LIMIT
-        with torch.autocast("cpu", torch.bfloat16):
-            assert off(response_log_probs(ready, batch, self_check=True), truth(plain, given)) < 0.3
-
-
-@main_models
 def test_padded_replay(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     model, plain = pair(make)
@@ -186,15 +170,6 @@ def test_values(make: Any) -> None:
     want = head(torch.cat(hidden))[:, 0]
     assert off(seen, want) <= LIMIT
     assert off(bare, want) <= LIMIT
-
-
-def test_four_sections_are_three_sections() -> None:
-    model, plain = pair(tiny.qwen25_vl)
-    given = given_to(tiny.qwen25_vl)
-    batch = batch_of(plain, given)
-    text = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    batch["position_ids"] = torch.cat([text[:, None], batch["position_ids"]], 1)
-    assert off(response_log_probs(replayable(model), batch), truth(plain, given)) <= LIMIT
 
 
 def test_rows_without_tokens_may_have_images() -> None:
@@ -277,20 +252,10 @@ def test_the_vision_tower_is_told_nothing_of_packed_rows() -> None:
             lambda _part, _args, given, name=name: told.setdefault(name, set()).update(given), with_kwargs=True
         )
     given = given_to(tiny.qwen35_vl)
-    response_log_probs(
-        ready, batch_of(plain, given), self_check=False, options=ReplayOptions(share_prefixes=True, min_shared=1)
-    )
+    response_log_probs(ready, batch_of(plain, given), self_check=False, **SHARE)
     of_rows = told["base"] & told["layer"] - {"position_ids", "use_cache"}
     assert {"cu_seq_lens_q", "mixer_rows"} <= of_rows
     assert not of_rows & told["tower"]
-
-
-def test_a_copy_replays() -> None:
-    model, plain = pair(tiny.qwen25_vl)
-    replayable(model)
-    given = given_to(tiny.qwen25_vl)
-    seen = response_log_probs(replayable(copy.deepcopy(model)), batch_of(plain, given))
-    assert off(seen, truth(plain, given)) <= LIMIT
 
 
 def test_the_self_check_compares_a_row_with_images() -> None:
@@ -363,16 +328,12 @@ def test_images_of_a_group_are_seen_once(make: Any, media: str) -> None:
     model.model.register_forward_pre_hook(
         lambda _part, _args, told: entries.append(len(told["pixel_values"])), with_kwargs=True
     )
-    seen = response_log_probs(
-        replayable(model), batch, self_check=False, options=ReplayOptions(share_prefixes=True, min_shared=1)
-    )
+    seen = response_log_probs(replayable(model), batch, self_check=False, **SHARE)
     want = truth(plain, given)
     assert off(seen, want) <= LIMIT
     assert 3 * entries[0] == sum(len(one.media.get("pixel_values", ())) for one in given)
     close_gradients(gradients(model, seen.values()), gradients(plain, want))
-    response_log_probs(
-        replayable(model), batch, self_check=True, options=ReplayOptions(share_prefixes=True, min_shared=1)
-    )
+    response_log_probs(replayable(model), batch, self_check=True, **SHARE)
 
 
 @pytest.mark.parametrize("media", ["objects", "jagged"])
@@ -386,16 +347,14 @@ def test_equal_ids_with_other_pixels_share_nothing(media: str) -> None:
     batch = batch_of(plain, given, media=media)
     tree = prefix_tree(batch, options=ReplayOptions(min_shared=1))
     assert tree.num_tokens == sum(len(one.ids) for one in given) - 2 * (len(given[0].ids) - 4)
-    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True, min_shared=1))
+    seen = response_log_probs(replayable(model), batch, **SHARE)
     want = truth(plain, given)
     assert (want[:4] - want[15:19]).abs().max() > 1e-3
     assert off(seen, want) <= LIMIT
     plan = mp.planning.plan_micro_batches(tree.lengths, tree.num_tokens, tree=tree)
     assert (
         off(
-            response_log_probs(
-                replayable(model), batch, plan=plan, options=ReplayOptions(share_prefixes=True, min_shared=1)
-            ),
+            response_log_probs(replayable(model), batch, plan=plan, **SHARE),
             want,
         )
         <= LIMIT
@@ -422,7 +381,7 @@ def test_rows_that_share_one_of_two_images_are_refused() -> None:
     given[1].ids[9] = 7  # between the images
     batch = batch_of(plain, given)
     with pytest.raises(ReplayError, match=r"shares some places .* Leave share_prefixes out"):
-        response_log_probs(replayable(model), batch, options=ReplayOptions(share_prefixes=True, min_shared=1))
+        response_log_probs(replayable(model), batch, **SHARE)
     assert off(response_log_probs(replayable(model), batch), truth(plain, given)) <= LIMIT
 
 
@@ -445,17 +404,15 @@ def refused(model: Any, batch: Any, match: str, **options: Any) -> None:
         response_log_probs(replayable(model), batch, **options)
 
 
-def test_media_of_other_rows_are_refused() -> None:
+def test_media_of_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = pair(tiny.qwen25_vl)
     given = given_to(tiny.qwen25_vl)
     given[0].media, given[2].media = given[2].media, given[0].media
     right = batch_of(plain, given_to(tiny.qwen25_vl), media="none")
     right["multi_modal_inputs"] = NonTensorStack(*[one.media for one in given])
-    refused(model, right, r"row 0 has 4 image tokens .* expected 8 tokens")
-    for monkey in ("0", "1"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MASKPACK_PACKED_REPLAY", monkey)
-            refused(model, right, r"row 0 has 4 image tokens .* expected 8 tokens")
+    for packing in ("0", "1"):
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        refused(model, right, r"row 0 has 4 image tokens .* expected 8 tokens")
 
 
 @pytest.mark.parametrize("make", [tiny.llava, tiny.internvl, tiny.mistral3])
@@ -486,11 +443,13 @@ def test_a_place_too_many_or_too_few(change: int) -> None:
     refused(model, batch, rf"row 0 has {4 + change} image tokens in its ids.*expected 4 tokens")
 
 
-def test_places_without_media_and_audio_are_refused() -> None:
+def test_places_without_media_and_audio_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = pair(tiny.qwen25_vl)
     given = given_to(tiny.qwen25_vl)
     batch = batch_of(plain, given, media="none")
-    refused(model, batch, "input_ids contain placeholders of images.*expected text alone: the batch has no pixels")
+    for packing in ("0", "1"):
+        monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+        refused(model, batch, "input_ids contain placeholders of images.*expected text alone: the batch has no pixels")
     batch["multi_modal_inputs"] = NonTensorStack(*[{}] * len(given))
     refused(model, batch, "input_ids contain placeholders of images.*expected text alone")
     dicts = [one.media for one in given]
@@ -504,7 +463,7 @@ def test_places_without_media_and_audio_are_refused() -> None:
 
 
 def test_media_with_a_text_model_are_refused() -> None:
-    model, _ = pair(llava_text)
+    model, _ = pair(llama)
     _, plain = pair(tiny.llava)
     batch = batch_of(plain, given_to(tiny.llava))
     refused(model, batch, r"images or videos \(pixel_values\), and LlamaForCausalLM takes text alone")
@@ -515,10 +474,6 @@ def test_media_with_a_text_model_are_refused() -> None:
 
     with pytest.raises(ReplayError, match=r"not declare support for PackedInputs\.media.*takes_media = True"):
         response_log_probs(Own(), batch)
-
-
-def llava_text(**more: Any) -> Any:
-    return llama(**more)
 
 
 def test_positions_without_sections_are_refused() -> None:
@@ -543,55 +498,36 @@ def test_fields_of_other_forms_are_refused() -> None:
     model, plain = pair(tiny.qwen25_vl)
     given = given_to(tiny.qwen25_vl)
     dicts = [one.media for one in given]
-    batch = batch_of(plain, given, media="none")
+    batch, first = batch_of(plain, given, media="none"), dicts[0]
 
-    def with_objects(value: Any) -> TensorDict:
-        out = batch.clone()
-        out["multi_modal_inputs"] = value
-        return out
+    def changed(**more: Any) -> Any:
+        return NonTensorStack(first | more, *dicts[1:])
 
-    from tensordict import NonTensorData
-
-    for one in (NonTensorData(dicts, batch_size=[len(given)]), NonTensorData("pixels", batch_size=[len(given)])):
-        refused(
-            model,
-            with_objects(one),
-            r'"multi_modal_inputs" is .* for 8 rows; expected a dict of tensors.*NonTensorStack',
-        )
-    refused(model, with_objects(torch.ones(len(given), 2)), '"multi_modal_inputs" is Tensor for 8 rows')
-    odd = {"pixel_values": [1.0]}
-    refused(
-        model,
-        with_objects(NonTensorStack(odd, *dicts[1:])),
-        '"pixel_values" in "multi_modal_inputs" of row 0 is a list',
-    )
-    wide = dict(dicts[0], pixel_values=torch.ones(16, PATCHES + 1))
-    refused(model, with_objects(NonTensorStack(wide, *dicts[1:])), r'entries of "pixel_values" are \(25,\).*\(24,\)')
-    grid = dict(dicts[0], image_grid_thw=torch.ones(1, 2, dtype=torch.int64))
-    refused(model, with_objects(NonTensorStack(grid, *[{}] * 7)), r"expected integers \[entries, 3\]")
-    lone = {"pixel_values": dicts[0]["pixel_values"]}
-    refused(
-        model,
-        with_objects(NonTensorStack(lone, *dicts[1:])),
-        "a row has pixel_values, another image_grid_thw, pixel_values",
-    )
-    more = [dict(one, mask=torch.ones(1)) if "pixel_values" in one else one for one in dicts]
-    refused(model, with_objects(NonTensorStack(*more)), "mask of images or videos, which Qwen2_5_VLModel does not take")
-    short = dict(dicts[0], pixel_values=dicts[0]["pixel_values"][:8])
-    refused(
-        model,
-        with_objects(NonTensorStack(short, *dicts[1:])),
-        "row 0 has 8 patches in pixel_values, and image_grid_thw says 16",
-    )
-    both = batch_of(plain, given)
-    both["pixel_values"] = batch_of(plain, given, media="jagged")["pixel_values"]
+    for objects, message in (
+        (NonTensorData(dicts, batch_size=[8]), r"is .* for 8 rows; expected a dict of tensors.*NonTensorStack"),
+        (NonTensorData("pixels", batch_size=[8]), r"is .* for 8 rows; expected a dict of tensors.*NonTensorStack"),
+        (torch.ones(8, 2), '"multi_modal_inputs" is Tensor for 8 rows'),
+        (changed(pixel_values=[1.0]), '"pixel_values" in "multi_modal_inputs" of row 0 is a list'),
+        (changed(pixel_values=torch.ones(16, 25)), r'entries of "pixel_values" are \(25,\).*\(24,\)'),
+        (NonTensorStack(first | {"image_grid_thw": torch.ones(1, 2).long()}, *[{}] * 7), r"integers \[entries, 3\]"),
+        (
+            NonTensorStack({"pixel_values": first["pixel_values"]}, *dicts[1:]),
+            "a row has pixel_values, another image_grid_thw, pixel_values",
+        ),
+        (
+            NonTensorStack(*[one | ({"mask": torch.ones(1)} if "pixel_values" in one else {}) for one in dicts]),
+            "mask of images or videos, which Qwen2_5_VLModel does not take",
+        ),
+        (
+            changed(pixel_values=first["pixel_values"][:8]),
+            "row 0 has 8 patches in pixel_values, and image_grid_thw says 16",
+        ),
+    ):
+        refused(model, batch.clone().set("multi_modal_inputs", objects), message)
+    both = batch_of(plain, given).set("pixel_values", batch_of(plain, given, media="jagged")["pixel_values"])
     refused(model, both, 'media in "multi_modal_inputs" and in pixel_values; expected one of the two')
-    dense = batch.clone()
-    dense["pixel_values"] = torch.ones(8, 16, PATCHES)
+    dense = batch.clone().set("pixel_values", torch.ones(8, 16, 24))
     refused(model, dense, r'"pixel_values" is \(8, 16, 24\); expected a jagged tensor')
-
-
-PATCHES = tiny.PATCH
 
 
 # -------------------------------------------------------------------- over ranks

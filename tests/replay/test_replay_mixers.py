@@ -18,7 +18,7 @@ from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import ReplayError
-from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
+from maskpack.replay import ReplayOptions, response_log_probs, response_values
 
 tf = pytest.importorskip("transformers")
 import work_replay  # noqa: E402
@@ -38,7 +38,6 @@ from tiny_models import TINY, llama  # noqa: E402
 from tree_rows import ROWS as TREES  # noqa: E402
 from tree_rows import batch_of as tree_batch  # noqa: E402
 from tree_rows import close as close_shared  # noqa: E402
-from tree_rows import gradients as tree_gradients  # noqa: E402
 from tree_rows import truth_of as tree_truth  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
@@ -152,7 +151,7 @@ def test_rows_that_share_prefixes(make: Any) -> None:
         )
         truth = tree_truth(plain, rows)
         assert off(seen, truth) <= LIMIT
-        close_shared(tree_gradients(model, seen.values()), tree_gradients(plain, truth))
+        close_shared(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
@@ -181,7 +180,7 @@ def test_checkpoints_of_shared_prefixes(make: Any, reentrant: bool) -> None:
     seen = response_log_probs(replayable(model), tree_batch(rows), self_check=True, **SHARE)
     truth = tree_truth(plain, rows)
     assert off(seen, truth) <= LIMIT
-    close_shared(tree_gradients(model, seen.values()), tree_gradients(plain, truth))
+    close_shared(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @few_models
@@ -380,16 +379,6 @@ def test_groups_hold_rows_down_to_half_of_their_longest() -> None:
     assert cells.tolist() == [24, 25, 26, *range(8), 16, 17, 18, 19, 27, 28, 30, *range(8, 15)]
 
 
-def test_pads_and_calls_are_at_most_twice_what_rows_need() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        lengths = np.maximum(1, np.rint(np.exp(rng.normal(5, 1.5, 100)))).astype(np.int64)
-        groups, cells = mixers._grouped(lengths)
-        assert sum(rows * longest for rows, longest in groups) <= 2 * lengths.sum()
-        assert sum(longest for _, longest in groups) <= 2 * lengths.max()
-        assert np.unique(cells).size == cells.size == lengths.sum()
-
-
 def test_mixers_see_groups_of_rows_and_never_the_next_row() -> None:
     model, _ = pair(lfm2)
     ready = replayable(model)
@@ -460,7 +449,7 @@ def test_bounds_are_taken_where_they_work(way: str, options: Any, stand_in: Any)
     assert conv.told == 4  # two to decide, one more for the gradients of the self-check
     truth = tree_truth(plain, rows)
     assert off(seen, truth) <= LIMIT
-    close_shared(tree_gradients(model, seen.values()), tree_gradients(plain, truth))
+    close_shared(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @pytest.mark.parametrize(
@@ -525,13 +514,6 @@ def refused(model: Any, said: str, batch: Any = None, **options: Any) -> None:
 @pytest.mark.parametrize("name", ["Mamba", "FalconMamba"])
 def test_a_model_that_keeps_rows_from_its_layers_is_refused(name: str) -> None:
     refused(replayable(maker(name, state_size=8)()), "the model does not pass the rows on to its layers")
-
-
-@pytest.mark.parametrize(("name", "more"), [("Rwkv", {}), ("xLSTM", {"num_heads": 4})])
-def test_models_that_do_not_say_what_carries_state_are_refused(name: str, more: Any) -> None:
-    config = getattr(tf, f"{name}Config")(vocab_size=97, hidden_size=32, num_hidden_layers=2, **more)
-    with pytest.raises(ReplayError, match="takes no position_ids"):
-        replayable(getattr(tf, f"{name}ForCausalLM")(config))
 
 
 def test_attention_with_biases_of_a_hybrid_is_refused() -> None:
@@ -667,14 +649,6 @@ def test_padded_rows_and_late_backward_passes_are_refused() -> None:
         seen.values().sum().backward()
 
 
-def test_dropout_with_shared_prefixes_is_refused() -> None:
-    model, _ = pair(qwen35, attention_dropout=0.1)
-    model.train()
-    refused(
-        replayable(model), "has dropout (attention_dropout) and is in train mode", tree_batch(TREES["groups"]), **SHARE
-    )
-
-
 # -------------------------------------------------------------------- what the tests would see
 
 
@@ -683,17 +657,3 @@ def test_a_leak_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixers.MixerForward, "_by_rows", lambda self, part, given, rows: self._own(part, **given))
     for make in MODELS.values():
         refused(replayable(pair(make)[0]), "are off by")
-
-
-def test_inputs_tell_rows_once() -> None:
-    batch = tree_batch(TREES["groups"])
-    inputs = PackedInputs.of(batch, options=ReplayOptions(share_prefixes=True, min_shared=1, multiple_of=32))
-    rows = mixers.MixerRows.of(inputs)
-    ids = inputs.input_ids[0]
-    lengths = [length for length in inputs.tree.lengths.tolist() if length]
-    assert rows.lengths.tolist() == [*lengths, ids.numel() - inputs.num_tokens]
-    whole = rows.whole(ids)
-    assert whole[: -rows.lengths[-1]].tolist() == batch["input_ids"][batch["attention_mask"].bool()].tolist()
-    assert torch.equal(whole[rows.first], ids)
-    assert torch.equal(rows.grid(ids[:, None])[rows.back, 0], ids)
-    assert rows.row_of[0].tolist() == np.repeat(np.arange(rows.lengths.size), rows.lengths).tolist()

@@ -15,17 +15,18 @@ from ranks import run_ranks, values
 from work_replay import SHARING, UNEQUAL
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_sharded_replay_is_that_of_each_row_alone(tied: bool) -> None:
-    for off in values(run_ranks(work_replay.sharded, 2, tied, seconds=100)):
+@pytest.mark.parametrize(
+    ("tied", "sharing", "way"),
+    [
+        *((tied, None, way) for tied in (False, True) for way in ("", "compiled", "all parts")),
+        *((False, sharing, "") for sharing in SHARING),
+        *((tied, "rank 0 shares", "all parts") for tied in (False, True)),
+    ],
+)
+def test_sharded_replay_is_that_of_each_row_alone(tied: bool, sharing: str | None, way: str) -> None:
+    """Also where a rank has a tree and another has none, and where a rank has more rows to compare than another."""
+    for off in values(run_ranks(work_replay.sharded, 2, tied, sharing, way, seconds=200)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
-        assert off["gradients"] <= 1e-5
-        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_sharded_models_are_compiled(tied: bool) -> None:
-    for off in values(run_ranks(work_replay.sharded_and_compiled, 2, tied, seconds=200)):
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
@@ -34,25 +35,6 @@ def test_flattened_weights_are_not_compiled() -> None:
     for said in values(run_ranks(work_replay.flattened_and_compiled, 2, seconds=100)):
         assert "compile=True with" in said
         assert "FullyShardedDataParallel flattens weights" in said
-
-
-@pytest.mark.parametrize("sharing", SHARING)
-def test_sharded_replay_with_shared_prefixes_is_that_of_each_row_alone(sharing: str) -> None:
-    """Also where a rank has a tree and another has none."""
-    for off in values(run_ranks(work_replay.sharded, 2, False, sharing, seconds=100)):
-        assert off.keys() == {"packed", "gradients", "planned", "padded"}
-        assert off["gradients"] <= 1e-5
-        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
-
-
-@pytest.mark.parametrize("sharing", [None, "rank 0 shares"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_output_layer_is_gathered_where_it_was_sharded_again(tied: bool, sharing: str | None) -> None:
-    """Also where a rank has more rows to compare than another."""
-    for off in values(run_ranks(work_replay.sharded_in_all_parts, 2, tied, sharing, seconds=100)):
-        assert off.keys() == {"packed", "gradients", "planned", "padded"}
-        assert off["gradients"] <= 1e-5
-        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
 def test_a_pass_without_gradients_leaves_shards() -> None:

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[Callable[[], Any], int, int, int]] = {  # of routers, ch
     "deepseek_v2": (deepseek_v2, 2, 2, 8),
     "qwen35_moe": (qwen35_moe, 2, 3, 8),
 }
+ROUTED: dict[str, Any] = {"options": ReplayOptions(routed_experts=True)}
 all_models = pytest.mark.parametrize("name", MODELS)
 
 
@@ -152,7 +153,7 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, plain = made(name)
     batch = routed(name, batch_of())
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
+    seen = response_log_probs(ready, batch, **ROUTED)
     truth = alone(name, plain, batch)
     assert off(seen, truth) <= LIMIT
     assert off(response_log_probs(ready, batch), truth) > 0.01
@@ -165,7 +166,7 @@ def test_layers_of_the_model_or_those_with_a_router(name: str) -> None:
     layers = model.config.num_hidden_layers
     batch = routed(name, batch_of(seed=2), layers)
     first = layers - MODELS[name][1]
-    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(routed_experts=True))
+    seen = response_log_probs(replayable(model), batch, **ROUTED)
     assert off(seen, alone(name, plain, batch, lambda nth: nth + first)) <= LIMIT
 
 
@@ -214,10 +215,10 @@ def test_tokens_are_shared_only_with_their_experts(name: str) -> None:
 def test_forms_and_dtypes_are_equal_bit_for_bit(dtype: torch.dtype) -> None:
     ready = replayable(made("qwen3_moe")[0])
     batch = routed("qwen3_moe", batch_of())
-    truth = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values()
+    truth = response_log_probs(ready, batch, **ROUTED).values()
     batch["routed_experts"] = batch["routed_experts"].to(dtype)
     for one in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0), mp.compress(batch, pad_token_id=0)):
-        assert torch.equal(response_log_probs(ready, one, options=ReplayOptions(routed_experts=True)).values(), truth)
+        assert torch.equal(response_log_probs(ready, one, **ROUTED).values(), truth)
 
 
 def test_a_plan_and_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,12 +227,9 @@ def test_a_plan_and_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = replayable(model)
     truth = alone("deepseek", plain, batch)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
-    assert off(response_log_probs(ready, batch, plan=plan, options=ReplayOptions(routed_experts=True)), truth) <= LIMIT
+    assert off(response_log_probs(ready, batch, plan=plan, **ROUTED), truth) <= LIMIT
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
-    assert (
-        off(response_log_probs(ready, batch, self_check=True, options=ReplayOptions(routed_experts=True)), truth)
-        <= LIMIT
-    )
+    assert off(response_log_probs(ready, batch, self_check=True, **ROUTED), truth) <= LIMIT
 
 
 def test_a_router_chooses_where_the_batch_says_nothing() -> None:
@@ -242,7 +240,7 @@ def test_a_router_chooses_where_the_batch_says_nothing() -> None:
     none = batch.clone()
     none["routed_experts"].fill_(-1)
     assert torch.equal(
-        response_log_probs(ready, none, options=ReplayOptions(routed_experts=True)).values(),
+        response_log_probs(ready, none, **ROUTED).values(),
         response_log_probs(ready, batch).values(),
     )
     last = batch.clone()
@@ -251,7 +249,7 @@ def test_a_router_chooses_where_the_batch_says_nothing() -> None:
         last["routed_experts"][b, real[-1:]] = 0
     assert (
         off(
-            response_log_probs(ready, last, options=ReplayOptions(routed_experts=True)),
+            response_log_probs(ready, last, **ROUTED),
             alone("qwen3_moe", plain, batch),
         )
         <= LIMIT
@@ -263,11 +261,9 @@ def test_the_model_is_as_before() -> None:
     model, plain = made("mixtral")
     batch = routed("mixtral", batch_of())
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
+    seen = response_log_probs(ready, batch, **ROUTED)
     copied = replayable(copy.deepcopy(ready.release()))
-    assert torch.equal(
-        response_log_probs(copied, batch, options=ReplayOptions(routed_experts=True)).values(), seen.values()
-    )
+    assert torch.equal(response_log_probs(copied, batch, **ROUTED).values(), seen.values())
     ids = torch.arange(3, 12)[None]
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
 
@@ -276,9 +272,7 @@ def test_compiled_parts() -> None:
     name = "deepseek"
     model, plain = made(name)
     batch = routed(name, batch_of())
-    seen = response_log_probs(
-        replayable(model, compile=True), batch, self_check=True, options=ReplayOptions(routed_experts=True)
-    )
+    seen = response_log_probs(replayable(model, compile=True), batch, self_check=True, **ROUTED)
     assert off(seen, alone(name, plain, batch)) <= LIMIT
 
 
@@ -287,7 +281,7 @@ def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
     model, plain = made("qwen3_moe")
     batch = routed("qwen3_moe", batch_of())
     ready = replayable(model)
-    truth = response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values()
+    truth = response_log_probs(ready, batch, **ROUTED).values()
 
     class Interrupted(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,9 +290,9 @@ def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
             return func(*args, **(kwargs or {}))
 
     with Interrupted(), pytest.raises(KeyboardInterrupt):
-        response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
+        response_log_probs(ready, batch, **ROUTED)
     assert torch.overrides._len_torch_function_stack() == 0
-    assert torch.equal(response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True)).values(), truth)
+    assert torch.equal(response_log_probs(ready, batch, **ROUTED).values(), truth)
     ids = torch.arange(3, 12)[None]
     own = ready.release()(input_ids=ids, use_cache=False).logits
     assert torch.equal(own, plain(input_ids=ids, use_cache=False).logits)
@@ -314,15 +308,15 @@ def test_a_hook_may_replay_another_model(place: str) -> None:
     model.train()
     checkpoint(model, True)
     ready = replayable(model)
-    want = response_log_probs(other, second, options=ReplayOptions(routed_experts=True)).values()
+    want = response_log_probs(other, second, **ROUTED).values()
     seen_within = []
 
     def hook(*_: Any) -> None:
         with torch.no_grad():
-            seen_within.append(response_log_probs(other, second, options=ReplayOptions(routed_experts=True)).values())
+            seen_within.append(response_log_probs(other, second, **ROUTED).values())
 
     model.model.layers[1].get_submodule(place).register_forward_hook(hook)
-    seen = response_log_probs(ready, batch, self_check=False, options=ReplayOptions(routed_experts=True))
+    seen = response_log_probs(ready, batch, self_check=False, **ROUTED)
     truth = alone("qwen3_moe", plain, batch)
     assert off(seen, truth) <= LIMIT
     close_gradients(gradients(model, seen.values()), gradients(plain, truth))
@@ -337,7 +331,7 @@ def raises(match: str, batch: TensorDict, name: str = "qwen3_moe", model: Any = 
     ready = replayable(made(name)[0] if model is None else model)
     before = batch.clone()
     with pytest.raises(ReplayError, match=re.escape(match)):
-        response_log_probs(ready, batch, options=ReplayOptions(routed_experts=True))
+        response_log_probs(ready, batch, **ROUTED)
     assert all(torch.equal(batch[key], before[key]) for key in batch.keys())  # noqa: SIM118
     assert response_log_probs(ready, batch.exclude("routed_experts")).values().isfinite().all()
 
@@ -370,13 +364,6 @@ def test_other_layers_and_fields() -> None:
     raises("no part choose experts by torch.topk", routed("qwen3_moe", batch_of()), model=qwen3())
 
 
-def test_models_that_do_not_say_so() -> None:
-    ready = replayable(made("qwen3_moe")[0])
-    ready.replays_routes = False
-    with pytest.raises(ReplayError, match=r"does not declare support for PackedInputs\.routed_experts"):
-        response_log_probs(ready, routed("qwen3_moe", batch_of()), options=ReplayOptions(routed_experts=True))
-
-
 def test_a_router_that_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "told", dict)
     raises(
@@ -395,9 +382,7 @@ def test_the_self_check_sees_other_experts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(PackedInputs, "of", classmethod(shifted))
     batch = routed("qwen3_moe", batch_of())
-    response_log_probs(
-        replayable(made("qwen3_moe")[0]), batch, options=ReplayOptions(routed_experts=True)
-    )  # packed and alone agree
+    response_log_probs(replayable(made("qwen3_moe")[0]), batch, **ROUTED)  # packed and alone agree
     monkeypatch.setattr(PackedInputs, "collected", lambda self, own, tokens: own.detach()[torch.from_numpy(tokens) - 1])
     with pytest.raises(ReplayError, match="off by"):
-        response_log_probs(replayable(made("qwen3_moe")[0]), batch, options=ReplayOptions(routed_experts=True))
+        response_log_probs(replayable(made("qwen3_moe")[0]), batch, **ROUTED)

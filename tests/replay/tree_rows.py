@@ -16,6 +16,7 @@ from maskpack.replay import ReplayOptions, response_log_probs
 
 tf = pytest.importorskip("transformers")
 import tiny_models  # noqa: E402
+from rows_alone import gradients, off  # noqa: E402
 from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
 
 adapter = pytest.importorskip("maskpack.adapters.transformers.model")
@@ -121,17 +122,6 @@ def truth_of(model: Any, rows: Sequence[Row], mrope: bool = False) -> Tensor:
     return torch.cat(out)
 
 
-def slopes(values: Tensor) -> Tensor:
-    return torch.linspace(0.3, 1.3, values.numel(), dtype=values.dtype)
-
-
-def gradients(model: Any, values: Tensor) -> list[Tensor]:
-    """Of a sum of values with weights of their own."""
-    model.zero_grad()
-    (values * slopes(values)).sum().backward()
-    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-
 def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
     """Relative to the norm of each; for those that are rounding errors alone, to a tenth of the largest."""
     assert len(seen) == len(truth) > 0
@@ -152,7 +142,7 @@ def check(make: Callable[..., Any], rows: Sequence[Row], dtype: torch.dtype = to
     assert seen.values().shape == truth.shape
     if not truth.numel():
         return
-    assert float((seen.values() - truth).detach().abs().max()) <= limit
+    assert off(seen, truth) <= limit
     close(gradients(model, seen.values()), gradients(plain, truth), gradient_limit)
 
 

@@ -14,7 +14,7 @@ from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from work_replay import PROMPT, SHARE, alone, batch_of, groups, tiny
+from work_replay import PROMPT, SHARE, alone, batch_of, groups, said_of, tiny
 
 import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
@@ -301,14 +301,6 @@ def rounds(count: int, kind: str = "cpu") -> dict[str, float]:
 
 
 # -------------------------------------------------------------------- failures
-
-
-def said_of(work: Any) -> str:
-    try:
-        work()
-    except mp.errors.MaskpackError as error:
-        return str(error)
-    return "nothing"
 
 
 def refusals() -> dict[str, str]:

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from work_replay import ROWS, alone, batch_of
+from work_replay import ROWS, alone, batch_of, said_of
 
 from maskpack.adapters.transformers import replayable
-from maskpack.errors import LayoutError
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.replay import response_log_probs
 
@@ -145,9 +144,6 @@ def differences() -> list[str]:
         [Logits(lora_a=plain, lora_b=tensors[4]), Logits(lora_a=plain, lora_b=tensors[4], lora_scale=2.0)],
         [Logits(), Logits(softcap=-1.0)],
     ):
-        try:
-            packed_log_probs(tensors[0], tensors[1], ids, group=dist.group.WORLD, logits=given[min(rank, 1)])
-            said.append("nothing")
-        except LayoutError as error:
-            said.append(str(error))
+        options = {"group": dist.group.WORLD, "logits": given[min(rank, 1)]}
+        said.append(said_of(packed_log_probs, *tensors[:2], ids, **options))
     return said

@@ -13,10 +13,9 @@ from tiny_models import pair
 from tiny_vision import Row, batch_of, samples, truth
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from work_replay import said_of
 
-import maskpack as mp
 from maskpack.adapters.transformers import replayable
-from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
 OF_RANK = (
@@ -76,10 +75,7 @@ def images_on_one_rank() -> list[str]:
     batch = batch_of(plain, samples(tiny.qwen25_vl, rows))
     for packing in ("1", "0"):
         os.environ["MASKPACK_PACKED_REPLAY"] = packing
-        try:
-            response_log_probs(replay, batch)
-        except ReplayError as error:
-            said.append(str(error))
+        said.append(said_of(response_log_probs, replay, batch))
     del os.environ["MASKPACK_PACKED_REPLAY"]
     text = samples(tiny.qwen25_vl, [Row(3, 2 + dist.get_rank())])
     off = (response_log_probs(replay, batch_of(plain, text)).values() - truth(plain, text)).abs().max()
@@ -93,8 +89,4 @@ def images_in_shards() -> str:
     model, plain = pair(tiny.qwen25_vl)
     batch = batch_of(plain, samples(tiny.qwen25_vl, OF_RANK[0]))
     group: Any = dist.group.WORLD
-    try:
-        mp.replay.response_log_probs(replayable(model), batch, context_group=group)
-    except ReplayError as error:
-        return str(error)
-    return "nothing"
+    return said_of(response_log_probs, replayable(model), batch, context_group=group)

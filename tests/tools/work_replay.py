@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 import maskpack as mp
 from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
-from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -38,6 +37,15 @@ def tiny(tied: bool) -> Any:
         for weight in model.parameters():
             weight.mul_(5 if weight.dim() > 1 else 1)
     return model
+
+
+def said_of(call: Any, *given: Any, **more: Any) -> str:
+    """The error of a call."""
+    try:
+        call(*given, **more)
+    except mp.errors.MaskpackError as error:
+        return str(error)
+    return "nothing"
 
 
 def batch_of(rows: Any) -> TensorDict:
@@ -89,22 +97,15 @@ def _sharing(case: str) -> TensorDict:
     return batch
 
 
-def sharded_and_compiled(tied: bool) -> dict[str, float]:
-    """As `sharded`; what torch.compile has traced runs as it is."""
+def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = None) -> dict[str, float]:
+    """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks).
+
+    Of the ways, what torch.compile has traced runs as it is if "compiled". In "all parts", the root shards its weights
+    again after each forward pass, and the embedding and the output layer, unless they share a weight, have shards of
+    their own.
+    """
     compiled._OPTIONS["backend"] = "aot_eager"
-    return sharded(tied, compiles=True)
-
-
-def sharded_in_all_parts(tied: bool, sharing: str | None = None) -> dict[str, float]:
-    """As `sharded`, where the root shards its weights again after each forward pass, and the embedding and the output
-    layer, unless they share a weight, have shards of their own."""
-    return sharded(tied, sharing, all_parts=True)
-
-
-def sharded(
-    tied: bool, sharing: str | None = None, *, compiles: bool = False, all_parts: bool = False, model: Any = None
-) -> dict[str, float]:
-    """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks)."""
+    all_parts = way == "all parts"
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = tiny(tied) if model is None else model
@@ -113,7 +114,7 @@ def sharded(
     parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
     for part in (*parts, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=True if all_parts else None)
-    replay = replayable(model, compile=compiles)
+    replay = replayable(model, compile=way == "compiled")
     # other rows, and other counts, on each rank
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
@@ -165,10 +166,7 @@ def sharded_mixers() -> dict[str, Any]:
         ("inside", inside, {}),
         ("context", tiny_hybrid(), {"context_group": dist.group.WORLD}),
     ):
-        try:
-            seen[name] = mp.replay.response_log_probs(replayable(made), batch_of(ROWS), **options)
-        except ReplayError as error:
-            seen[name] = str(error)
+        seen[name] = said_of(mp.replay.response_log_probs, replayable(made), batch_of(ROWS), **options)
     return seen
 
 
@@ -200,11 +198,7 @@ def head_of_its_own() -> str:
     """No root gathers the weight of the output layer."""
     model = tiny(False)
     fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    try:
-        mp.replay.response_log_probs(replayable(model), batch_of(ROWS[:2]))
-    except mp.errors.ReplayError as error:
-        return str(error)
-    return "no error"
+    return said_of(mp.replay.response_log_probs, replayable(model), batch_of(ROWS[:2]))
 
 
 # -------------------------------------------------------------------- the comparison of a row
@@ -247,11 +241,7 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
 
 
 def flattened_and_compiled() -> str:
-    try:
-        replayable(_fsdp1_layers(tiny(False)), compile=True)
-    except mp.errors.ReplayError as error:
-        return str(error)
-    return "nothing"
+    return said_of(replayable, _fsdp1_layers(tiny(False)), compile=True)
 
 
 SHARDED = {
@@ -417,10 +407,4 @@ def inside_a_sharded_module() -> list[str]:
         for own in (False, True)
     ]
     inner.append(_fsdp2(tiny(False)).model)
-    said: list[str] = []
-    for model in inner:
-        try:
-            replayable(model)
-        except mp.errors.ReplayError as error:
-            said.append(str(error))
-    return said
+    return [said_of(replayable, model) for model in inner]
