@@ -692,8 +692,8 @@ def test_inputs_tell_rows_once() -> None:
     ids = inputs.input_ids[0]
     lengths = [length for length in inputs.tree.lengths.tolist() if length]
     assert rows.lengths.tolist() == [*lengths, ids.numel() - inputs.num_tokens]
-    whole = rows.whole(ids)
+    (whole,) = rows.in_line.cut(ids, 0)[0]
     assert whole[: -rows.lengths[-1]].tolist() == batch["input_ids"][batch["attention_mask"].bool()].tolist()
     assert torch.equal(whole[rows.first], ids)
-    assert torch.equal(rows.grid(ids[:, None])[rows.back, 0], ids)
-    assert rows.row_of[0].tolist() == np.repeat(np.arange(rows.lengths.size), rows.lengths).tolist()
+    assert torch.equal(rows.joined(rows.cut(ids, 0))[0], ids)
+    assert rows.told["seq_idx"][0].tolist() == np.repeat(np.arange(rows.lengths.size), rows.lengths).tolist()

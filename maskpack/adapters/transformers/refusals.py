@@ -135,7 +135,7 @@ class Refusal(Enum):
         _PADDED,
     )
     MIXER_OUTPUT = (
-        "made {seen} of hidden states [{rows}, {longest}, H]",
+        "made {seen} of hidden states [rows, longest, H] of {groups}",
         "outputs of as many rows and tokens, first in a tuple",
         _PADDED,
     )
