@@ -41,6 +41,7 @@ from maskpack.adapters.transformers.model import (
     check_dropout,
     most_of,
     precision,
+    too_far,
 )
 from maskpack.adapters.transformers.output import Layer
 from maskpack.adapters.transformers.refusals import PADDED, Refusal
@@ -397,7 +398,8 @@ class _Run:
         if asked is False or (before == most and not asked):
             return self._scores(inputs, part)
         row, proof, tokens = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
-        proof = int(_most(accelerator, proof))
+        groups = (None,) if accelerator.num_processes > 1 else ()
+        proof = int(most_of(groups, proof, accelerator.device))
         if not asked and proof <= before:
             return self._scores(inputs, part)
         self.replay.release()
@@ -410,17 +412,16 @@ class _Run:
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         with accelerator.autocast():
             dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
-        worst, most = _most(accelerator, off), TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
-        model = type(self.replay.model).__name__
-        if not worst <= most:
-            what = "log-probs or entropies from packed rows"
-            remedy = f"Train it {PADDED}"
-            raise Refusal.OFF(_CALL, what=what, model=model, off=f"{worst:.3g}", most=f"{most:.3g}", remedy=remedy)
+        model, most = type(self.replay.model).__name__, TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
+        far = too_far(off, most, groups, accelerator.device)
+        if far is not None:
+            what, remedy = "log-probs or entropies from packed rows", f"Train it {PADDED}"
+            raise Refusal.OFF(_CALL, what=what, model=model, off=far, most=f"{most:.3g}", remedy=remedy)
         if out[0].requires_grad:
-            off = gradients.error(calls.values(), inputs, tokens)
-            worst, most = _most(accelerator, off), gradients.TOLERANCE[dtype]
-            if not worst <= most:
-                raise Refusal.GRADIENTS_OFF(_CALL, model=model, off=f"{worst:.3g}", most=most)
+            off, most = gradients.error(calls.values(), inputs, tokens), gradients.TOLERANCE[dtype]
+            far = too_far(off, most, groups, accelerator.device)
+            if far is not None:
+                raise Refusal.GRADIENTS_OFF(_CALL, model=model, off=far, most=most)
         self.trainer._proved[path] = max(before, proof)
         return out
 
@@ -439,11 +440,6 @@ def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, i
     row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
     tokens = np.arange(*np.append(0, lengths.cumsum())[row : row + 2])
     return row, int(kinds[row]), tokens if inputs.tree is None else inputs.tree.of_row_token[tokens]
-
-
-def _most(accelerator: Any, number: float) -> float:
-    """The largest number of all ranks."""
-    return most_of((None,) if accelerator.num_processes > 1 else (), number, accelerator.device)
 
 
 def _check_padding(mask: Tensor, width: int) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,6 @@ import verl
 import verl_v1_workers as tiny
 from frozen import agree, freeze
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from verl.single_controller.ray import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -35,11 +33,7 @@ from verl.single_controller.ray import (
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
-from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils import tensordict_utils as tu
-from verl.utils.skip import SkipManager
-from verl.workers.utils.losses import value_loss
 
 import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
@@ -72,13 +66,6 @@ def queue(request):
         ray.shutdown()
 
 
-@pytest.fixture
-def partition(queue) -> str:
-    yield (name := f"partition-{next(_numbers)}")
-    if keys := list(tq.kv_list(name).get(name, {})):
-        tq.kv_clear(keys, name)
-
-
 # -------------------------------------------------------------------- trainers
 
 OVERRIDES = {
@@ -87,11 +74,20 @@ OVERRIDES = {
             "name": "vllm",
             "n": 2,
             "temperature": 0.8,
+            "moe_load_balance_metrics_interval": 1,
             "agent": {"num_workers": 1, "default_agent_loop": "tiny"},
             "val_kwargs": {"n": 2},
         },
-        "actor": {"ppo_mini_batch_size": 3, "use_dynamic_bsz": True, "ppo_epochs": 2, "shuffle": True},
+        "actor": {
+            "ppo_mini_batch_size": 3,
+            "use_dynamic_bsz": True,
+            "ppo_epochs": 2,
+            "shuffle": True,
+            "use_kl_loss": True,
+            "entropy_coeff": 0.01,
+        },
     },
+    "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
     "data": {"train_batch_size": 3},
     "trainer": {
         "n_gpus_per_node": 2,
@@ -101,32 +97,13 @@ OVERRIDES = {
         "test_freq": 2,
         "resume_mode": "disable",
     },
-    "tiny": {"failing": [], "turns": True, "images": False, "rewards": True, "experts": False},
-}
-SCENARIOS = {
-    "images, experts and several outputs": {
-        "actor_rollout_ref": {
-            "rollout": {"moe_load_balance_metrics_interval": 1},
-            "actor": {"use_kl_loss": True, "entropy_coeff": 0.01},
-        },
-        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
-        "tiny": {"images": True, "experts": True},
-    },
-    "a critic and a colocated reward": {
-        "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True},
-        "tiny": {"rewards": False, "turns": False},
-    },
-    "sessions that fail": {
-        "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": True}},
-        "tiny": {"failing": [[1, 1], [4, 0]]},
-    },
 }
 UNSTEADY = re.compile(r"timing|perf/(time|throughput|cpu|max_memory)")
 
 
-def configured(*overrides, **trainer):
+def configured(**trainer):
     base = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    return OmegaConf.merge(base, OVERRIDES, *overrides, {"trainer": trainer})
+    return OmegaConf.merge(base, OVERRIDES, {"trainer": trainer})
 
 
 def prompts(count, batch):
@@ -149,27 +126,6 @@ def prompts(count, batch):
     return loader
 
 
-def workers():
-    """The worker groups of actor and critic, two ranks each, colocated and spawned as verl's trainers do."""
-    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor))}
-    classes["critic"] = RayClassWithInitArgs(ray.remote(tiny.TinyTraining), model_type="value_model", seed=3)
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), use_gpu=False, device_name="cpu")
-    return group.spawn(prefix_set=classes.keys())
-
-
-class ColocatedReward:
-    """A reward model on the trainer's side: a number from the tokens of each row."""
-
-    reward_loop_worker_handles = None
-
-    def compute_rm_score(self, data):
-        lengths = data.batch["attention_mask"][:, data.batch["prompts"].shape[1] :].sum(1)
-        scores = torch.zeros(data.batch["responses"].shape)
-        scores[torch.arange(len(data)), lengths - 1] = data.batch["responses"].float().sum(1).sin()
-        return SimpleNamespace(batch={"rm_scores": scores}, meta_info={}, non_tensor_batch={})
-
-
 class Numbered:
     """In place of the module `uuid`: the same names in every run."""
 
@@ -179,18 +135,6 @@ class Numbered:
     def uuid4(self):
         name = next(self.names)
         return type("Name", (), {"hex": name, "__str__": lambda self: self.hex})()
-
-
-def recorded(kind):
-    """A trainer class of verl's that keeps what a step left in the queue, before it is cleared."""
-
-    class Recorded(kind):
-        def _compute_metrics(self, batch, metrics, *args, **kwargs):
-            self.steps.append(everything(batch))
-            super()._compute_metrics(batch, metrics, *args, **kwargs)
-            self.steps.append({name: freeze(value) for name, value in metrics.items() if not UNSTEADY.search(name)})
-
-    return Recorded
 
 
 def everything(batch):
@@ -205,32 +149,29 @@ def everything(batch):
     return {"samples": samples, "tags": freeze(tags), "order": list(batch.keys), "columns": columns}
 
 
-def trainer_of(kind, config, cluster, monkeypatch):
-    """A trainer of verl's with every part that `init` would make."""
-    monkeypatch.setattr(trainer_base, "uuid", Numbered("u"))
-    monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
-    trainer = recorded(kind)(config)
-    trainer.actor_rollout_wg = trainer.ref_policy_wg = cluster.actor
-    trainer.critic_wg = cluster.critic
-    trainer.actor_rollout_wg.begin(config)
-    trainer.critic_wg.reset()
-    ray.get([worker.begin.remote(config) for worker in cluster.loops.agent_loop_workers])
-    loss = SimpleNamespace(
-        cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, global_batch_info={}
-    )
-    trainer.critic_wg.set_loss_fn(partial(value_loss, config=loss))
-    nothing = SimpleNamespace(update_weights=lambda *_: None, sleep_replicas=lambda *_: None)
-    trainer.tokenizer, trainer.checkpoint_manager, trainer.ref_in_actor = tiny.Tokenizer(), nothing, False
-    trainer.reward_loop_manager = ColocatedReward()
-    if config.tiny.rewards:
-        trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
-    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 2)
-    trainer.train_dataloader, trainer.train_dataloader_it = prompts(12, config.data.train_batch_size), None
-    trainer.val_dataloader = prompts(4, 2) if config.tiny.rewards else []
-    trainer.steps_per_epoch, trainer.total_training_steps = 4, config.trainer.total_training_steps
-    trainer.global_steps, trainer.replay_buffer.poll_interval, trainer.steps = 0, 0.02, []
-    trainer._init_dump_executor()
-    return trainer
+class Recorded(PPOTrainerSync):
+    """verl's trainer, with every part that `init` would make; it keeps what a step left in the queue, before that is
+    cleared."""
+
+    def __init__(self, config, actor, loops):
+        super().__init__(config)
+        self.actor_rollout_wg = self.ref_policy_wg = actor
+        actor.begin(config)
+        ray.get([worker.begin.remote(config) for worker in loops.agent_loop_workers])
+        nothing = SimpleNamespace(update_weights=lambda *_: None, sleep_replicas=lambda *_: None)
+        self.tokenizer, self.checkpoint_manager, self.ref_in_actor = tiny.Tokenizer(), nothing, False
+        self.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
+        self.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 2)
+        self.train_dataloader, self.train_dataloader_it = prompts(12, config.data.train_batch_size), None
+        self.val_dataloader = prompts(4, 2)
+        self.steps_per_epoch, self.total_training_steps = 4, config.trainer.total_training_steps
+        self.global_steps, self.replay_buffer.poll_interval, self.steps = 0, 0.02, []
+        self._init_dump_executor()
+
+    def _compute_metrics(self, batch, metrics, *args, **kwargs):
+        self.steps.append(everything(batch))
+        super()._compute_metrics(batch, metrics, *args, **kwargs)
+        self.steps.append({name: freeze(value) for name, value in metrics.items() if not UNSTEADY.search(name)})
 
 
 class AgentLoops(AgentLoopManagerTQ):
@@ -239,86 +180,23 @@ class AgentLoops(AgentLoopManagerTQ):
         self.agent_loop_workers_class = ray.remote(tiny.TinyAgentLoop)
 
 
-@pytest.fixture(scope="module")
-def cluster(queue):
-    groups = workers()
-    loops = AgentLoops.create(configured(), None)
-    return SimpleNamespace(actor=groups["actor_rollout_ref"], critic=groups["critic"], loops=loops)
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_training_is_the_same_over_every_backend(cluster, scenario, monkeypatch, tmp_path):
+def test_training_is_the_same_over_every_backend(queue, monkeypatch, tmp_path):
     """Two whole steps with validation around them: fields, tags, metrics, dumps and weights."""
+    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor))}
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), use_gpu=False, device_name="cpu")
+    actor = group.spawn(prefix_set=classes.keys())["actor_rollout_ref"]
     written = {"rollout_data_dir": str(tmp_path / "train"), "validation_data_dir": str(tmp_path / "val")}
-    rewards = SCENARIOS[scenario]["tiny"].get("rewards", True)
-    config = configured(
-        SCENARIOS[scenario], **written, val_before_train=rewards, test_freq=2 if rewards else -1, device="cpu"
-    )
-    trainer = trainer_of(PPOTrainerSync, config, cluster, monkeypatch)
-    trainer.fit(cluster.loops)
+    config = configured(**written, val_before_train=True, device="cpu")
+    monkeypatch.setattr(trainer_base, "uuid", Numbered("u"))
+    monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
+    loops = AgentLoops.create(config, None)
+    trainer = Recorded(config, actor, loops)
+    trainer.fit(loops)
     fields = set(trainer.steps[0]["columns"])
     assert len(trainer.steps) == 4
     assert {"old_log_probs", "advantages", "returns", "rm_scores", "position_ids", "multi_modal_inputs"} <= fields
     assert not any(tq.kv_list().values())
     dumps = {str(path.relative_to(tmp_path)): path.read_text() for path in sorted(tmp_path.rglob("*.jsonl"))}
-    assert len(dumps) == (4 if rewards else 2)
-    weights = freeze([*trainer.actor_rollout_wg.weights(), *trainer.critic_wg.weights()])
-    agree(scenario, {"steps": trainer.steps, "dumps": dumps, "weights": weights})
-
-
-def test_rollouts_are_dumped_and_loaded_in_their_place(cluster, monkeypatch, tmp_path):
-    """verl's rollout skip: the second training finds what the first one generated, with new keys."""
-    skip = {"skip": {"rollout_tq": {"enable": True, "dump_dir": str(tmp_path), "steps": [1, 2]}}}
-    config = configured(SCENARIOS["images, experts and several outputs"], skip, val_before_train=False, test_freq=-1)
-    runs = []
-    for _ in range(2):
-        trainer = trainer_of(PPOTrainerSync, config, cluster, monkeypatch)
-        trainer.fit(cluster.loops)
-        runs.append(trainer.steps)
-    assert len(list(tmp_path.rglob("tq_batch.pt"))) == 2
-    for first, second in zip(*runs, strict=True):
-        assert first.keys() == second.keys()
-    assert not any(tq.kv_list().values())
-    SkipManager.init(configured())
-    agree("skip", runs)
-
-
-def test_prompts_survive_a_checkpoint(cluster, monkeypatch, tmp_path):
-    """An asynchronous trainer saves the queue; after a restart, prompts that were not finished are issued again."""
-    config = configured(default_local_dir=str(tmp_path), v1={"trainer_mode": "colocate_async"})
-    trainer = trainer_of(PPOTrainerColocateAsync, config, cluster, monkeypatch)
-    trainer.train_dataloader = Loader(prompts(4, 2))
-    issued = []
-    trainer.agent_loop_manager = SimpleNamespace(generate_sequences=issued.append)
-    batch = tu.get_tensordict(trainer.train_dataloader[0] | {"uid": np.array(["a", "b"], dtype=object)})
-    trainer._submit_batch_to_rollout(batch)
-    trajectory = TensorDict({"responses": torch.arange(6).reshape(1, 6)}, batch_size=[1])
-    tq.kv_batch_put(["b_0_0"], "train", trajectory, [{"status": "success", "seq_len": 6}])
-    tq.kv_put("a", "train", tag={"is_prompt": True, "status": "finished", "global_steps": 0})
-    trainer.global_steps = 1
-    trainer._save_checkpoint()
-    before = [freeze(tq.kv_list()), freeze(tq.kv_batch_get(["a", "b"], "train"))]
-    tq.kv_clear(["a", "b", "b_0_0"], "train")
-    tq.kv_batch_put(["other"], "train", trajectory, [{"is_prompt": False}])
-
-    again = trainer_of(PPOTrainerColocateAsync, config, cluster, monkeypatch)
-    again.agent_loop_manager = trainer.agent_loop_manager
-    again.config.trainer.resume_mode, again.train_dataloader = "auto", Loader([])
-    again._load_checkpoint()
-    assert [freeze(tq.kv_list()), freeze(tq.kv_batch_get(["a", "b"], "train"))] == before
-    assert again._reissue_inflight_prompts() == 1
-    assert tq.kv_list("train")["train"].keys() == {"a", "b"}
-    assert issued[1]["uid"] == ["b"]
-    tq.kv_clear(["a", "b"], "train")
-    agree("checkpoint", [before, *(freeze(batch) for batch in issued)])
-
-
-class Loader(list):
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        assert state == {}
-
-
-# -------------------------------------------------------------------- the parts alone
+    assert len(dumps) == 4
+    agree("training", {"steps": trainer.steps, "dumps": dumps, "weights": freeze(list(actor.weights()))})

@@ -41,7 +41,7 @@ class TinyEngine(BaseEngine):
     is_optimizer_offload_enabled = False
 
     def __init__(self, model_config, engine_config, optimizer_config, checkpoint_config):
-        self.value_model, self.seed = model_config.model_type == "value_model", model_config.seed
+        self.seed = model_config.seed
 
     def initialize(self):
         torch.set_num_threads(1)
@@ -73,12 +73,9 @@ class TinyEngine(BaseEngine):
             offsets = micro_batch["input_ids"].offsets()
             scores = self.features(micro_batch) @ self.weights
             jagged = partial(torch.nested.nested_tensor_from_jagged, offsets=offsets)
-            if self.value_model:
-                model_output = {"values": jagged(scores)}
-            else:
-                model_output = {"log_probs": jagged(-torch.nn.functional.softplus(scores))}
-                if tu.get(micro_batch, "calculate_entropy", False):
-                    model_output["entropy"] = jagged(torch.nn.functional.softplus(scores * 0.5))
+            model_output = {"log_probs": jagged(-torch.nn.functional.softplus(scores))}
+            if tu.get(micro_batch, "calculate_entropy", False):
+                model_output["entropy"] = jagged(torch.nn.functional.softplus(scores * 0.5))
             loss, metrics = torch.tensor(1.0), {}
             if loss_function is not None:
                 loss, metrics = loss_function(
@@ -124,8 +121,7 @@ class TinyEngine(BaseEngine):
     load_checkpoint = save_checkpoint
 
 
-for kind in ("language_model", "value_model"):
-    EngineRegistry.register(model_type=kind, backend="tiny", device="cpu")(TinyEngine)
+EngineRegistry.register(model_type="language_model", backend="tiny", device="cpu")(TinyEngine)
 
 
 class Cpu(PlatformCUDA):
@@ -137,7 +133,7 @@ class Cpu(PlatformCUDA):
 class TinyTraining(TrainingWorker):
     """verl's TrainingWorker around a TinyEngine."""
 
-    def __init__(self, model_type, seed):
+    def __init__(self, seed):
         set_platform(Cpu())
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo", init_method="env://")
@@ -152,12 +148,10 @@ class TinyTraining(TrainingWorker):
         )
         parts = dict.fromkeys(["optimizer_config", "checkpoint_config", "profiler_config"])
         model = OmegaConf.create({"seed": seed})
-        super().__init__(SimpleNamespace(model_type=model_type, model_config=model, engine_config=engine, **parts))
+        super().__init__(
+            SimpleNamespace(model_type="language_model", model_config=model, engine_config=engine, **parts)
+        )
         self.flops_counter = SimpleNamespace(estimate_flops=lambda tokens, *_, **__: (float(sum(tokens)), 1000.0))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weights(self):
-        return self.engine.weights.detach()
 
 
 class TinyActor(ActorRolloutRefWorker):
@@ -167,7 +161,7 @@ class TinyActor(ActorRolloutRefWorker):
         Worker.__init__(self)
         DistProfilerExtension.__init__(self, DistProfiler(rank=self.rank, config=None))
         self.role, self.enable_routing_replay = "actor_rollout_ref", False
-        self.ref, self.actor = TinyTraining("language_model", 1), TinyTraining("language_model", 2)
+        self.ref, self.actor = TinyTraining(1), TinyTraining(2)
         for name, part in (("ref", self.ref), ("actor", self.actor)):
             self.set_dispatch_collect(mesh_name=name, **part.get_dispatch_collect())
 
@@ -220,31 +214,28 @@ class TinyLoop:
     """Prompts, responses and rewards by arithmetic from the number of the prompt and of the session."""
 
     def __init__(self, trainer_config, **options):
-        self.options = trainer_config.config.tiny
+        pass
 
     async def run(self, sampling_params, *, index, session_id, raw_prompt, **kwargs):
         index = int(index)
-        if (index, session_id) in {tuple(pair) for pair in self.options.failing}:
-            raise RuntimeError("This session is to fail.")
-        turns = 2 if self.options.turns and (index + session_id) % 3 == 0 else 1
+        turns = 2 if (index + session_id) % 3 == 0 else 1
         return [self.output(index, session_id, turn, turns, len(raw_prompt)) for turn in range(turns)]
 
     def output(self, index, session, turn, turns, messages):
         prompt = [3 + (7 * index + 3 * place + turn) % 50 for place in range(2 + (index + turn) % 4)]
-        images = [float(index)] * (index % 3) if self.options.images else []
+        images = [float(index)] * (index % 3)
         prompt[1:1] = [IMAGE] * len(images)
         answer = [3 + (5 * index + 11 * session + place) % 60 for place in range(1 + (3 * index + 5 * session) % 9)]
         logs = [-0.1 - 0.05 * ((place + session) % 7) for place in range(len(answer))]
         logs[0] = -0.0 if index == 0 else logs[0]
         extra = {"min_global_steps": 0, "max_global_steps": 0, "turn": turn, "messages": messages}
         fields = {}
-        if self.options.rewards and turn == turns - 1:
+        if turn == turns - 1:
             fields["reward_score"] = math.sin(index + 2 * session)
             extra["reward_extra_info"] = {"acc": float((index + session) % 2)}
-        if self.options.experts:
-            tokens = torch.arange(len(prompt) + len(answer) - 1)
-            experts = tokens[:, None, None] + torch.arange(LAYERS)[:, None] * 5 + torch.arange(EXPERTS) + index
-            fields["routed_experts"] = (experts % 16).numpy()
+        tokens = torch.arange(len(prompt) + len(answer) - 1)
+        experts = tokens[:, None, None] + torch.arange(LAYERS)[:, None] * 5 + torch.arange(EXPERTS) + index
+        fields["routed_experts"] = (experts % 16).numpy()
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=answer,
@@ -273,7 +264,7 @@ class TinyAgentLoop(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         tq.init()
 
     def begin(self, config):
-        self.config, self.processor = config, Processor() if config.tiny.images else None
+        self.config, self.processor = config, Processor()
 
     async def _run_prompt(self, *args, **kwargs):
         async with self.prompt_turn:
@@ -282,7 +273,3 @@ class TinyAgentLoop(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_agent_loop(self, *args, **kwargs):
         async with self.session_turn:
             await super()._run_agent_loop(*args, **kwargs)
-
-    async def settled(self):
-        while self.background_tasks:
-            await asyncio.sleep(0.01)

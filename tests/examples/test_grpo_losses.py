@@ -117,14 +117,6 @@ def dense_kl_losses(new, ref, estimator):
     return each_token(token)
 
 
-def dense_weighted_sum(losses, mask, weights):
-    total = torch.zeros((), dtype=torch.float64)
-    for row, length in enumerate(LENGTHS):
-        for place in range(length):
-            total = total + float(weights[row]) * float(mask[row, place]) * losses[row, place]
-    return total
-
-
 def unsplit(losses, mask, mode):
     """The loss of all rows at once, by its definition."""
     sums, counts = [], []
@@ -178,17 +170,6 @@ def test_kl_losses(seed, estimator):
     torch.testing.assert_close(padded(seen), truth, **CLOSE)
     by = torch.rand(truth.shape, dtype=torch.float64)
     torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
-
-
-@pytest.mark.parametrize("mask", ["all", "holes", "weights"])
-def test_weighted_sum(mask):
-    batch, new = rollout(3, mask=mask), leaf(103)
-    rows = nested(batch, new)
-    weights = torch.rand(len(LENGTHS), dtype=torch.float64).numpy()
-    seen = weighted_sum(rows["log_probs"], rows["response_mask"], weights)
-    truth = dense_weighted_sum(new, batch["response_mask"], weights)
-    torch.testing.assert_close(seen, truth, **CLOSE)
-    torch.testing.assert_close(gradient(seen, new), gradient(truth, new), **CLOSE)
 
 
 # -------------------------------------------------------------------- micro-batches
