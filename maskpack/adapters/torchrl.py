@@ -123,19 +123,15 @@ class PackedStorage(_ListStorage):
         try:
             self._put(slots, data)
         except Exception:
-            self._rewind(slots)
+            for buffer in self._attached_entities:  # whose writers advance before they store
+                writer: Any = getattr(buffer, "_writer", None)
+                if slots.size and hasattr(writer, "_cursor"):
+                    writer._cursor = int(slots[0])
             raise
         if slots.size:
             if set_cursor:
                 self._set_last_cursor(cursor)
             self._bump_mutation_revision()
-
-    def _rewind(self, slots: IntArray) -> None:
-        """Sets writers back to the first slot that was not filled, because they advance before they store."""
-        for buffer in self._attached_entities:
-            writer: Any = getattr(buffer, "_writer", None)
-            if slots.size and hasattr(writer, "_cursor"):
-                writer._cursor = int(slots[0])
 
     def _put(self, slots: IntArray, data: Any) -> None:
         packed = self._packed(data)
@@ -147,18 +143,15 @@ class PackedStorage(_ListStorage):
         if not slots.size:
             return
         before = len(self)
-        if slots.dtype.kind not in "iu" or int(slots.min()) < 0:
-            raise LayoutError(
-                f"PackedStorage.set: slots are {slots[:8].tolist()}; expected whole numbers from 0. Let the writer "
-                "choose them."
-            )
         table = np.full(max(before, int(slots.max()) + 1), -1, np.int64)
         table[:before] = np.arange(before)
-        table[slots] = before + np.arange(slots.size)
-        if table.size > self.max_size or int(table.min()) < 0:
+        valid = slots.dtype.kind in "iu" and int(slots.min()) >= 0
+        if valid:
+            table[slots] = before + np.arange(slots.size)
+        if not valid or table.size > self.max_size or int(table.min()) < 0:
             raise LayoutError(
-                f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
-                f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
+                f"PackedStorage.set: slots are {slots[:8].tolist()} with {before} in use; expected whole numbers from "
+                f"0, below {self.max_size}, that leave none empty. Let the writer choose them."
             )
         rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
         self._rows = _tidied(rows.take(table))

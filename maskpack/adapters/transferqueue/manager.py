@@ -238,10 +238,7 @@ class MaskpackStorageManager(StorageManager):
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
         digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
-        controller = None
-        if (folder / _CONTROLLER).exists():
-            with open(folder / _CONTROLLER, "rb") as file:
-                controller = digest_of(file)
+        controller = digest_of(folder / _CONTROLLER) if (folder / _CONTROLLER).exists() else None
         (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": [*digests, controller]}))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
@@ -271,12 +268,13 @@ class MaskpackStorageManager(StorageManager):
                 "storage units as were saved."
             )
         if controller is not None:
-            with open(folder / _CONTROLLER, "rb") as file:
-                check_digest(file, controller)
-        loads = enumerate(zip(map(str, self._files(folder)), digests, strict=True))
-        loaded = False
+            check_digest(folder / _CONTROLLER, controller)
+        files, loaded = self._files(folder), False
         try:
-            await _all(self._ask(unit, "load", *given) for unit, given in loads)
+            await _all(
+                self._ask(unit, "load", str(file), digest)
+                for unit, (file, digest) in enumerate(zip(files, digests, strict=True))
+            )
             loaded = True
         finally:
             await self._all_units("switch", loaded)

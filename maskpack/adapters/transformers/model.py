@@ -587,7 +587,7 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
     given: dict[str, Any] = {}
-    for part in (*passes.configurations(model), config):  # also of a vision tower, whose images rows share
+    for part in (*passes.configurations(model.config), config):  # also of a vision tower, whose images rows share
         seen = cast("dict[str, Any]", vars(part))
         given |= {name: value for name, value in seen.items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]

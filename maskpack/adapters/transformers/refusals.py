@@ -167,18 +167,7 @@ class Refusal(Enum):
         "its whole weight after a forward pass",
         "Shard the model too, as the root: fully_shard of its parts, then of the model",
     )
-    FORWARD_FAILED = "the forward of {model} failed on given logits with {error}", _FORWARD, _OWN
-    STATES = (
-        "the forward of {model} changes hidden states before its output layer",
-        "those of the base model as they are",
-        _OWN,
-    )
-    LOGITS = "the forward of {model} makes logits {seen} of the output layer's {given}", "as many", _OWN
-    SOME_LOGITS = (
-        "the forward of {model} changes the logits of some tokens and not of others",
-        "the same scale and cap for all",
-        _OWN,
-    )
+    FORWARD = "the forward of {model} {does}", _FORWARD, _OWN
     CURVE = (
         "the forward of {model} makes {seen} of the logits {given}",
         "a positive scale, and softcap * tanh(x / softcap) after it",

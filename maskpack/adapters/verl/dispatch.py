@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress
+from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
@@ -55,10 +56,7 @@ class MaskNestingConfig:
 
     def __post_init__(self) -> None:
         for name in ("use_mask_nesting", "strict_mask_nesting"):
-            if not isinstance(getattr(self, name), bool):
-                raise RegistryError(
-                    f"MaskNestingConfig: {name} is {getattr(self, name)!r}; expected true or false. Write one of these."
-                )
+            flag(getattr(self, name), name, "MaskNestingConfig", RegistryError)
         if self.strict_mask_nesting and not self.use_mask_nesting:
             raise RegistryError(
                 "MaskNestingConfig: strict_mask_nesting without use_mask_nesting; expected both, or the first off. Set "
