@@ -3,7 +3,6 @@ whatever one gives back or raises, the other must."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from pathlib import Path
@@ -172,20 +171,6 @@ def test_keys_that_are_unknown_or_lack_a_field(partition):
     agree("unknown keys", results)
 
 
-def test_single_samples_are_put_as_dicts(partition):
-    values = {"t": drawn(1, 5), "scalar": torch.tensor(3.5), "s": "text", "none": None, "list": [1, [2]], "d": {"x": 1}}
-    for key in "abc":
-        tq.kv_put(key, partition, fields=values | {"key": key}, tag={"k": key})
-    asyncio.run(tq.async_kv_put("d", partition, fields={"t": drawn(2, 2), "key": "d"}))
-    results = [
-        error_of(tq.kv_batch_get, list(keys), partition, fields)
-        for keys in ("abc", "cb", "d")
-        for fields in (None, "t")
-    ]
-    results += [error_of(tq.kv_batch_get, ["a", "d"], partition, ["t", "key"])]
-    agree("single samples", results)
-
-
 def test_what_was_got_is_the_callers(partition):
     """Writing to it changes neither what is stored nor the fields that were put."""
     fields = samples(3, 4, dense=drawn(1, 2, 3), objects=stack([{"t": torch.zeros(2)}, {"t": torch.ones(2)}]))
@@ -231,25 +216,15 @@ def test_the_streaming_loader_gives_the_same(partition, processes):
     agree(f"stream {processes}", batches)
 
 
-# -------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------- columns of all kinds
 
 
-def test_a_checkpoint_brings_everything_back(queue, partition, tmp_path):
+def test_columns_come_back(partition):
     keys = [f"{place}" for place in range(ROWS)]
     kinds = [kind for kind in COLUMNS if kind not in PICKLED]
     fields = TensorDict({kind: COLUMNS[kind]() for kind in kinds}, batch_size=[ROWS])
     tq.kv_batch_put(keys, partition, fields, [{"tag": key} for key in keys])
     tq.kv_batch_put(keys[2:4], partition, TensorDict({"strings": stack([b"new", 1])}, batch_size=[2]))
     tq.kv_clear(keys[-1:], partition)
-    before = [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]]
-    tq.save_checkpoint(tmp_path / "saved")
-    tq.kv_batch_put(keys[:1], partition, TensorDict({"strings": stack(["gone"])}, batch_size=[1]))
-    tq.kv_batch_put(["later"], partition, samples(4))
-    tq.kv_clear(keys[1:3], partition)
-    tq.load_checkpoint(tmp_path / "saved")
-    assert [error_of(tq.kv_batch_get, keys[:-1], partition), tq.kv_list(partition)[partition]] == before
-    asked = [(keys[:-1], kinds), (["later"], None), (keys[-1:], kinds)]
-    agree("checkpoint", [error_of(tq.kv_batch_get, some, partition, names) for some, names in asked])
-    tq.kv_batch_put(["after"], partition, samples(5))
-    agree("after checkpoint", error_of(tq.kv_batch_get, ["after", *keys[:2]], partition, ["strings", "uid"]))
-    assert error_of(tq.load_checkpoint, tmp_path / "none") == "FileNotFoundError"
+    asked = [(keys[:-1], kinds), (keys[-1:], kinds)]
+    agree("columns", [error_of(tq.kv_batch_get, some, partition, names) for some, names in asked])

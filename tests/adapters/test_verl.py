@@ -290,8 +290,6 @@ def test_what_estimators_write_is_packed_without_its_padding(name, holes):
     options = {"registry": verl.VERL_FIELDS, "strict_mask_nesting": True}
     packed = mp.compress(batch, pad_token_id=0, **options)
     assert_exact(mp.decompress(packed), batch)
-    assert_exact(mp.decompress(mp.PackedBatch.cat([packed[3:], packed[:3]])), torch.cat([batch[3:], batch[:3]]))
-    assert_exact(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, pad_token_id=0, **options)), batch)
     padded = sum(x.nbytes for x in batch.values())
     assert packed.nbytes < padded * (0.1 + valid.float().mean())
 

@@ -142,6 +142,22 @@ def gradient(loss, *leaves):
 # -------------------------------------------------------------------- tokens
 
 
+def close_tokens(seen, truth, new):
+    """Losses of tokens and the gradient of each."""
+    torch.testing.assert_close(padded(seen), truth, **CLOSE)
+    by = torch.rand(truth.shape, dtype=torch.float64)
+    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_losses(seed, estimator):
+    batch, new = rollout(seed), leaf(seed + 200)
+    rows = nested(batch, new)
+    seen = kl_losses(rows["log_probs"], rows["ref_log_prob"], estimator)
+    close_tokens(seen, dense_kl_losses(new, batch["ref_log_prob"], estimator), new)
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.2, 0.2, 3)])
 @pytest.mark.parametrize("seed", range(3))
@@ -154,22 +170,7 @@ def test_policy_losses(seed, low, high, dual, per_row):
         given = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         advantage = given[:, None].expand(-1, RESPONSE)
     seen = policy_losses(rows["log_probs"], rows["old_log_probs"], given, clip_low=low, clip_high=high, dual_clip=dual)
-    truth = dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual)
-    torch.testing.assert_close(padded(seen), truth, **CLOSE)
-    by = torch.rand(truth.shape, dtype=torch.float64)  # each token's gradient shows
-    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_kl_losses(seed, estimator):
-    batch, new = rollout(seed), leaf(seed + 200)
-    rows = nested(batch, new)
-    seen = kl_losses(rows["log_probs"], rows["ref_log_prob"], estimator)
-    truth = dense_kl_losses(new, batch["ref_log_prob"], estimator)
-    torch.testing.assert_close(padded(seen), truth, **CLOSE)
-    by = torch.rand(truth.shape, dtype=torch.float64)
-    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
+    close_tokens(seen, dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual), new)
 
 
 # -------------------------------------------------------------------- micro-batches
