@@ -233,7 +233,7 @@ class Mixers:
         for name, (part, _) in self._found.items():
             _check_part(f"{name} of {who}", part)
         if inputs is not None and inputs.context is not None and self.count:
-            raise Refusal.MIXERS_IN_CONTEXT(model=who, part=next(iter(self._found)))
+            raise Refusal.IN_CONTEXT(what=f"{who}, which has layers that carry state ({next(iter(self._found))}),")
 
     def rows(self, inputs: PackedInputs) -> MixerRows | None:
         """What layers are told; None for a model without mixers."""

@@ -359,7 +359,7 @@ class Replayable:
             _check_layers(self.model, self._base, self._mixers, inputs)
             _check_rows(self.model, self._config, inputs.position_ids, inputs.longest_row)
             if group is not None and inputs.media is not None:
-                raise Refusal.MEDIA_IN_CONTEXT()
+                raise Refusal.IN_CONTEXT(what="rows with images or videos")
             media = vision.given_media(self.model, self._base, self._config, inputs)
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
