@@ -119,7 +119,7 @@ class PackedStorage(_ListStorage):
             LayoutError: a slot is beyond `max_size`, or leaves others empty; or as `compress` and, if rows do not fit
                 the stored ones, `PackedBatch.cat`.
         """
-        slots = self._slots(cursor)
+        slots = np.arange(self.max_size)[cursor] if isinstance(cursor, slice) else _numbers(cursor)
         try:
             self._put(slots, data)
         except Exception:
@@ -221,18 +221,14 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        batch: Any = lazy_stack(data) if _is_rows(data) else data
+        rows: list[Any] = data if type(data) is list else [None]
+        batch: Any = lazy_stack(rows) if all(isinstance(row, TensorDictBase) for row in rows) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
                 f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
                 "tensors into a TensorDict."
             )
         return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)
-
-    def _slots(self, cursor: Any) -> IntArray:
-        if isinstance(cursor, slice):
-            return np.arange(self.max_size, dtype=np.int64)[cursor]
-        return _numbers(cursor)
 
     def _index(self, index: Any) -> Any:
         parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
@@ -241,10 +237,6 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.get: the index has {len(parts)} parts; expected one, of rows. Index the sample further."
             )
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
-
-
-def _is_rows(data: Any) -> bool:
-    return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
 
 
 def _numbers(index: Any) -> IntArray:

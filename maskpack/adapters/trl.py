@@ -233,15 +233,10 @@ class _PackedTrainer:
         self._proved: dict[tuple[int, bool], int] = {}
         self._replays: list[_Inside] = []
         self._refused = _refused(self)
-        if self._refused is None:
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Teaches the policy and the reference model, or notes why not."""
         made: list[_Inside] = []
         try:
             for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
+                if model is not None and self._refused is None:
                     made.append(_Inside(_causal_lm(self, model), compile=self._compile))
                     made[-1].check_head()
         except ReplayError as error:
@@ -276,7 +271,10 @@ class _PackedTrainer:
         trl: Any = super()
         found = self._taken(model, compute_aux_loss, left)
         if isinstance(found, str):
-            self._tell(found)
+            if found not in self._told and self.accelerator.is_local_main_process:
+                told = f"{type(self).__qualname__}: TRL's own padded pass runs: {found}"
+                warnings.warn(told, MaskpackWarning, stacklevel=3)
+            self._told.add(found)
             self._release()
             return trl._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **left
@@ -316,13 +314,6 @@ class _PackedTrainer:
                     return f"{error} In the trainer: disable_dropout=True, lora_dropout=0, attention_dropout=0."
                 return replay
         return f"{type(causal).__name__} is neither model nor ref_model of the trainer. Keep these two."
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told and self.accelerator.is_local_main_process:
-            warnings.warn(
-                f"{type(self).__qualname__}: TRL's own padded pass runs: {reason}", MaskpackWarning, stacklevel=4
-            )
-        self._told.add(reason)
 
 
 @dataclass(frozen=True)

@@ -347,10 +347,7 @@ InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are sav
 
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    asked = list(asked)
-    if len(asked) == 1:
-        return [await asked[0]]
-    answers = await asyncio.gather(*asked, return_exceptions=True) if asked else []
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

@@ -101,7 +101,11 @@ class Samples:
         here has.
         """
         found = self._places(samples, fields)
-        met = Counter(self.chunks[number].chunk.kind for number, _ in found if self._waits(number))
+        met = Counter(
+            self.chunks[number].chunk.kind
+            for number, _ in found
+            if number in self._waiting.get(self.chunks[number].chunk.kind, ())
+        )
         several = [kind for kind, count in met.items() if count >= _SEVERAL]
         for kind in several:
             self._join(kind)
@@ -188,9 +192,6 @@ class Samples:
         chunk = self.chunks[number].chunk
         if len(chunk) < SMALL and chunk.joins:
             self._waiting.setdefault(chunk.kind, {})[number] = None
-
-    def _waits(self, number: int) -> bool:
-        return number in self._waiting.get(self.chunks[number].chunk.kind, ())
 
     def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
         """Takes rows off chunks, and frees those without rows; returns the holds to give back."""

@@ -17,7 +17,7 @@ token of the tree takes the output of the first row that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -196,7 +196,10 @@ class Mixers:
             return
         self.attending = 0
         forwards: dict[Any, MixerForward] = {}
-        for number, layer in _layers_of(model, base, len(self._kinds)):
+        decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
+        parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
+        lists = (part for part in parts if isinstance(part, nn.ModuleList) and len(part) == len(self._kinds))
+        for number, layer in enumerate(next(lists, nn.ModuleList())):
             kind = self._kinds[number]
             attends = any(_attends(part) for part in layer.modules())
             self.attending += attends or kind in _ATTENDING
@@ -205,7 +208,10 @@ class Mixers:
             for name, part in inner:
                 name = f"layer {number}, {name}"
                 self._found[name] = part, forwards.setdefault(_key_of(part), MixerForward(part))
-                layers.listen(_told_layer(layer, part))
+                again = [
+                    x for x in layer.modules() if hasattr(x, "gradient_checkpointing") and part in list(x.modules())
+                ]
+                layers.listen([layer, *again][-1])  # the innermost part that a backward pass may run again by itself
                 if _no_rows_left not in part._forward_pre_hooks.values():  # it stays with the mixer
                     part.register_forward_pre_hook(_no_rows_left)
             self.count += len(inner)
@@ -231,7 +237,12 @@ class Mixers:
         if self._outer:
             raise Refusal.TWO_MIXERS(part=self._outer[0], model=who)
         for name, (part, _) in self._found.items():
-            _check_part(f"{name} of {who}", part)
+            if "forward" in vars(part) and not MixerForward.has(part):
+                seen = f"{name} of {who} ({type(part).__name__})"
+                raise Refusal.REPLACED(part=seen, remedy=f"Replay it {PADDED}")
+            for inner in list(part.modules())[1:]:
+                if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+                    raise Refusal.SHARDED_PART(part=f"{name} of {who}", kind=type(inner).__name__)
         if inputs is not None and inputs.context is not None and self.count:
             raise Refusal.IN_CONTEXT(what=f"{who}, which has layers that carry state ({next(iter(self._found))}),")
 
@@ -263,16 +274,6 @@ def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
         raise Refusal.RELEASED(type(part).__name__, part="forward, which carries state from one row to the next")
 
 
-def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Module]]:
-    """The decoder layers: the entries of the first list of as many modules as there are kinds."""
-    decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
-    parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
-    for part in parts:
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            yield from enumerate(part)
-            return
-
-
 def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
     """The parts of a layer that take a cache and do not attend, without those that have such a part within; and the
     names of these outer ones, which may carry state beside it, unless they are layers themselves."""
@@ -284,13 +285,6 @@ def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]
     mixers = {id(part) for _, part in within}
     around = [(name, part) for name, part in outer if any(id(x) in mixers for x in part.modules())]
     return within, [name for name, part in around if not hasattr(part, "gradient_checkpointing")]
-
-
-def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
-    """The innermost part around a mixer that a backward pass may run again by itself, or its layer."""
-    parts: list[nn.Module] = list(layer.modules())
-    around = [part for part in parts if hasattr(part, "gradient_checkpointing") and mixer in list(part.modules())]
-    return around[-1] if around else layer
 
 
 def _takes_cache(part: nn.Module) -> bool:
@@ -308,14 +302,6 @@ def _key_of(part: nn.Module) -> Any:
     """Mixers of one kind and shape."""
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     return cast("Any", type(part)).forward, tuple(shapes.items())
-
-
-def _check_part(name: str, part: nn.Module) -> None:
-    if "forward" in vars(part) and not MixerForward.has(part):
-        raise Refusal.REPLACED(part=f"{name} ({type(part).__name__})", remedy=f"Replay it {PADDED}")
-    for inner in part.modules():
-        if inner is not part and isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            raise Refusal.SHARDED_PART(part=name, kind=type(inner).__name__)
 
 
 # -------------------------------------------------------------------- the forward of a mixer

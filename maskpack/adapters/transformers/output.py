@@ -129,13 +129,9 @@ def _is_plain(layer: Any) -> bool:
 def _unhooked(layer: Any) -> bool:
     """Whether a layer runs its class's forward without hooks, or with those by which FSDP gathers weights."""
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-    plain = all(isinstance(layer, FSDPModule) and _of_fsdp(hook) for hook in hooks)
-    return plain and "forward" not in vars(layer)
-
-
-def _of_fsdp(hook: Any) -> bool:
-    """Whether a hook gathers and shards weights, and does nothing to the outputs."""
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    homes = [type(getattr(hook, "__self__", None)).__module__ for hook in hooks]
+    gathers = isinstance(layer, FSDPModule) and all(home.startswith("torch.distributed.fsdp.") for home in homes)
+    return (gathers or not hooks) and "forward" not in vars(layer)
 
 
 # -------------------------------------------------------------------- the forward pass after the output layer

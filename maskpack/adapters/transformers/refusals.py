@@ -157,7 +157,7 @@ class Refusal(Enum):
         "a model that takes them",
         "Drop these fields, or replay another model",
     )
-    MEDIA = "the batch has {names}, which {model} does not take", "{known}", "Drop what the model does not need"
+    MEDIA = "the batch has {names} of images or videos, which {model} does not take", "{known}", "Drop the others"
     IN_CONTEXT = "{what} came with context_group", "text alone and layers that attend alone", "Leave context_group out"
     OWN_MASKS = (
         "{model} makes its own masks, in which tokens of an image may attend to later tokens",

@@ -52,17 +52,13 @@ def sees(base: Any) -> bool:
     return any(kind.pixels in inspect.signature(base.forward).parameters for kind in _MEDIA)
 
 
-def text_model(base: Any) -> nn.Module:
-    """The part of a model that has the text layers; the model itself if it has no other."""
-    decoder = base.get_decoder() if callable(getattr(base, "get_decoder", None)) else base
-    return decoder if isinstance(decoder, nn.Module) and decoder in list(base.modules()) else base
-
-
 def keep_bounds_in_text(base: Any) -> None:
     """Parts beside the text model are not told the bounds of packed rows: some vision towers pass bounds of their
     images to their attention by the same names. The hooks stay with the parts."""
-    text = text_model(base)
-    around = [part for part in base.modules() if part is not text and text in list(part.modules())]
+    parts: list[Any] = list(base.modules())
+    decoder = base.get_decoder() if callable(getattr(base, "get_decoder", None)) else base
+    text = decoder if decoder in parts else base
+    around = [part for part in parts if part is not text and text in list(part.modules())]
     for part in around:
         for beside in part.children():
             if beside is not text and beside not in around and _no_bounds not in beside._forward_pre_hooks.values():
