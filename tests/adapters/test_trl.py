@@ -253,14 +253,14 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
     run = work.trainer(
         packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7
     )
-    alone = work.loaded(models())
-    for model in (run.model, alone):
-        in_float64(model)
+    plain = work.trainer(GRPOTrainer, tmp_path / "plain", models(), temperature=0.7)
+    for one in (run, plain):
+        in_float64(one.model)
     ids, mask, width = padded_rows()
     log_probs, entropies, aux = run._get_per_token_logps_and_entropies(
         run.model, ids, mask, width, compute_entropy=True
     )
-    theirs = getattr(GRPOTrainer, METHOD)(run, alone, ids, mask, width, compute_entropy=True)
+    theirs = plain._get_per_token_logps_and_entropies(plain.model, ids, mask, width, compute_entropy=True)
     expected = [true * mask[:, -width:] for true in theirs[:2]]
     assert aux is None
     slopes = torch.randn(2, *log_probs.shape, dtype=torch.float64)
@@ -269,7 +269,7 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
         assert torch.equal(seen == 0, mask[:, -width:] == 0)
     for found in ((log_probs, entropies), expected):
         sum((one * slope).sum() for one, slope in zip(found, slopes, strict=True)).backward()
-    for (name, own), true in zip(run.model.named_parameters(), alone.parameters(), strict=True):
+    for (name, own), true in zip(run.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(own.grad, true.grad, rtol=1e-8, atol=1e-9, msg=name)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.arguments import flag, said, whole
-from maskpack.core.index import cumulated
+from maskpack.core.index import cumulated, ranges
 from maskpack.errors import LayoutError, PlanError
 from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
 
@@ -223,7 +223,7 @@ class PackedCollator:
         bounds = cumulated(lengths)
         out: dict[str, Any] = {
             "input_ids": _joined((sample.ids for sample in samples), tail, 0, torch.int64),
-            "position_ids": torch.from_numpy(np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths))[None],
+            "position_ids": torch.from_numpy(ranges(np.zeros_like(lengths), lengths))[None],
             "labels": _joined((sample.labels for sample in samples), tail, IGNORED, torch.int64),
         }
         out["cu_seq_lens_q"] = out["cu_seq_lens_k"] = torch.from_numpy(bounds.astype(np.int32))

@@ -17,7 +17,7 @@ token of the tree takes the output of the first row that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -141,7 +141,7 @@ class MixerRows:
         sizes = [rows * longest for rows, longest in self.groups]
         if self.cells is not None:
             line = line.new_zeros(sum(sizes), *line.shape[1:]).index_copy(0, self.cells, line)
-        parts = zip(line.split(sizes), self.groups, strict=True)
+        parts: Any = zip(cast("Any", line).split(sizes), self.groups, strict=True)
         return [part.unflatten(0, shape).movedim((0, 1), (dim, dim + 1)) for part, shape in parts]
 
     def joined(self, outs: Sequence[Any]) -> Tensor | None:
@@ -212,7 +212,7 @@ class Mixers:
                     x for x in layer.modules() if hasattr(x, "gradient_checkpointing") and part in list(x.modules())
                 ]
                 layers.listen([layer, *again][-1])  # the innermost part that a backward pass may run again by itself
-                if _no_rows_left not in part._forward_pre_hooks.values():  # it stays with the mixer
+                if _no_rows_left not in cast("Any", part)._forward_pre_hooks.values():  # it stays with the mixer
                     part.register_forward_pre_hook(_no_rows_left)
             self.count += len(inner)
             if kind in _CARRYING and not inner:
@@ -358,7 +358,7 @@ class MixerForward(Forward):
 
     # ---------------------------------------------------------------- two ways
 
-    def _by_rows(self, part: nn.Module, given: dict[str, Any], rows: MixerRows, told: Mapping[str, Any] = {}) -> Any:
+    def _by_rows(self, part: nn.Module, given: dict[str, Any], rows: MixerRows, **told: Any) -> Any:
         """By groups of padded rows."""
         parts = {name: self._parts(name, x, rows) for name, x in given.items()}
         outs = [
@@ -375,7 +375,7 @@ class MixerForward(Forward):
     def _by_bounds(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
         """By kernels that start anew at each bound."""
         told = {name: x for name, x in rows.in_line.told.items() if self._any or name in self._names}
-        return self._by_rows(part, given, rows.in_line, told)
+        return self._by_rows(part, given, rows.in_line, **told)
 
     def _parts(self, name: str, x: Any, rows: MixerRows) -> list[Any]:
         """An argument for each group: entries of tokens in their cells, anything else as it is."""

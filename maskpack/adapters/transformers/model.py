@@ -229,7 +229,8 @@ class Replayable:
         # hooks that stay with the model
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
-        for layer in self._base.modules():
+        layers: list[Any] = list(self._base.modules())
+        for layer in layers:
             watched = _own_without_bounds in layer._forward_pre_hooks.values()
             if "Attention" in type(layer).__name__ and not watched:
                 layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)

@@ -87,7 +87,8 @@ class ArrayColumn:
         items = self.values.restored()
         made: Any = np.empty((len(items), *self.shape), dtype=object)
         for row, item in enumerate(items):
-            for place, cell in zip(np.ndindex(self.shape), item if self.shape else [item], strict=True):
+            places: Any = np.ndindex(self.shape)
+            for place, cell in zip(places, item if self.shape else [item], strict=True):
                 made[(row, *place)] = cell  # numpy would convert sequences in a slice
         return made
 
