@@ -184,11 +184,7 @@ class Refusal(Enum):
     # ---------------------------------------------------------------- experts of the batch
 
     ROUTERS = "routed_experts with {model}, in whose layers {seen} choose experts", "one router in a layer", _NO_ROUTES
-    ROUTES = (
-        'field "routed_experts" has {seen} layers',
-        "those of {model}: {layers}, or the {routers} routed",
-        _NO_ROUTES,
-    )
+    ROUTES = 'field "routed_experts" has {seen} layers', "those of {model}: {layers}, or {routers} routed", _NO_ROUTES
     ROUTED = "{seen} routers of {model} took the experts of the batch", "{count} to be told of them", _NO_ROUTES
     TOPK = "{taken} calls of topk chose experts, of {seen}", "one, of {experts} experts for {tokens} tokens", _NO_ROUTES
     EXPERT = 'field "routed_experts" has the expert {highest}', "ids below {experts}", "Check that it is of this model"
