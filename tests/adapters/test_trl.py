@@ -238,6 +238,32 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
 # -------------------------------------------------------------------- one call
 
 
+def naive(model, ids, mask, width, temperature):
+    """Log-probs and entropies [B, C], a row and a token at a time, with the columns as positions."""
+    log_probs, entropies = torch.zeros(2, ids.shape[0], width, dtype=next(model.parameters()).dtype)
+    rows = []
+    for row in range(ids.shape[0]):
+        columns = mask[row].nonzero()[:, 0]
+        logits = model(input_ids=ids[row, columns][None], position_ids=columns[None]).logits[0] / temperature
+        lines = logits.log_softmax(-1)
+        prompt = ids.shape[1] - width
+        for place, column in enumerate(columns.tolist()):
+            if column >= prompt:
+                rows.append(
+                    (
+                        row,
+                        column - prompt,
+                        lines[place - 1, ids[row, column]],
+                        -(lines[place - 1].exp() * lines[place - 1]).sum(),
+                    )
+                )
+    where = tuple(torch.tensor([row[at] for row in rows]) for at in (0, 1))
+    return (
+        log_probs.index_put(where, torch.stack([row[2] for row in rows])),
+        entropies.index_put(where, torch.stack([row[3] for row in rows])),
+    )
+
+
 def in_float64(model):
     """Its norms, too, which compute in float32 whatever the weights are."""
     model.double()
@@ -253,23 +279,22 @@ def test_values_and_gradients_in_float64(tmp_path, models, share):
     run = work.trainer(
         packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7
     )
-    plain = work.trainer(GRPOTrainer, tmp_path / "plain", models(), temperature=0.7)
-    for one in (run, plain):
-        in_float64(one.model)
+    alone = work.loaded(models())
+    for model in (run.model, alone):
+        in_float64(model)
     ids, mask, width = padded_rows()
     log_probs, entropies, aux = run._get_per_token_logps_and_entropies(
         run.model, ids, mask, width, compute_entropy=True
     )
-    theirs = plain._get_per_token_logps_and_entropies(plain.model, ids, mask, width, compute_entropy=True)
-    expected = [true * mask[:, -width:] for true in theirs[:2]]
+    expected = naive(alone, ids, mask, width, 0.7)
     assert aux is None
     slopes = torch.randn(2, *log_probs.shape, dtype=torch.float64)
     for seen, true in zip((log_probs, entropies), expected, strict=True):
         torch.testing.assert_close(seen, true, rtol=1e-10, atol=1e-10)
         assert torch.equal(seen == 0, mask[:, -width:] == 0)
-    for found in ((log_probs, entropies), expected):
-        sum((one * slope).sum() for one, slope in zip(found, slopes, strict=True)).backward()
-    for (name, own), true in zip(run.model.named_parameters(), plain.model.parameters(), strict=True):
+    ((log_probs * slopes[0]).sum() + (entropies * slopes[1]).sum()).backward()
+    ((expected[0] * slopes[0]).sum() + (expected[1] * slopes[1]).sum()).backward()
+    for (name, own), true in zip(run.model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(own.grad, true.grad, rtol=1e-8, atol=1e-9, msg=name)
 
 
