@@ -239,7 +239,6 @@ def swap(file):
 DAMAGE = {
     "flipped byte": flip,
     "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
-    "empty": lambda file: file.write_bytes(b""),
     "missing": Path.unlink,
     "swapped": swap,
     "of another step": lambda file: shutil.copy(file.parents[2] / "second" / file.parent.name / file.name, file),
