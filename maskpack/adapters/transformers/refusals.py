@@ -121,7 +121,7 @@ class Refusal(Enum):
         f"Pass use_cache=False and no mask. {_PADDED}",
     )
     MIXER_ENTRY = "{name} is {seen}", "entries of {tokens} tokens, [1, T, ...] or [n, 1, T, ...]", _PADDED
-    MIXER_OUTPUT = "made {seen} of hidden states [rows, longest, H] of {groups}", "as many rows and tokens", _PADDED
+    MIXER_OUTPUT = "made {seen} of hidden states {groups}", "outputs of as many rows and tokens", _PADDED
     REPLACED = (
         "{part} has a replaced forward, or is already compiled",
         "the forward of its class",
