@@ -119,7 +119,8 @@ class PackedStorage(_ListStorage):
             LayoutError: a slot is beyond `max_size`, or leaves others empty; or as `compress` and, if rows do not fit
                 the stored ones, `PackedBatch.cat`.
         """
-        slots = np.arange(self.max_size)[cursor] if isinstance(cursor, slice) else _numbers(cursor)
+        all_slots: IntArray = np.arange(int(self.max_size), dtype=np.int64)
+        slots = all_slots[cast("Any", cursor)] if isinstance(cursor, slice) else _numbers(cursor)
         try:
             self._put(slots, data)
         except Exception:
@@ -221,7 +222,7 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        rows: list[Any] = data if type(data) is list else [None]
+        rows = cast("list[Any]", data) if type(data) is list else [None]
         batch: Any = lazy_stack(rows) if all(isinstance(row, TensorDictBase) for row in rows) else data
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(

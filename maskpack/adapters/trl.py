@@ -429,7 +429,7 @@ def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, i
     first = np.flatnonzero(lengths)[:1]
     kinds[first] = np.minimum(kinds[first], FIRST)
     row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
-    tokens: IntArray = np.arange(lengths[row]) + int(lengths[:row].sum())
+    tokens: IntArray = np.arange(int(lengths[row]), dtype=np.int64) + int(lengths[:row].sum())
     return row, int(kinds[row]), tokens if inputs.tree is None else inputs.tree.of_row_token[tokens]
 
 

@@ -229,7 +229,7 @@ class Replayable:
         # hooks that stay with the model
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
-        layers: list[Any] = list(self._base.modules())
+        layers: list[Any] = list(cast("Any", self._base).modules())
         for layer in layers:
             watched = _own_without_bounds in layer._forward_pre_hooks.values()
             if "Attention" in type(layer).__name__ and not watched:
