@@ -222,8 +222,8 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        rows = cast("list[Any]", data) if type(data) is list else [None]
-        batch: Any = lazy_stack(rows) if all(isinstance(row, TensorDictBase) for row in rows) else data
+        rows: list[Any] = cast("list[Any]", data) if type(data) is list else [None]
+        batch: Any = lazy_stack(rows) if all(isinstance(row, TensorDictBase) for row in rows) else cast("Any", data)
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
                 f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
