@@ -119,23 +119,20 @@ class PackedStorage(_ListStorage):
             LayoutError: a slot is beyond `max_size`, or leaves others empty; or as `compress` and, if rows do not fit
                 the stored ones, `PackedBatch.cat`.
         """
-        slots = self._slots(cursor)
+        all_slots: IntArray = np.arange(int(self.max_size), dtype=np.int64)
+        slots = all_slots[cast("Any", cursor)] if isinstance(cursor, slice) else _numbers(cursor)
         try:
             self._put(slots, data)
         except Exception:
-            self._rewind(slots)
+            for buffer in self._attached_entities:  # whose writers advance before they store
+                writer: Any = getattr(buffer, "_writer", None)
+                if slots.size and hasattr(writer, "_cursor"):
+                    writer._cursor = int(slots[0])
             raise
         if slots.size:
             if set_cursor:
                 self._set_last_cursor(cursor)
             self._bump_mutation_revision()
-
-    def _rewind(self, slots: IntArray) -> None:
-        """Sets writers back to the first slot that was not filled, because they advance before they store."""
-        for buffer in self._attached_entities:
-            writer: Any = getattr(buffer, "_writer", None)
-            if slots.size and hasattr(writer, "_cursor"):
-                writer._cursor = int(slots[0])
 
     def _put(self, slots: IntArray, data: Any) -> None:
         packed = self._packed(data)
@@ -147,18 +144,15 @@ class PackedStorage(_ListStorage):
         if not slots.size:
             return
         before = len(self)
-        if slots.dtype.kind not in "iu" or int(slots.min()) < 0:
-            raise LayoutError(
-                f"PackedStorage.set: slots are {slots[:8].tolist()}; expected whole numbers from 0. Let the writer "
-                "choose them."
-            )
         table = np.full(max(before, int(slots.max()) + 1), -1, np.int64)
         table[:before] = np.arange(before)
-        table[slots] = before + np.arange(slots.size)
-        if table.size > self.max_size or int(table.min()) < 0:
+        valid = slots.dtype.kind in "iu" and int(slots.min()) >= 0
+        if valid:
+            table[slots] = before + np.arange(slots.size)
+        if not valid or table.size > self.max_size or int(table.min()) < 0:
             raise LayoutError(
-                f"PackedStorage.set: slots from {int(slots.min())} to {int(slots.max())} with {before} in use; "
-                f"expected slots below {self.max_size} that leave none empty. Let the writer choose them."
+                f"PackedStorage.set: slots are {slots[:8].tolist()} with {before} in use; expected whole numbers from "
+                f"0, below {self.max_size}, that leave none empty. Let the writer choose them."
             )
         rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
         self._rows = _tidied(rows.take(table))
@@ -228,18 +222,14 @@ class PackedStorage(_ListStorage):
     def _packed(self, data: Any) -> PackedBatch:
         if isinstance(data, PackedBatch):
             return data
-        batch: Any = lazy_stack(data) if _is_rows(data) else data
+        rows: list[Any] = cast("list[Any]", data) if type(data) is list else [None]
+        batch: Any = lazy_stack(rows) if all(isinstance(row, TensorDictBase) for row in rows) else cast("Any", data)
         if not isinstance(batch, TensorDictBase):
             raise LayoutError(
                 f"PackedStorage.set: got {said(batch)}; expected a TensorDict or a PackedBatch. Put "
                 "tensors into a TensorDict."
             )
         return compress(batch if batch.batch_dims else batch.unsqueeze(0), **self._options)
-
-    def _slots(self, cursor: Any) -> IntArray:
-        if isinstance(cursor, slice):
-            return np.arange(self.max_size, dtype=np.int64)[cursor]
-        return _numbers(cursor)
 
     def _index(self, index: Any) -> Any:
         parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
@@ -248,10 +238,6 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.get: the index has {len(parts)} parts; expected one, of rows. Index the sample further."
             )
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
-
-
-def _is_rows(data: Any) -> bool:
-    return type(data) is list and all(isinstance(row, TensorDictBase) for row in cast("list[Any]", data))
 
 
 def _numbers(index: Any) -> IntArray:

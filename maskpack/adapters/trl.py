@@ -41,6 +41,7 @@ from maskpack.adapters.transformers.model import (
     check_dropout,
     most_of,
     precision,
+    too_far,
 )
 from maskpack.adapters.transformers.output import Layer
 from maskpack.adapters.transformers.refusals import PADDED, Refusal
@@ -126,30 +127,19 @@ def packed(
             f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters than in TRL 1.16 ({differ}); "
             "expected the same. Use TRL 1.16, or a maskpack that knows this version."
         )
-    options = _PackedOptions(
-        ReplayOptions(
-            share_prefixes=flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
-            min_shared=whole(min_shared, "min_shared", 1, _CALL),
-        ),
-        None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
-        flag(compile, "compile", _CALL, ReplayError),
-    )
     body = {
         "__doc__": trainer_class.__doc__,
         "__module__": __name__,
         "__qualname__": f"{_CALL}({trainer_class.__name__})",
-        "_options": options,
+        "_packing": ReplayOptions(
+            share_prefixes=flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
+            min_shared=whole(min_shared, "min_shared", 1, _CALL),
+        ),
+        "_self_check": None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
+        "_compile": flag(compile, "compile", _CALL, ReplayError),
     }
-    return cast("Any", type)(
-        trainer_class.__name__, (_PackedTrainer, trainer_class), body
-    )  # the name is in TRL's metrics
-
-
-@dataclass(frozen=True)
-class _PackedOptions:
-    packing: ReplayOptions
-    self_check: bool | None
-    compile: bool
+    name = trainer_class.__name__  # it is in TRL's metrics
+    return cast("Any", type)(name, (_PackedTrainer, trainer_class), body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,13 +168,8 @@ class _Inside(Replayable):
         if not (sharded and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
             _ = self.head
 
-    def dropout(self) -> str | None:
-        """Why rows would need random numbers of their own; None if they do not."""
-        try:
-            check_dropout(self.model, self._base, self._config)
-        except ReplayError as error:
-            return str(error)
-        return None
+    def check_dropout(self) -> None:
+        check_dropout(self.model, self._base, self._config)
 
     def answer(self, ask: _Ask) -> tuple[Tensor, ...]:
         """(log-probs [N],) or (log-probs [N], entropies [N]) of the scored tokens."""
@@ -233,7 +218,9 @@ class _Inside(Replayable):
 class _PackedTrainer:
     """What `packed` puts before a trainer of TRL."""
 
-    _options: ClassVar[_PackedOptions]
+    _packing: ClassVar[ReplayOptions]
+    _self_check: ClassVar[bool | None]
+    _compile: ClassVar[bool]
     accelerator: Any
     args: Any
     model: Any
@@ -246,16 +233,11 @@ class _PackedTrainer:
         self._proved: dict[tuple[int, bool], int] = {}
         self._replays: list[_Inside] = []
         self._refused = _refused(self)
-        if self._refused is None:
-            self._prepare()
-
-    def _prepare(self) -> None:
-        """Teaches the policy and the reference model, or notes why not."""
         made: list[_Inside] = []
         try:
             for model in (self.model, getattr(self, "ref_model", None)):
-                if model is not None:
-                    made.append(_Inside(_causal_lm(self, model), compile=self._options.compile))
+                if model is not None and self._refused is None:
+                    made.append(_Inside(_causal_lm(self, model), compile=self._compile))
                     made[-1].check_head()
         except ReplayError as error:
             self._refused = str(error)
@@ -289,7 +271,10 @@ class _PackedTrainer:
         trl: Any = super()
         found = self._taken(model, compute_aux_loss, left)
         if isinstance(found, str):
-            self._tell(found)
+            if found not in self._told and self.accelerator.is_local_main_process:
+                told = f"{type(self).__qualname__}: TRL's own padded pass runs: {found}"
+                warnings.warn(told, MaskpackWarning, stacklevel=3)
+            self._told.add(found)
             self._release()
             return trl._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **left
@@ -316,26 +301,19 @@ class _PackedTrainer:
             return self._refused
         if not packing_is_on(_CALL):
             return "MASKPACK_PACKED_REPLAY is 0. Unset it for packed rows."
-        given = [name for name in left if left[name] is not None]
-        if given:
+        if given := [name for name in left if left[name] is not None]:
             return f"the batch has {', '.join(given)}, which packed rows do not have. Drop images where there are none."
         if compute_aux_loss:
             return "compute_aux_loss was asked for, which needs the router of padded rows. Set router_aux_loss_coef=0."
         causal = _causal_lm(self, model)
-        replay = next((replay for replay in self._replays if replay.model is causal), None)
-        if replay is None:
-            return f"{type(causal).__name__} is neither model nor ref_model of the trainer. Keep these two."
-        dropout = replay.dropout()
-        if dropout is not None:
-            return f"{dropout} In the trainer: disable_dropout=True, lora_dropout=0, attention_dropout=0."
-        return replay
-
-    def _tell(self, reason: str) -> None:
-        if reason not in self._told and self.accelerator.is_local_main_process:
-            warnings.warn(
-                f"{type(self).__qualname__}: TRL's own padded pass runs: {reason}", MaskpackWarning, stacklevel=4
-            )
-        self._told.add(reason)
+        for replay in self._replays:
+            if replay.model is causal:
+                try:
+                    replay.check_dropout()
+                except ReplayError as error:
+                    return f"{error} In the trainer: disable_dropout=True, lora_dropout=0, attention_dropout=0."
+                return replay
+        return f"{type(causal).__name__} is neither model nor ref_model of the trainer. Keep these two."
 
 
 @dataclass(frozen=True)
@@ -372,33 +350,25 @@ class _Run:
         outs: list[list[Tensor]] = []
         tokens = 0
         for number, rows in enumerate(parts):
-            part = batch if batch_size is None else batch[torch.tensor(rows, device="cpu")]
-            inputs = self._inputs(part)
+            part = batch[torch.tensor(rows, device="cpu")]
+            inputs = PackedInputs.of(part, device=self.replay.device, options=self.trainer._packing)
             tokens += inputs.num_tokens
             outs.append(self._checked(inputs, part, rows) if number == 0 else self._scores(inputs, part))
         mode = "train" if self.trainer.model.training else "eval"
         self.trainer._metrics[mode]["maskpack/computed_fraction"].append(tokens / ids.numel())
-        if batch_size is None:
-            joined = outs[0]
-        else:
-            order = torch.from_numpy(_first_places(parts)).to(outs[0][0].device)
-            joined = [torch.cat(one).index_select(0, order) for one in zip(*outs, strict=True)]
+        _, first = np.unique(np.concatenate(parts), return_index=True)  # dummies, which come last, repeat rows
+        order = torch.from_numpy(first).to(outs[0][0].device)
+        joined = [torch.cat(one).index_select(0, order) for one in zip(*outs, strict=True)]
         return joined[0], joined[1] if self.entropy else None
 
     def _planned(self, batch: TensorDict, batch_size: int) -> list[list[int]]:
         """Rows of each pass, each with at most the tokens that TRL's padded one of `batch_size` rows has."""
-        options = self.trainer._options.packing
+        options = self.trainer._packing
         tree = prefix_tree(batch, options=options) if options.share_prefixes else None
-        plan = plan_micro_batches(
-            batch["attention_mask"].ne(0).sum(-1).numpy(),
-            batch_size * batch["input_ids"].shape[1],
-            tree=tree,
-        )
+        lengths = batch["attention_mask"].ne(0).sum(-1).numpy()
+        plan = plan_micro_batches(lengths, batch_size * batch["input_ids"].shape[1], tree=tree)
         together = isinstance(self.model, DistributedDataParallel | FSDPModule)
         return (agree_on_count(plan) if together else plan).micro_batches
-
-    def _inputs(self, part: TensorDict) -> PackedInputs:
-        return PackedInputs.of(part, device=self.replay.device, options=self.trainer._options.packing)
 
     def _scores(self, inputs: PackedInputs, part: TensorDict) -> list[Tensor]:
         """[b, C] each: log-probs, and entropies if asked for."""
@@ -412,15 +382,16 @@ class _Run:
 
     def _checked(self, inputs: PackedInputs, part: TensorDict, rows: Sequence[int]) -> list[Tensor]:
         """`_scores`, of which a row is compared with TRL's own. All ranks compare in the same call, or none."""
-        options, accelerator = self.trainer._options, self.trainer.accelerator
+        asked, accelerator = self.trainer._self_check, self.trainer.accelerator
         path = id(self.replay), torch.is_grad_enabled()
         before = self.trainer._proved.get(path, 0)
-        most = SHARED if options.packing.share_prefixes else LATER
-        if options.self_check is False or (before == most and not options.self_check):
+        most = SHARED if self.trainer._packing.share_prefixes else LATER
+        if asked is False or (before == most and not asked):
             return self._scores(inputs, part)
-        row, proof = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
-        proof = int(_most(accelerator, proof))
-        if not options.self_check and proof <= before:
+        row, proof, tokens = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
+        groups = (None,) if accelerator.num_processes > 1 else ()
+        proof = int(most_of(groups, proof, accelerator.device))
+        if not asked and proof <= before:
             return self._scores(inputs, part)
         self.replay.release()
         with torch.no_grad():
@@ -432,33 +403,24 @@ class _Run:
         off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
         with accelerator.autocast():
             dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
-        worst, most = _most(accelerator, off), TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
-        model = type(self.replay.model).__name__
-        if not worst <= most:
-            what = "log-probs or entropies from packed rows"
-            remedy = f"Train it {PADDED}"
-            raise Refusal.OFF(_CALL, what=what, model=model, off=f"{worst:.3g}", most=f"{most:.3g}", remedy=remedy)
+        model, most = type(self.replay.model).__name__, TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
+        far = too_far(off, most, groups, accelerator.device)
+        if far is not None:
+            what, remedy = "log-probs or entropies from packed rows", f"Train it {PADDED}"
+            raise Refusal.OFF(_CALL, what=what, model=model, off=far, most=f"{most:.3g}", remedy=remedy)
         if out[0].requires_grad:
-            off = gradients.error(calls.values(), inputs, _tokens_of(inputs, part["attention_mask"].ne(0).numpy(), row))
-            worst, most = _most(accelerator, off), gradients.TOLERANCE[dtype]
-            if not worst <= most:
-                raise Refusal.GRADIENTS_OFF(_CALL, model=model, off=f"{worst:.3g}", most=most)
+            off, most = gradients.error(calls.values(), inputs, tokens), gradients.TOLERANCE[dtype]
+            far = too_far(off, most, groups, accelerator.device)
+            if far is not None:
+                raise Refusal.GRADIENTS_OFF(_CALL, model=model, off=far, most=most)
         self.trainer._proved[path] = max(before, proof)
         return out
 
 
-def _tokens_of(inputs: PackedInputs, mask: Any, row: int) -> IntArray:
-    """The tokens of a row among the inputs."""
-    if inputs.tree is not None:
-        begin, end = inputs.tree.row_offsets[row : row + 2]
-        return inputs.tree.of_row_token[begin:end]
-    begin = int(mask[:row].sum())
-    return np.arange(begin, begin + int(mask[row].sum()))
-
-
-def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int]:
-    """The row that proves the most and what it proves, by the mask [b, P + C]; (0, 0) without a scored token. Of
-    several, one with pads before it, whose positions do not begin at 0, and of these the longest."""
+def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int, IntArray]:
+    """The row that proves the most, what it proves, and its tokens among the inputs, by the mask [b, P + C]; it proves
+    0 without a scored token. Of several, one with pads before it, whose positions do not begin at 0, and of these the
+    longest."""
     scored, lengths = mask[:, -width:].sum(1), mask.sum(1)
     kinds = np.where(scored > 0, LATER, 0)
     if inputs.tree is not None:
@@ -467,12 +429,8 @@ def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, i
     first = np.flatnonzero(lengths)[:1]
     kinds[first] = np.minimum(kinds[first], FIRST)
     row = int(np.lexsort((lengths, ~mask[:, 0], kinds))[-1])
-    return row, int(kinds[row])
-
-
-def _most(accelerator: Any, number: float) -> float:
-    """The largest number of all ranks."""
-    return most_of((None,) if accelerator.num_processes > 1 else (), number, accelerator.device)
+    tokens: IntArray = np.arange(int(lengths[row]), dtype=np.int64) + int(lengths[:row].sum())
+    return row, int(kinds[row]), tokens if inputs.tree is None else inputs.tree.of_row_token[tokens]
 
 
 def _check_padding(mask: Tensor, width: int) -> None:
@@ -491,12 +449,6 @@ def _check_padding(mask: Tensor, width: int) -> None:
         )
 
 
-def _first_places(parts: Sequence[Sequence[int]]) -> Any:
-    """int64 [B]: where each row is in the parts. Dummies, which come last, repeat rows."""
-    _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in parts]), return_index=True)
-    return first
-
-
 # -------------------------------------------------------------------- what goes to TRL's own path
 
 
@@ -504,33 +456,33 @@ def _refused(trainer: Any) -> str | None:
     """Why nothing of a trainer can be packed, by its configuration; None if all can."""
     accelerator, args = trainer.accelerator, trainer.args
     ranks = str(accelerator.distributed_type.value)
-    if ranks not in _RANKS or (ranks == "FSDP" and not accelerator.is_fsdp2):
-        version = " version 1" if ranks == "FSDP" else ""
-        return f"the processes are of kind {ranks}{version}. Use one process, DDP, or FSDP2 (version 2 in fsdp_config)."
+    if ranks == "FSDP" and not accelerator.is_fsdp2:
+        ranks = "FSDP version 1"
     parallel = getattr(accelerator, "parallelism_config", None)
     split = [kind for kind in ("tp", "cp", "sp") if getattr(parallel, f"{kind}_enabled", False)]
-    if split:
-        return f"parallelism_config has {', '.join(split)}, which splits models or rows. Use data parallelism alone."
-    if args.torch_compile or str(accelerator.state.dynamo_plugin.backend.value) != "NO":
-        return (
-            "torch_compile is on, which compiles anew for each number of tokens. Leave it off; packed has compile=True."
-        )
-    if accelerator.mixed_precision == "fp8":
-        return 'mixed_precision is "fp8". Use bf16.'
-    if getattr(trainer, "aux_loss_enabled", False):
-        return "the router's auxiliary loss counts padded rows. Set router_aux_loss_coef=0 to train without it."
-    if getattr(trainer, "_is_vlm", False):
-        return "the processing class is of a model with images. For text alone, pass its tokenizer as processing_class."
+    compiles = args.torch_compile or str(accelerator.state.dynamo_plugin.backend.value) != "NO"
     devices: dict[str, Any] = getattr(trainer.model, "hf_device_map", None) or {}
-    if len(set(devices.values())) > 1:
-        return "device_map spreads the model over devices. Use data parallelism."
-    virtual = [
-        name for name, config in getattr(trainer.model, "peft_config", {}).items()
-        if getattr(config, "is_prompt_learning", False)
-    ]  # fmt: skip
-    if virtual:
-        return f"the adapter {', '.join(virtual)} of PEFT learns virtual tokens. Use LoRA."
-    return None
+    adapters: dict[str, Any] = getattr(trainer.model, "peft_config", {})
+    virtual = [name for name, config in adapters.items() if getattr(config, "is_prompt_learning", False)]
+    reasons = {
+        f"the processes are of kind {ranks}. Use one process, DDP, or FSDP2 (version 2 in fsdp_config).": (
+            ranks not in _RANKS
+        ),
+        f"parallelism_config has {', '.join(split)}, which splits models or rows. Use data parallelism alone.": split,
+        "torch_compile is on, which compiles anew for each number of tokens. Leave it off; packed has compile=True.": (
+            compiles
+        ),
+        'mixed_precision is "fp8". Use bf16.': accelerator.mixed_precision == "fp8",
+        "the router's auxiliary loss counts padded rows. Set router_aux_loss_coef=0 to train without it.": (
+            getattr(trainer, "aux_loss_enabled", False)
+        ),
+        "the processing class is of a model with images. For text alone, pass its tokenizer as processing_class.": (
+            getattr(trainer, "_is_vlm", False)
+        ),
+        "device_map spreads the model over devices. Use data parallelism.": len(set(devices.values())) > 1,
+        f"the adapter {', '.join(virtual)} of PEFT learns virtual tokens. Use LoRA.": virtual,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _causal_lm(trainer: Any, model: Any) -> Any:

@@ -125,19 +125,6 @@ def test_a_picture_is_stored_once_for_all_samples_and_puts(queue, codec):
     assert torch.equal(sent[0], data["multi_modal_inputs"][0]["pixel_values"])  # not the memory of a unit
 
 
-def test_a_picture_that_is_put_again_in_other_samples_comes_once_more_if_it_was_cleared(queue):
-    manager = queue()
-    data = images(2, group=2)
-    for _ in range(2):
-        names = keys(2)
-        tq.kv_batch_put(keys=names, partition_id="a", fields=data)
-        tq.kv_batch_put(keys=names, partition_id="a", fields=data)  # in place of themselves
-        assert_images(tq.kv_batch_get(keys=names, partition_id="a"), data)
-        assert figures(manager)["large_tensors"] == 1
-        tq.kv_clear(keys=names, partition_id="a")
-        assert figures(manager)["large_tensors"] == 0
-
-
 def test_floats_of_many_values_and_other_words_are_large_tensors_too(queue):
     queue()
     rows = [
@@ -252,7 +239,6 @@ def swap(file):
 DAMAGE = {
     "flipped byte": flip,
     "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
-    "empty": lambda file: file.write_bytes(b""),
     "missing": Path.unlink,
     "swapped": swap,
     "of another step": lambda file: shutil.copy(file.parents[2] / "second" / file.parent.name / file.name, file),

@@ -76,7 +76,7 @@ class Rewards:
         return scores
 
 
-def trainer(kind: Any, folder: Any, model: Any, peft: Any = None, callbacks: Any = None, **options: Any) -> Any:
+def trainer(kind: Any, folder: Any, model: Any, peft: Any = None, **options: Any) -> Any:
     """A trainer of GRPO or RLOO; of a model or the folder of one."""
     config = GRPOConfig if issubclass(kind, GRPOTrainer) else RLOOConfig
     rewards = Rewards()
@@ -89,7 +89,6 @@ def trainer(kind: Any, folder: Any, model: Any, peft: Any = None, callbacks: Any
         eval_dataset=prompts(4),
         processing_class=tokenizer(),
         peft_config=peft,
-        callbacks=callbacks,
     )
     made.rewards = rewards
     return made

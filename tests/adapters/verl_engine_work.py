@@ -117,21 +117,14 @@ def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
 # -------------------------------------------------------------------- two ways to log-probs, entropies, gradients
 
 
-class Seen:
-    """Log-probs and entropies [B, R], 0 where no token is, and the gradients of a weighted sum by parameter."""
+Seen = dict[str, Tensor]
+"""Log-probs and entropies [B, R], 0 where no token is, and the gradients of a weighted sum by parameter."""
 
-    def __init__(self, log_probs: Tensor, entropy: Tensor | None, gradients: dict[str, Tensor]) -> None:
-        self.log_probs, self.entropy, self.gradients = log_probs, entropy, gradients
 
-    def off(self, truth: Seen) -> dict[str, float]:
-        """The largest difference of each."""
-        found = {"log_probs": float((self.log_probs - truth.log_probs).abs().max())}
-        if self.entropy is not None:
-            found["entropy"] = float((self.entropy - truth.entropy).abs().max())
-        assert self.gradients.keys() == truth.gradients.keys()
-        pairs = [(own, truth.gradients[name]) for name, own in self.gradients.items()]
-        found["gradients"] = max(float((own - want).abs().max()) for own, want in pairs)
-        return found
+def off(seen: Seen, truth: Seen) -> dict[str, float]:
+    """The largest difference of each."""
+    assert seen.keys() == truth.keys()
+    return {name: float((one - truth[name]).abs().max()) for name, one in seen.items()}
 
 
 def loss_of(log_probs: Tensor, entropy: Tensor | None, batch: TensorDict) -> Tensor:
@@ -139,12 +132,12 @@ def loss_of(log_probs: Tensor, entropy: Tensor | None, batch: TensorDict) -> Ten
     return loss if entropy is None else loss + (entropy * batch["entropy_weights"]).sum()
 
 
-def gradients_of(module: Any) -> dict[str, Tensor]:
+def gradients_of(module: Any) -> Seen:
     """Of all parameters, which have none afterwards."""
-    out = {}
+    out: Seen = {}
     for name, weight in module.named_parameters():
         grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-        out[name] = grad.clone()
+        out[f"gradient of {name}"] = grad.clone()
         weight.grad = None
     return out
 
@@ -169,8 +162,8 @@ def by_engine(engine: Any, batch: TensorDict, *, temperature: float, entropy: bo
 
     with engine.train_mode(zero_grad_on_exit=False):
         out = engine.forward_backward_batch(data, loss_function)["model_output"]
-    parts = [no_padding_2_padding(out[name], data) for name in ("log_probs", "entropy")[: 1 + entropy]]
-    return Seen(parts[0], parts[1] if entropy else None, gradients_of(engine.module))
+    parts = {name: no_padding_2_padding(out[name], data) for name in ("log_probs", "entropy")[: 1 + entropy]}
+    return parts | gradients_of(engine.module)
 
 
 def by_row(model: Any, batch: TensorDict, *, temperature: float, entropy: bool) -> Seen:
@@ -188,7 +181,7 @@ def by_row(model: Any, batch: TensorDict, *, temperature: float, entropy: bool) 
     found = gradients_of(model)
     for grad in found.values():
         dist.all_reduce(grad.div_(dist.get_world_size()))
-    return Seen(log_probs.detach(), entropies.detach() if entropy else None, found)
+    return found | {"log_probs": log_probs.detach()} | ({"entropy": entropies.detach()} if entropy else {})
 
 
 def own_rows() -> TensorDict:
@@ -216,5 +209,5 @@ def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
         ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         truth = by_row(model, batch, **ways)
         for jagged in (True, False):
-            found[f"jagged={jagged}, {ways}"] = by_engine(made, batch, jagged=jagged, **ways).off(truth)
+            found[f"jagged={jagged}, {ways}"] = off(by_engine(made, batch, jagged=jagged, **ways), truth)
     return found

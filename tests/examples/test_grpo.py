@@ -92,31 +92,3 @@ def test_another_loss_is_another_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     start = grpo.starting_weights()
     seen = grpo.train(grpo.Padded(start), start, 2)
     assert apart(seen.losses, grpo.recorded()["padded"].losses[:2]) > 50 * CLOSE
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text", "worth"),
-    [
-        ([7, 5, 9], "12+9=21$", 1.125),
-        ([7, 5, 9], "12+9=22$", 0.125),
-        ([7, 5, 9], "21$", 1.125),
-        ([7, 5, 9], "12+9=21", 0.0),
-        ([2, 3], "5$5", 1.125),
-    ],
-)
-def test_rewards(numbers: list[int], text: str, worth: float) -> None:
-    assert grpo.reward(numbers, grpo.encoded(text)) == worth
-
-
-def test_a_step_has_prompts_on_the_left_and_responses_on_the_right() -> None:
-    batch, mean = grpo.rollouts(grpo.load(grpo.tiny_model(), grpo.starting_weights()), 0)
-    assert batch.batch_size == (grpo.ROWS,)
-    for b in range(grpo.ROWS):
-        real = batch["attention_mask"][b].tolist()
-        prompt, response = real[: grpo.PROMPT], real[grpo.PROMPT :]
-        assert prompt == sorted(prompt)
-        assert response == sorted(response, reverse=True)
-        assert (batch["input_ids"][b] != grpo.PAD).long().tolist() == real
-    groups = batch["advantages"][:, 0].view(grpo.QUESTIONS, grpo.SAMPLES)
-    assert groups.sum(1).abs().max().item() < 1e-5
-    assert mean == grpo.recorded()["padded"].rewards[0]

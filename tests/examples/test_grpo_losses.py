@@ -117,14 +117,6 @@ def dense_kl_losses(new, ref, estimator):
     return each_token(token)
 
 
-def dense_weighted_sum(losses, mask, weights):
-    total = torch.zeros((), dtype=torch.float64)
-    for row, length in enumerate(LENGTHS):
-        for place in range(length):
-            total = total + float(weights[row]) * float(mask[row, place]) * losses[row, place]
-    return total
-
-
 def unsplit(losses, mask, mode):
     """The loss of all rows at once, by its definition."""
     sums, counts = [], []
@@ -150,6 +142,22 @@ def gradient(loss, *leaves):
 # -------------------------------------------------------------------- tokens
 
 
+def close_tokens(seen, truth, new):
+    """Losses of tokens and the gradient of each."""
+    torch.testing.assert_close(padded(seen), truth, **CLOSE)
+    by = torch.rand(truth.shape, dtype=torch.float64)
+    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_losses(seed, estimator):
+    batch, new = rollout(seed), leaf(seed + 200)
+    rows = nested(batch, new)
+    seen = kl_losses(rows["log_probs"], rows["ref_log_prob"], estimator)
+    close_tokens(seen, dense_kl_losses(new, batch["ref_log_prob"], estimator), new)
+
+
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.2, 0.2, 3)])
 @pytest.mark.parametrize("seed", range(3))
@@ -162,33 +170,7 @@ def test_policy_losses(seed, low, high, dual, per_row):
         given = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         advantage = given[:, None].expand(-1, RESPONSE)
     seen = policy_losses(rows["log_probs"], rows["old_log_probs"], given, clip_low=low, clip_high=high, dual_clip=dual)
-    truth = dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual)
-    torch.testing.assert_close(padded(seen), truth, **CLOSE)
-    by = torch.rand(truth.shape, dtype=torch.float64)  # each token's gradient shows
-    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_kl_losses(seed, estimator):
-    batch, new = rollout(seed), leaf(seed + 200)
-    rows = nested(batch, new)
-    seen = kl_losses(rows["log_probs"], rows["ref_log_prob"], estimator)
-    truth = dense_kl_losses(new, batch["ref_log_prob"], estimator)
-    torch.testing.assert_close(padded(seen), truth, **CLOSE)
-    by = torch.rand(truth.shape, dtype=torch.float64)
-    torch.testing.assert_close(gradient((padded(seen) * by).sum(), new), gradient((truth * by).sum(), new), **CLOSE)
-
-
-@pytest.mark.parametrize("mask", ["all", "holes", "weights"])
-def test_weighted_sum(mask):
-    batch, new = rollout(3, mask=mask), leaf(103)
-    rows = nested(batch, new)
-    weights = torch.rand(len(LENGTHS), dtype=torch.float64).numpy()
-    seen = weighted_sum(rows["log_probs"], rows["response_mask"], weights)
-    truth = dense_weighted_sum(new, batch["response_mask"], weights)
-    torch.testing.assert_close(seen, truth, **CLOSE)
-    torch.testing.assert_close(gradient(seen, new), gradient(truth, new), **CLOSE)
+    close_tokens(seen, dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual), new)
 
 
 # -------------------------------------------------------------------- micro-batches

@@ -232,8 +232,8 @@ def test_the_vision_tower_keeps_its_attention(make: Any) -> None:
     assert told
     assert not any({"cu_seq_lens_q", "max_length_q"} & names for names in told)
     released = ready.release()
-    assert [part._attn_implementation for part in passes.configurations(released)] == [
-        part._attn_implementation for part in passes.configurations(plain)
+    assert [part._attn_implementation for part in passes.configurations(released.config)] == [
+        part._attn_implementation for part in passes.configurations(plain.config)
     ]
     assert off(truth(released, given), truth(plain, given)) == 0
 

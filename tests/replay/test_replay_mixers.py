@@ -366,7 +366,7 @@ def test_sharded_layers() -> None:
         assert seen["gradients"] <= 1e-5
         assert max(seen["packed"], seen["planned"], seen["padded"]) <= 5e-6
         assert "is sharded by itself (FSDPConv1d); expected its layer to be" in seen["inside"]
-        assert "has layers that carry state (layer 0, linear_attn), and rows are divided over" in seen["context"]
+        assert "has layers that carry state (layer 0, linear_attn), came with context_group" in seen["context"]
 
 
 # -------------------------------------------------------------------- groups of rows

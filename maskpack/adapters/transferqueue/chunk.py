@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -244,18 +244,17 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
     Rows of one dim or more are a jagged tensor, if torch can hold them in one; fields of equal row lengths share their
     offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
     """
-    parts = [_DecodedPiece.of(piece) for piece in pieces]
+    read = [(piece, _columns_of(piece)) for piece in pieces]
     jagged: dict[bytes, list[tuple[str, Tensor]]] = {}
     out: dict[str, Any] = dict.fromkeys(fields)
     for name in fields:
-        having = [part for part in parts if name in part.columns]
-        columns = [part.columns[name] for part in having]
-        tensors = [column for column in columns if isinstance(column, Values)]
+        having = [(piece, columns[name]) for piece, columns in read if name in columns]
+        tensors = [column for _, column in having if isinstance(column, Values)]
         alike = len({(part.values.dtype, part.values.shape[1:], part.lengths is None) for part in tensors}) == 1
-        if len(tensors) < len(columns) or not alike or any(name in part.turned for part in having):
+        if len(tensors) < len(having) or not alike or any(name in piece.chunk.turned for piece, _ in having):
             out[name] = stacked(_rows(having, name, rows))
             continue
-        values, lengths = _ordered(tensors, [part.places for part in having], rows)
+        values, lengths = _ordered(tensors, [piece.places for piece, _ in having], rows)
         if lengths is None:
             out[name] = values
         else:
@@ -285,41 +284,26 @@ def stacked(rows: Sequence[Any]) -> Any:
     return stack_of(rows)
 
 
-@dataclass(frozen=True, eq=False)
-class _DecodedPiece:
-    """A piece with its tensors decoded.
-
-    Attributes:
-        columns: the rows of each field; objects as a list.
-        places, turned: of the piece and its chunk.
-    """
-
-    columns: dict[str, Values | list[Any]]
-    places: Sequence[int]
-    turned: frozenset[str]
-
-    @classmethod
-    def of(cls, piece: Piece) -> _DecodedPiece:
-        batch, rows = piece.chunk.packed, len(piece.chunk)
-        forms = [form for form in batch.schema.forms if form.dtype is not None]
-        padded = [form for form in forms if form.kind == "padded"]
-        tensors = decoded(batch, [form for form in forms if form.kind != "padded"], True)
-        tensors |= decoded(batch, padded, False) if padded else {}
-        columns: dict[str, Values | list[Any]] = {}
-        for form in forms:
-            values = tensors[form.path]
-            if form.kind == "jagged":
-                assert form.layout is not None
-                columns[form.path[0]] = Values(values, batch.layouts[form.layout].lengths)
-            elif values.dim() == 1:
-                columns[form.path[0]] = Values(values, None)
-            else:
-                lengths = np.full(rows, values.shape[1], np.int64)
-                columns[form.path[0]] = Values(values.reshape(rows * values.shape[1], *values.shape[2:]), lengths)
-        columns |= {
-            path[0]: objects.data if objects.bare else objects.restored() for path, objects in batch.objects.items()
-        }
-        return cls(columns, piece.places, piece.chunk.turned)
+def _columns_of(piece: Piece) -> dict[str, Values | list[Any]]:
+    """The rows of each field of a piece, with its tensors decoded; objects as a list."""
+    batch, rows = piece.chunk.packed, len(piece.chunk)
+    forms = [form for form in batch.schema.forms if form.dtype is not None]
+    padded = [form for form in forms if form.kind == "padded"]
+    tensors = decoded(batch, [form for form in forms if form.kind != "padded"], True)
+    tensors |= decoded(batch, padded, False) if padded else {}
+    columns: dict[str, Values | list[Any]] = {}
+    for form in forms:
+        values, lengths = tensors[form.path], None
+        if form.kind == "jagged":
+            assert form.layout is not None
+            lengths = batch.layouts[form.layout].lengths
+        elif values.dim() > 1:
+            lengths = np.full(rows, values.shape[1], np.int64)
+            values = values.reshape(rows * values.shape[1], *values.shape[2:])
+        columns[form.path[0]] = Values(values, lengths)
+    return columns | {
+        path[0]: objects.data if objects.bare else objects.restored() for path, objects in batch.objects.items()
+    }
 
 
 def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int) -> tuple[Tensor, IntArray | None]:
@@ -327,27 +311,22 @@ def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int
     order = np.concatenate([np.asarray(own, np.int64) for own in places])
     if len(parts) == 1 and bool((order == np.arange(rows)).all()):
         return parts[0]
+    back = np.empty(rows, np.int64)
+    back[order] = np.arange(rows)
     if parts[0].lengths is None:
-        back = np.empty(rows, np.int64)
-        back[order] = np.arange(rows)
         return Values.cat(parts).take(back)
-    lengths = np.empty(rows, np.int64)
-    lengths[order] = np.concatenate([cast("IntArray", part.lengths) for part in parts])
     found = [row for part in parts for row in part.rows()]
-    line: list[Any] = [None] * rows
-    for place, row in zip(order.tolist(), found, strict=True):
-        line[place] = row
-    return torch.cat(line), lengths
+    lengths = np.concatenate([cast("IntArray", part.lengths) for part in parts])
+    return torch.cat([found[row] for row in back.tolist()]), lengths[back]
 
 
-def _rows(parts: Sequence[_DecodedPiece], name: str, rows: int) -> list[Any]:
+def _rows(parts: Sequence[tuple[Piece, Values | list[Any]]], name: str, rows: int) -> list[Any]:
     """The rows of a field one by one, in the order of the call."""
     out: list[Any] = [None] * rows
-    for part in parts:
-        column = part.columns[name]
+    for piece, column in parts:
         found: Iterable[Any] = column.rows() if isinstance(column, Values) else column
-        turned = name in part.turned
-        for place, row in zip(part.places, found, strict=True):
+        turned = name in piece.chunk.turned
+        for place, row in zip(piece.places, found, strict=True):
             out[place] = row.T.contiguous() if turned else row
     return out
 
@@ -372,32 +351,27 @@ class Shared:
     tensor: bool
 
 
-@dataclass
-class _Parting:
-    """Replaces large tensors by Shared ones; equal ones are read once."""
+def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
+    """The chunk without the large tensors inside its Python objects, and their bits by digest; equal ones are read
+    once."""
+    found: dict[bytes, Words] = {}
+    known: dict[int, bytes] = {}
 
-    found: dict[bytes, Words] = field(default_factory=dict[bytes, Words])
-    known: dict[int, bytes] = field(default_factory=dict[int, bytes])
-
-    def leaf(self, item: Any) -> Any:
+    def leaf(item: Any) -> Any:
         if not isinstance(item, Stowed) or item.words.nbytes < LARGE:
             return item
-        digest = self.known.get(id(item.words))
+        digest = known.get(id(item.words))
         if digest is None:
             bits = np.ascontiguousarray(item.words)
             digest = hashlib.blake2b(bits.view(np.uint8).data, digest_size=20).digest()
-            self.known[id(item.words)] = digest
-            self.found.setdefault(digest, bits)
+            known[id(item.words)] = digest
+            found.setdefault(digest, bits)
         return Shared(digest, item.words.itemsize, item.dtype, item.shape, item.tensor)
 
-
-def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
-    """The chunk without the large tensors inside its Python objects, and their bits by digest."""
-    parting = _Parting()
-    objects = _with_leaves(chunk.packed.objects, parting.leaf)
-    if not parting.found:
+    objects = _with_leaves(chunk.packed.objects, leaf)
+    if not found:
         return chunk, {}
-    return replace(chunk, packed=replace(chunk.packed, objects=objects), shares=True), parting.found
+    return replace(chunk, packed=replace(chunk.packed, objects=objects), shares=True), found
 
 
 def digests(chunk: Chunk) -> set[bytes]:

@@ -238,10 +238,7 @@ class MaskpackStorageManager(StorageManager):
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
         digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
-        controller = None
-        if (folder / _CONTROLLER).exists():
-            with open(folder / _CONTROLLER, "rb") as file:
-                controller = digest_of(file)
+        controller = digest_of(folder / _CONTROLLER) if (folder / _CONTROLLER).exists() else None
         (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": [*digests, controller]}))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
@@ -271,12 +268,13 @@ class MaskpackStorageManager(StorageManager):
                 "storage units as were saved."
             )
         if controller is not None:
-            with open(folder / _CONTROLLER, "rb") as file:
-                check_digest(file, controller)
-        loads = enumerate(zip(map(str, self._files(folder)), digests, strict=True))
-        loaded = False
+            check_digest(folder / _CONTROLLER, controller)
+        files, loaded = self._files(folder), False
         try:
-            await _all(self._ask(unit, "load", *given) for unit, given in loads)
+            await _all(
+                self._ask(unit, "load", str(file), digest)
+                for unit, (file, digest) in enumerate(zip(files, digests, strict=True))
+            )
             loaded = True
         finally:
             await self._all_units("switch", loaded)
@@ -349,10 +347,7 @@ InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are sav
 
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    asked = list(asked)
-    if len(asked) == 1:
-        return [await asked[0]]
-    answers = await asyncio.gather(*asked, return_exceptions=True) if asked else []
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer

@@ -27,11 +27,10 @@ from maskpack.adapters.transferqueue.library import (
     zmq,
 )
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
-from maskpack.errors import FieldError
 
 SOCKET = "put_get_socket"
 REQUEST, ANSWER = b"request", b"answer"
-DONE, NO_SAMPLE, NO_FIELD, FAILED = "done", "no sample", "no field", "failed"
+DONE, NO_SAMPLE, FAILED = "done", "no sample", "failed"
 NONCE, _MAC = 16, 32
 REFUSAL: list[Any] = [b""]
 """The answer to those who do not know the secret."""
@@ -107,8 +106,6 @@ class StorageUnit:
             return self._answers.frames((DONE, found), nonce)
         except NoSampleError as error:
             failed = NO_SAMPLE, str(error.args[0])
-        except FieldError as error:
-            failed = NO_FIELD, str(error)
         except BaseException as error:  # it is the caller's, who raises it; SystemExit would end the thread
             failed = FAILED, f"{type(error).__name__}: {error}"
         return self._answers.frames(failed, nonce)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core.arguments import flag, said, whole
-from maskpack.core.index import IntArray, cumulated
+from maskpack.core.index import cumulated, ranges
 from maskpack.errors import LayoutError, PlanError
 from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
 
@@ -81,12 +81,9 @@ class PackedCollator:
 
     def __post_init__(self) -> None:
         whole(self.multiple_of, "multiple_of", 1, _CALL, (1 << 31) - 1)
-        if isinstance(self.extras, str):
-            raise LayoutError(
-                f"{_CALL}: extras is the string {self.extras!r}; expected names of fields. Write ({self.extras!r},)."
-            )
         names: Any = self.extras
-        if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in cast("Iterable[Any]", names)):
+        several = isinstance(names, Iterable) and not isinstance(names, str)
+        if not several or not all(isinstance(name, str) for name in cast("Iterable[Any]", names)):
             raise LayoutError(f'{_CALL}: extras is {said(names)}; expected names of fields. Write ("advantages",).')
         flag(self.seq_idx, "seq_idx", _CALL)
         object.__setattr__(self, "extras", tuple(self.extras))
@@ -191,7 +188,7 @@ class PackedCollator:
         return read
 
     def _sample(self, number: int, sample: Mapping[str, Any]) -> _Sample:
-        ids = _integers(number, sample, "input_ids", None)
+        ids = _line(number, sample, "input_ids", None, True)
         tokens = ids.numel()
         if "attention_mask" in sample and not bool((_line(number, sample, "attention_mask", tokens) != 0).all()):
             raise LayoutError(
@@ -200,14 +197,14 @@ class PackedCollator:
             )
         lengths = (tokens,)
         if "seq_lengths" in sample:
-            joined = _integers(number, sample, "seq_lengths", None)
+            joined = _line(number, sample, "seq_lengths", None, True)
             lengths = tuple(cast("list[int]", joined.tolist()))
             if sum(lengths) != tokens or min(lengths, default=0) < 0:
                 raise LayoutError(
                     f"{_CALL}: sample {number} has seq_lengths {list(lengths)} and {tokens} tokens; expected lengths "
                     "that add up to its tokens. Fix the dataset."
                 )
-        labels = (_integers(number, sample, "labels", tokens) if "labels" in sample else ids).clone()
+        labels = (_line(number, sample, "labels", tokens, True) if "labels" in sample else ids).clone()
         for name in _MASKS:
             if name in sample:
                 labels[_line(number, sample, name, tokens) == 0] = IGNORED
@@ -226,7 +223,7 @@ class PackedCollator:
         bounds = cumulated(lengths)
         out: dict[str, Any] = {
             "input_ids": _joined((sample.ids for sample in samples), tail, 0, torch.int64),
-            "position_ids": _positions(bounds, lengths),
+            "position_ids": torch.from_numpy(ranges(np.zeros_like(lengths), lengths))[None],
             "labels": _joined((sample.labels for sample in samples), tail, IGNORED, torch.int64),
         }
         out["cu_seq_lens_q"] = out["cu_seq_lens_k"] = torch.from_numpy(bounds.astype(np.int32))
@@ -239,11 +236,6 @@ class PackedCollator:
         return out
 
 
-def _positions(bounds: IntArray, lengths: IntArray) -> Tensor:
-    starts: IntArray = np.repeat(bounds[:-1], lengths)
-    return torch.from_numpy(np.arange(starts.size) - starts)[None]
-
-
 def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype | None) -> Tensor:
     """Joins parts [n] and the tail into [1, T]. Empty parts do not determine the dtype."""
     lines = [line for line in parts if line.numel()]
@@ -251,8 +243,8 @@ def _joined(parts: Iterable[Tensor], tail: int, filler: int, dtype: torch.dtype 
     return torch.cat([*lines, torch.full((tail,), filler, dtype=dtype, device="cpu")])[None]
 
 
-def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
-    """A field of a sample as a tensor [n] on the CPU."""
+def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None, integers: bool = False) -> Tensor:
+    """A field of a sample as a tensor [n] on the CPU; with `integers`, an int64 one."""
     given = sample[name]
     try:
         line = given.detach().cpu() if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
@@ -263,17 +255,10 @@ def _line(number: int, sample: Mapping[str, Any], name: str, tokens: int | None)
         ) from error
     if line.layout != torch.strided or line.dim() != 1 or (tokens is not None and line.numel() != tokens):
         expected = "one number for each token" if tokens is None else f"({tokens},), as its input_ids"
-        raise LayoutError(
-            f'{_CALL}: sample {number} has a field "{name}" of shape {tuple(line.shape)}; expected {expected}. Fix the '
-            "dataset."
-        )
-    return line
-
-
-def _integers(number: int, sample: Mapping[str, Any], name: str, tokens: int | None) -> Tensor:
-    line = _line(number, sample, name, tokens)
-    if line.numel() and (line.is_floating_point() or line.is_complex() or line.dtype == torch.bool):
-        raise LayoutError(
-            f'{_CALL}: sample {number} has a field "{name}" of {line.dtype}; expected integers. Fix the dataset.'
-        )
-    return line.long()
+        seen = f"of shape {tuple(line.shape)}"
+    else:
+        expected, seen = "integers", f"of {line.dtype}"
+        odd = line.is_floating_point() or line.is_complex() or line.dtype == torch.bool
+        if not integers or not odd or not line.numel():
+            return line.long() if integers else line
+    raise LayoutError(f'{_CALL}: sample {number} has a field "{name}" {seen}; expected {expected}. Fix the dataset.')

@@ -64,12 +64,15 @@ class CompiledParts:
             kind = cast("Any", type(part))
             end = _PART.search(kind.__name__)
             inner = inspect.unwrap(kind.forward)
-            rotates = _ROTARY in _names_of(inner)
+            rotates = _ROTARY in getattr(inner, "__globals__", {}) and _ROTARY in inner.__code__.co_names
             if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
                 continue
             runs: list[Any] = [vars(part).get("forward", kind.forward)]
             runs += [] if end else [inner.__globals__[_ROTARY]]
-            if not homes.issuperset(map(_package_of, runs)):
+            # the package whose code it is, within its wrappers
+            if not homes.issuperset(
+                str(getattr(inspect.unwrap(run), "__module__", "")).partition(".")[0] for run in runs
+            ):
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
                 raise Refusal.REPLACED(part=f"{name} ({kind.__name__}) of {who}", remedy="Leave compile out")
@@ -167,14 +170,3 @@ def _copied(function: Any, code: Any, names: dict[str, Any]) -> Any:
     copy = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def _package_of(function: Any) -> str:
-    """The package whose code a function is, within its wrappers."""
-    return str(getattr(inspect.unwrap(function), "__module__", "")).partition(".")[0]
-
-
-def _names_of(function: Any) -> tuple[str, ...]:
-    """The global names that a function reads, if all are there."""
-    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    return tuple(name for name in code.co_names if name in known) if code is not None else ()

@@ -17,8 +17,8 @@ token of the tree takes the output of the first row that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -33,7 +33,6 @@ from maskpack.adapters.transformers.forwards import Forward
 from maskpack.adapters.transformers.refusals import PADDED, Refusal, may_refuse
 from maskpack.core.arguments import IntArray
 from maskpack.core.index import cumulated, ranges
-from maskpack.errors import ReplayError
 from maskpack.ops.prefix_attention import gather_rows
 from maskpack.replay.inputs import PackedInputs
 
@@ -48,7 +47,7 @@ _CACHED = (*_CACHES, "use_cache")
 """Arguments for a cache, one of which a mixer takes."""
 _NONE = (*_CACHES, "attention_mask", "conv_mask", "mamba_attention_mask", "mamba_mask", "padding_mask", "mask")
 """Arguments that a mixer does not get: rows have no cache, and no pads that it would see."""
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BOUNDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _SHORTEST = 0.5
 """The shortest row of a group, as a share of its longest. With s, tokens and pads together are at most 1 / s times the
 tokens, and the longest rows of all groups at most 1 / (1 - s) times the longest row: a mixer without kernels launches
@@ -76,7 +75,7 @@ class MixerRows:
         bounds: int32 [rows + 1], of the rows among the N tokens.
         lengths: int64 [rows] on the host.
         groups: (rows, longest row) of each group; the cells [rows, longest] of all groups lie one after the other.
-        cells: int64 [N], the cell of each token of the rows.
+        cells: int64 [N], the cell of each token of the rows; None if it is the same.
     """
 
     stored: Tensor | None
@@ -84,7 +83,7 @@ class MixerRows:
     bounds: Tensor
     lengths: IntArray
     groups: Sequence[tuple[int, int]]
-    cells: Tensor
+    cells: Tensor | None
 
     @classmethod
     def of(cls, inputs: PackedInputs) -> MixerRows:
@@ -94,61 +93,63 @@ class MixerRows:
         offsets = inputs.bounds if tree is None else np.unique(tree.row_offsets)
         count = int(offsets[-1]) if offsets.size else 0
         lengths = np.append(np.diff(offsets), tail) if tail else np.diff(offsets)
-        groups, cells = _grouped(lengths)
-        stored = first = None
-        if tree is not None:
-            stored = np.append(tree.of_row_token, np.arange(inputs.num_tokens, total))
-            first = np.append(tree.source, np.arange(count, count + tail))
-        return cls(
-            stored=None if stored is None else _sent(stored, where),
-            first=None if first is None else _sent(first, where),
-            bounds=inputs.cu_seqlens if tree is None else _sent(cumulated(lengths).astype(np.int32), where),
-            lengths=lengths,
-            groups=groups,
-            cells=_sent(cells, where),
+        if tree is None:
+            return cls.of_lengths(lengths, where, inputs.cu_seqlens)
+        return replace(
+            cls.of_lengths(lengths, where),
+            stored=_sent(np.append(tree.of_row_token, np.arange(inputs.num_tokens, total)), where),
+            first=_sent(np.append(tree.source, np.arange(count, count + tail)), where),
         )
 
     @classmethod
-    def of_lengths(cls, lengths: IntArray, device: torch.device) -> MixerRows:
+    def of_lengths(cls, lengths: IntArray, where: torch.device, bounds: Tensor | None = None) -> MixerRows:
         """Rows that share nothing."""
         groups, cells = _grouped(lengths)
-        bounds = _sent(cumulated(lengths).astype(np.int32), device)
-        return cls(None, None, bounds, lengths, groups, _sent(cells, device))
+        bounds = _sent(cumulated(lengths).astype(np.int32), where) if bounds is None else bounds
+        return cls(None, None, bounds, lengths, groups, _sent(cells, where))
 
     @cached_property
-    def back(self) -> Tensor:
-        """int64 [T]: the cell from which a stored token takes its output."""
+    def in_line(self) -> MixerRows:
+        """The same rows one after the other, in one group."""
+        return replace(self, groups=[(1, int(self.lengths.sum()))], cells=None)
+
+    @cached_property
+    def back(self) -> Tensor | None:
+        """int64 [T]: the cell from which a stored token takes its output; None if it is the same."""
+        if self.cells is None:
+            return self.first
         return self.cells if self.first is None else self.cells.index_select(0, self.first)
 
     @cached_property
-    def row_of(self) -> Tensor:
-        """int32 [1, N]: the row of each token of the rows."""
+    def told(self) -> dict[str, Any]:
+        """What kernels are told, which start anew at each bound."""
         number = torch.arange(self.lengths.size, dtype=torch.int32, device=self.bounds.device)
-        return number.repeat_interleave(self.bounds.diff(), output_size=int(self.lengths.sum()))[None]
+        rows = number.repeat_interleave(self.bounds.diff(), output_size=int(self.lengths.sum()))
+        told: dict[str, Any] = dict.fromkeys(_BOUNDS, self.bounds) | {"seq_idx": rows[None]}
+        return told | dict.fromkeys(_LONGEST, int(self.lengths.max()))
 
     @property
     def tokens(self) -> int:
         """T, the number of stored tokens."""
-        return self.back.shape[0]
+        return int(self.lengths.sum()) if self.first is None else self.first.shape[0]
 
-    def whole(self, x: Tensor) -> Tensor:
-        """Stored tokens [T, ...] as tokens of rows [N, ...]."""
-        if self.stored is None:
-            return x
-        return gather_rows(x, self.stored) if x.is_floating_point() else x.index_select(0, self.stored)
+    def cut(self, x: Tensor, dim: int) -> list[Tensor]:
+        """Stored tokens, along a dim, as the cells [rows, longest] of each group; 0 in pads."""
+        line = x.movedim(dim, 0)
+        if self.stored is not None:
+            line = gather_rows(line, self.stored) if x.is_floating_point() else line.index_select(0, self.stored)
+        sizes = [rows * longest for rows, longest in self.groups]
+        if self.cells is not None:
+            line = line.new_zeros(sum(sizes), *line.shape[1:]).index_copy(0, self.cells, line)
+        parts: Any = zip(cast("Any", line).split(sizes), self.groups, strict=True)
+        return [part.unflatten(0, shape).movedim((0, 1), (dim, dim + 1)) for part, shape in parts]
 
-    def grid(self, x: Tensor) -> Tensor:
-        """Stored tokens [T, ...] in the cells of the groups [cells, ...]; 0 in pads."""
-        total = sum(rows * longest for rows, longest in self.groups)
-        whole = self.whole(x)
-        return whole.new_zeros(total, *whole.shape[1:]).index_copy(0, self.cells, whole)
-
-    def parts(self, grid: Tensor, dim: int = 0) -> Iterator[Tensor]:
-        """The cells of each group, [rows, longest, ...]."""
-        begin = 0
-        for rows, longest in self.groups:
-            yield grid.narrow(dim, begin, rows * longest).unflatten(dim, (rows, longest))
-            begin += rows * longest
+    def joined(self, outs: Sequence[Any]) -> Tensor | None:
+        """The outputs of all groups at the stored tokens, [1, T, ...]; None for what is no output of tokens."""
+        if [out.shape[:2] if isinstance(out, Tensor) else None for out in outs] != list(self.groups):
+            return None
+        line = torch.cat([out.flatten(0, 1) for out in outs]) if len(outs) > 1 else outs[0].flatten(0, 1)
+        return (line if self.back is None else line.index_select(0, self.back))[None]
 
 
 def _sent(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
@@ -185,7 +186,8 @@ class Mixers:
 
     def __init__(self, model: Any, base: Any, config: Any) -> None:
         self._who = type(model).__name__
-        self._kinds = _kinds_of(config)
+        kinds: Any = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+        self._kinds: list[str] = list(kinds or ())  # empty if the configuration does not say
         self._found: dict[str, tuple[nn.Module, MixerForward]] = {}
         self._empty: list[int] = []
         self._outer: list[str] = []
@@ -194,7 +196,10 @@ class Mixers:
             return
         self.attending = 0
         forwards: dict[Any, MixerForward] = {}
-        for number, layer in _layers_of(model, base, len(self._kinds)):
+        decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
+        parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
+        lists = (part for part in parts if isinstance(part, nn.ModuleList) and len(part) == len(self._kinds))
+        for number, layer in enumerate(next(lists, nn.ModuleList())):
             kind = self._kinds[number]
             attends = any(_attends(part) for part in layer.modules())
             self.attending += attends or kind in _ATTENDING
@@ -203,8 +208,12 @@ class Mixers:
             for name, part in inner:
                 name = f"layer {number}, {name}"
                 self._found[name] = part, forwards.setdefault(_key_of(part), MixerForward(part))
-                layers.listen(_told_layer(layer, part))
-                _watch(part)
+                again = [
+                    x for x in layer.modules() if hasattr(x, "gradient_checkpointing") and part in list(x.modules())
+                ]
+                layers.listen([layer, *again][-1])  # the innermost part that a backward pass may run again by itself
+                if _no_rows_left not in cast("Any", part)._forward_pre_hooks.values():  # it stays with the mixer
+                    part.register_forward_pre_hook(_no_rows_left)
             self.count += len(inner)
             if kind in _CARRYING and not inner:
                 self._empty.append(number)
@@ -228,9 +237,14 @@ class Mixers:
         if self._outer:
             raise Refusal.TWO_MIXERS(part=self._outer[0], model=who)
         for name, (part, _) in self._found.items():
-            _check_part(f"{name} of {who}", part)
+            if "forward" in vars(part) and not MixerForward.has(part):
+                seen = f"{name} of {who} ({type(part).__name__})"
+                raise Refusal.REPLACED(part=seen, remedy=f"Replay it {PADDED}")
+            for inner in list(part.modules())[1:]:
+                if isinstance(inner, FSDPModule | FullyShardedDataParallel):
+                    raise Refusal.SHARDED_PART(part=f"{name} of {who}", kind=type(inner).__name__)
         if inputs is not None and inputs.context is not None and self.count:
-            raise Refusal.MIXERS_IN_CONTEXT(model=who, part=next(iter(self._found)))
+            raise Refusal.IN_CONTEXT(what=f"{who}, which has layers that carry state ({next(iter(self._found))}),")
 
     def rows(self, inputs: PackedInputs) -> MixerRows | None:
         """What layers are told; None for a model without mixers."""
@@ -253,32 +267,11 @@ class Mixers:
         return {name: forward.way for name, (_, forward) in self._found.items()}
 
 
-def _watch(part: Any) -> None:
-    """The hook stays with the mixer."""
-    if _no_rows_left not in part._forward_pre_hooks.values():
-        part.register_forward_pre_hook(_no_rows_left)
-
-
 def _no_rows_left(part: nn.Module, _args: tuple[Any, ...]) -> None:
     """A forward pre-hook of mixers: the forward of their class would carry tokens of one row into the next. It fires if
     a backward pass runs layers again (gradient checkpointing) after `release`."""
     if KEYWORD in layers.told() and not MixerForward.has(part):
         raise Refusal.RELEASED(type(part).__name__, part="forward, which carries state from one row to the next")
-
-
-def _kinds_of(config: Any) -> list[str]:
-    """The kind of each layer; empty if the configuration does not say."""
-    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
-
-
-def _layers_of(model: Any, base: Any, count: int) -> Iterator[tuple[int, nn.Module]]:
-    """The decoder layers: the entries of the first list of as many modules as there are kinds."""
-    decoder: Any = model.get_decoder() if callable(getattr(model, "get_decoder", None)) else base
-    parts: list[nn.Module] = list((decoder if isinstance(decoder, nn.Module) else base).modules())
-    for part in parts:
-        if isinstance(part, nn.ModuleList) and len(part) == count:
-            yield from enumerate(part)
-            return
 
 
 def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]]:
@@ -292,13 +285,6 @@ def _mixers_in(layer: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[str]
     mixers = {id(part) for _, part in within}
     around = [(name, part) for name, part in outer if any(id(x) in mixers for x in part.modules())]
     return within, [name for name, part in around if not hasattr(part, "gradient_checkpointing")]
-
-
-def _told_layer(layer: nn.Module, mixer: nn.Module) -> nn.Module:
-    """The innermost part around a mixer that a backward pass may run again by itself, or its layer."""
-    parts: list[nn.Module] = list(layer.modules())
-    around = [part for part in parts if hasattr(part, "gradient_checkpointing") and mixer in list(part.modules())]
-    return around[-1] if around else layer
 
 
 def _takes_cache(part: nn.Module) -> bool:
@@ -316,14 +302,6 @@ def _key_of(part: nn.Module) -> Any:
     """Mixers of one kind and shape."""
     shapes = {name: tuple(weight.shape) for name, weight in part.named_parameters()}
     return cast("Any", type(part)).forward, tuple(shapes.items())
-
-
-def _check_part(name: str, part: nn.Module) -> None:
-    if "forward" in vars(part) and not MixerForward.has(part):
-        raise Refusal.REPLACED(part=f"{name} ({type(part).__name__})", remedy=f"Replay it {PADDED}")
-    for inner in part.modules():
-        if inner is not part and isinstance(inner, FSDPModule | FullyShardedDataParallel):
-            raise Refusal.SHARDED_PART(part=name, kind=type(inner).__name__)
 
 
 # -------------------------------------------------------------------- the forward of a mixer
@@ -351,10 +329,8 @@ class MixerForward(Forward):
         if running is not None and running.own:
             return self._own(part, *args, **kwargs)
         rows = layers.told().get(KEYWORD)
-        own = getattr(running.rows, "lengths", None) if running is not None else None
-        if (
-            running is not None and getattr(rows, "lengths", None) is not own
-        ):  # FSDP copies arguments that are dataclasses
+        own = None if running is None else running.rows  # FSDP copies arguments that are dataclasses
+        if running is not None and getattr(rows, "lengths", None) is not getattr(own, "lengths", None):
             raise Refusal.NOT_PASSED(self._who, what="the rows", parts="layers", keyword=KEYWORD, without=PADDED)
         if not isinstance(rows, MixerRows):
             raise Refusal.NOT_RECEIVED(self._who, part="layer", keywords=KEYWORD)
@@ -382,18 +358,24 @@ class MixerForward(Forward):
 
     # ---------------------------------------------------------------- two ways
 
-    def _by_rows(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
+    def _by_rows(self, part: nn.Module, given: dict[str, Any], rows: MixerRows, **told: Any) -> Any:
         """By groups of padded rows."""
         parts = {name: self._parts(name, x, rows) for name, x in given.items()}
         outs = [
-            self._own(part, **{name: parts[name][nth] for name in given}) for nth in range(len(rows.groups))
-        ]  # fmt: skip
+            self._own(part, **{name: x[nth] for name, x in parts.items()} | told) for nth in range(len(rows.groups))
+        ]
         several = isinstance(outs[0], tuple | list)
         columns = list(zip(*outs, strict=True)) if several else [tuple(outs)]
-        for out, shape in zip(columns[0], rows.groups, strict=True):
-            self._check_out(out, shape)
-        back = [self._joined(column, rows) for column in columns]
+        back = [rows.joined(column) for column in columns]
+        if back[0] is None:
+            seen = [str(tuple(out.shape)) if isinstance(out, Tensor) else type(out).__name__ for out in columns[0]]
+            raise Refusal.MIXER_OUTPUT(self._who, seen=", ".join(dict.fromkeys(seen)), groups=rows.groups)
         return tuple(back) if several else back[0]
+
+    def _by_bounds(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
+        """By kernels that start anew at each bound."""
+        told = {name: x for name, x in rows.in_line.told.items() if self._any or name in self._names}
+        return self._by_rows(part, given, rows.in_line, **told)
 
     def _parts(self, name: str, x: Any, rows: MixerRows) -> list[Any]:
         """An argument for each group: entries of tokens in their cells, anything else as it is."""
@@ -402,60 +384,15 @@ class MixerForward(Forward):
             return [tuple(column) for column in zip(*each, strict=True)] if each else [x] * len(rows.groups)
         if not isinstance(x, Tensor) or x.dim() == 0:
             return [x] * len(rows.groups)
-        if x.shape[:2] == (1, rows.tokens):
-            return list(rows.parts(rows.grid(x[0])))
-        if x.shape[1:3] == (1, rows.tokens):  # sections of M-RoPE
-            return list(rows.parts(rows.grid(x[:, 0].transpose(0, 1)).transpose(0, 1), 1))
-        raise self._odd(name, x, rows)
+        dim = self._dim_of(name, x, rows.tokens)
+        return rows.cut(x.select(dim - 1, 0), dim - 1)
 
-    def _joined(self, outs: Sequence[Any], rows: MixerRows) -> Tensor | None:
-        """The outputs of all groups at the stored tokens, [1, T, ...]; None for what is no output of tokens."""
-        if not all(
-            isinstance(out, Tensor) and out.shape[:2] == shape for out, shape in zip(outs, rows.groups, strict=True)
-        ):
-            return None
-        return torch.cat([out.flatten(0, 1) for out in outs]).index_select(0, rows.back)[None]
-
-    def _by_bounds(self, part: nn.Module, given: dict[str, Any], rows: MixerRows) -> Any:
-        """By kernels that start anew at each bound."""
-        longest = int(rows.lengths.max())
-        told = {
-            "cu_seq_lens_q": rows.bounds,
-            "cu_seq_lens_k": rows.bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "seq_idx": rows.row_of,
-        }
-        told = {name: x for name, x in told.items() if self._any or name in self._names}
-        whole = {name: self._whole(name, x, rows) for name, x in given.items()}
-        out = self._own(part, **whole | told)
-        several = isinstance(out, tuple | list)
-        outs: list[Any] = list(cast("Any", out)) if several else [out]
-        shape = 1, int(rows.lengths.sum())
-        self._check_out(outs[0], shape)
-        fit = [x if isinstance(x, Tensor) and x.shape[:2] == shape else None for x in outs]
-        back = [x if x is None or rows.first is None else x.index_select(1, rows.first) for x in fit]
-        return tuple(back) if several else back[0]
-
-    def _whole(self, name: str, x: Any, rows: MixerRows) -> Any:
-        """An argument for whole rows: entries of tokens for each token of the rows, anything else as it is."""
-        if isinstance(x, tuple | list):
-            return tuple(self._whole(name, entry, rows) for entry in cast("Sequence[Any]", x))
-        if not isinstance(x, Tensor) or x.dim() == 0:
-            return x
-        if x.shape[:2] == (1, rows.tokens):
-            return rows.whole(x[0])[None]
-        if x.shape[1:3] == (1, rows.tokens):
-            return rows.whole(x[:, 0].transpose(0, 1)).transpose(0, 1)[:, None]
-        raise self._odd(name, x, rows)
-
-    def _odd(self, name: str, x: Tensor, rows: MixerRows) -> ReplayError:
-        return Refusal.MIXER_ENTRY(self._who, name=name, seen=tuple(x.shape), tokens=rows.tokens)
-
-    def _check_out(self, out: Any, shape: tuple[int, int]) -> None:
-        if not isinstance(out, Tensor) or out.shape[:2] != shape:
-            seen = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-            raise Refusal.MIXER_OUTPUT(self._who, seen=seen, rows=shape[0], longest=shape[1])
+    def _dim_of(self, name: str, x: Tensor, tokens: int) -> int:
+        """The dim of tokens: 1, or 2 of the sections of M-RoPE."""
+        for dim in (1, 2):
+            if x.shape[dim - 1 : dim + 1] == (1, tokens):
+                return dim
+        raise Refusal.MIXER_ENTRY(self._who, name=name, seen=tuple(x.shape), tokens=tokens)
 
     # ---------------------------------------------------------------- which way
 
@@ -471,7 +408,7 @@ class MixerForward(Forward):
         """Runs two rows of random hidden states together with their bounds, and each alone. What the mixer raises with
         bounds says that it does not take them: kernels that are missing, or that do not fit. Memory that ran out and a
         device that failed do not say so, and are raised."""
-        if not (self._any or any(name in self._names for name in _BOUNDS)):
+        if not (self._any or any(name in self._names for name in (*_BOUNDS, *_LONGEST, "seq_idx"))):
             return "rows: its forward takes no bounds"
         hidden = given[self._input]
         device = hidden.device
@@ -503,7 +440,7 @@ class MixerForward(Forward):
                 return tuple(like(name, entry) for entry in cast("Sequence[Any]", x))
             if not isinstance(x, Tensor) or x.dim() == 0:
                 return x
-            dim = 1 if x.shape[0] == 1 and x.shape[1] == given[self._input].shape[1] else 2
+            dim = self._dim_of(name, x, given[self._input].shape[1])
             if name == "position_ids":
                 places = torch.cat([torch.arange(count, device=x.device) for count in _PROBED]).to(x.dtype)
                 return places.expand(*x.shape[:dim], tokens)

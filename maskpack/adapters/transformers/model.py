@@ -211,8 +211,13 @@ class Replayable:
         self._checked: dict[tuple[Any, ...], int] = {}
         self._routers: Routers | None = None
         self._attention_cap: float | None = None
-        _check_kind(model, self._base, self._output)
-        _check_root(model)
+        who = type(model).__name__
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise Refusal.ENCODER(model=who)
+        if self._output is not None and self._base is model:
+            raise Refusal.NO_BASE(model=who, prefix=model.base_model_prefix)
+        if getattr(model, "_is_fsdp_managed_module", False) and not isinstance(model, FSDPModule):
+            raise Refusal.NOT_THE_ROOT(model=who)
         Forward.restore(cast("nn.Module", self._base))
         self._mixers = Mixers(model, self._base, self._config)
         if self._output is not None:
@@ -220,20 +225,17 @@ class Replayable:
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._mixers)
         self._groups = _groups_of(model)
-        changing = any(_changes(self._config))
-        self._parts = CompiledParts(model, self._base, changing) if compiles else None
-        self._watch()
-        self._take()
-
-    def _watch(self) -> None:
-        """Registers the hooks that stay with the model."""
+        self._parts = CompiledParts(model, self._base, any(_changes(self._config))) if compiles else None
+        # hooks that stay with the model
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
-        for layer in self._base.modules():
+        layers: list[Any] = list(cast("Any", self._base).modules())
+        for layer in layers:
             watched = _own_without_bounds in layer._forward_pre_hooks.values()
             if "Attention" in type(layer).__name__ and not watched:
                 layer.register_forward_pre_hook(_own_without_bounds, with_kwargs=True)
         vision.keep_bounds_in_text(self._base)
+        self._take()
 
     def _take(self) -> None:
         passes.take(self.model, self._config)
@@ -269,7 +271,12 @@ class Replayable:
         weight = next(self.model.get_input_embeddings().parameters())
         if weight.is_meta:
             raise Refusal.META(model=type(self.model).__name__)
-        return _device_of(weight)
+        if not isinstance(weight, DTensor):
+            return weight.device
+        kind = weight.device_mesh.device_type  # its shards may be offloaded to the host
+        return (
+            torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+        )
 
     @property
     def head(self) -> Tensor:
@@ -353,7 +360,7 @@ class Replayable:
             _check_layers(self.model, self._base, self._mixers, inputs)
             _check_rows(self.model, self._config, inputs.position_ids, inputs.longest_row)
             if group is not None and inputs.media is not None:
-                raise Refusal.MEDIA_IN_CONTEXT()
+                raise Refusal.IN_CONTEXT(what="rows with images or videos")
             media = vision.given_media(self.model, self._base, self._config, inputs)
             if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
                 check_dropout(self.model, self._base, self._config)
@@ -439,32 +446,20 @@ class Replayable:
             return
         if packed:
             self.need_same_cap()
-        off = self._distance(inputs, hidden, row, tokens)
-        worst = most_of(groups, off, hidden.device)
-        if not worst <= TOLERANCE[dtype]:
-            what = "hidden states" if self._output is None else "log-probs"
+        model, most = type(self.model).__name__, TOLERANCE[dtype]
+        off = too_far(self._distance(inputs, hidden, row, tokens), most, groups, hidden.device)
+        if off is not None:
+            what = f"{'packed' if packed else 'padded'} {'hidden states' if self._output is None else 'log-probs'}"
             remedy = f"Replay it {PADDED}" if packed else "Use its own forward"
-            seen = f"{worst:.3g} on another rank" if off <= TOLERANCE[dtype] else f"{off:.3g}"
-            raise Refusal.OFF(
-                what=f"{'packed' if packed else 'padded'} {what}",
-                model=type(self.model).__name__,
-                off=seen,
-                most=TOLERANCE[dtype],
-                remedy=remedy,
-            )
+            raise Refusal.OFF(what=what, model=model, off=off, most=most, remedy=remedy)
         if packed and hidden.requires_grad:
-            self._check_gradients(inputs, tokens, groups, dtype)
+            with torch.no_grad(), passes.noting() as calls:
+                self.hidden(inputs)
+            most = gradients.TOLERANCE[dtype]
+            off = too_far(gradients.error(calls.values(), inputs, tokens), most, groups, hidden.device)
+            if off is not None:
+                raise Refusal.GRADIENTS_OFF(model=model, off=off, most=most)
         self._checked[path] = max(before, proof)
-
-    def _check_gradients(self, inputs: PackedInputs, row: IntArray, groups: Sequence[Any], dtype: torch.dtype) -> None:
-        """Compares the gradients of attention for a row, in one more forward pass."""
-        with torch.no_grad(), passes.noting() as calls:
-            self.hidden(inputs)
-        off = gradients.error(calls.values(), inputs, row)
-        worst = most_of(groups, off, inputs.input_ids.device)
-        if not worst <= gradients.TOLERANCE[dtype]:
-            seen = f"{worst:.3g} on another rank" if off <= gradients.TOLERANCE[dtype] else f"{off:.3g}"
-            raise Refusal.GRADIENTS_OFF(model=type(self.model).__name__, off=seen, most=gradients.TOLERANCE[dtype])
 
     def need_same_cap(self) -> None:
         """Raises ReplayError if packed attention was told a soft cap that the model's own attention ignores."""
@@ -568,14 +563,6 @@ def _row_to_compare(inputs: PackedInputs) -> tuple[int, IntArray, int]:
 # -------------------------------------------------------------------- unsupported models
 
 
-def _check_kind(model: Any, base: Any, output: Any) -> None:
-    """Checks the kind of a model, for packed and padded rows."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise Refusal.ENCODER(model=type(model).__name__)
-    if output is not None and base is model:
-        raise Refusal.NO_BASE(model=type(model).__name__, prefix=model.base_model_prefix)
-
-
 def _check_layers(model: Any, base: Any, mixers: Mixers, inputs: PackedInputs | None = None) -> None:
     """Checks that the layers support packed rows, and these inputs."""
     mixers.check(inputs)
@@ -601,7 +588,7 @@ def check_dropout(model: Any, base: Any, config: Any) -> None:
         if isinstance(part, _DROPOUT_LAYERS) and part.p and part.training
     ]  # fmt: skip
     given: dict[str, Any] = {}
-    for part in (*passes.configurations(model), config):  # also of a vision tower, whose images rows share
+    for part in (*passes.configurations(model.config), config):  # also of a vision tower, whose images rows share
         seen = cast("dict[str, Any]", vars(part))
         given |= {name: value for name, value in seen.items() if name not in given or value}
     options = [name for name in given if _RANDOM.match(name) and isinstance(given[name], int | float) and given[name]]
@@ -623,36 +610,27 @@ def _changes(config: Any) -> Iterator[tuple[str, int]]:
 # -------------------------------------------------------------------- sharded models
 
 
-def _check_root(model: nn.Module) -> None:
-    """Raises ReplayError for a part of a sharded model, whose weights only the root gathers."""
-    if getattr(model, "_is_fsdp_managed_module", False) and not isinstance(model, FSDPModule):
-        raise Refusal.NOT_THE_ROOT(model=type(model).__name__)
-
-
 def _groups_of(model: nn.Module) -> tuple[Any, ...]:
     """The process groups over which weights are sharded or replicated; empty for a model of one process."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # gathered weights do not know their device mesh
-    return tuple(dict.fromkeys(_groups_within(model)))
-
-
-def _groups_within(model: nn.Module) -> Iterator[Any]:
+    found: list[Any] = []
     for part in model.modules():
         if isinstance(part, FullyShardedDataParallel):
-            known = part.process_group, getattr(part, "_inter_node_pg", None)
-            yield from (group for group in known if group is not None)
+            found += [part.process_group, getattr(part, "_inter_node_pg", None)]
     for weight in model.parameters():
         if isinstance(weight, DTensor):
-            yield from (weight.device_mesh.get_group(dim) for dim in range(weight.device_mesh.ndim))
+            found += weight.device_mesh.get_all_groups()
+    return tuple(group for group in dict.fromkeys(found) if group is not None)
 
 
-def _device_of(weight: Tensor) -> torch.device:
-    """The device on which a layer with this weight runs. Its shards may be offloaded to the host."""
-    if not isinstance(weight, DTensor):
-        return weight.device
-    kind = weight.device_mesh.device_type
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+def too_far(off: float, most: float, groups: Sequence[Any], device: torch.device) -> str | None:
+    """How far this rank, or else another one, is off, if that is more than `most`."""
+    worst = most_of(groups, off, device)
+    if worst <= most:
+        return None
+    return f"{worst:.3g} on another rank" if off <= most else f"{off:.3g}"
 
 
 def most_of(groups: Sequence[Any], number: float, device: torch.device) -> float:

@@ -100,32 +100,25 @@ def _on(output: Any) -> list[str]:
 
 def _check_lora(who: str, output: Any) -> None:
     """LoRA adds scaling * lora_B(lora_A(dropout(x))) for each active adapter, and no more."""
-    seen: str | None = None
     if output.disable_adapters and output.merged:
-        seen, remedy = "merged adapters that are disabled", "Call unmerge_adapter() first"
-    elif not (_unhooked(output) and _is_plain(output.base_layer)):
+        raise Refusal.LORA(model=who, seen="merged adapters that are disabled", remedy="Call unmerge_adapter() first")
+    if not (_unhooked(output) and _is_plain(output.base_layer)):
         kind = cast("Any", type(output.base_layer))
         seen, remedy = f"a base layer {kind.__module__}.{kind.__name__}, or hooks", "Use torch.nn.Linear without hooks"
-    else:
-        remedy = "Merge the adapter, or leave the output layer without one"
-        for name in _on(output):
-            seen = seen or _odd_adapter(output, name)
-    if seen is not None:
         raise Refusal.LORA(model=who, seen=seen, remedy=remedy)
-
-
-def _odd_adapter(output: Any, name: str) -> str | None:
     variants: dict[str, Any] = getattr(output, "lora_variant", {})
-    if name in variants or getattr(output, "use_dora", {}).get(name):
-        variant = type(variants[name]).__name__ if name in variants else "DoRA"
-        return f"a variant of its own ({variant}) in the adapter {name}"
-    dropout = output.lora_dropout[name]
-    if not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) and output.training:
-        return f"dropout {getattr(dropout, 'p', '')} in train mode in the adapter {name}"
-    pair = output.lora_A[name], output.lora_B[name]
-    if not all(_is_plain(part) and part.bias is None for part in pair):
-        return f"a bias, hooks or other layers than torch.nn.Linear in the adapter {name}"
-    return None
+    for name in _on(output):
+        dropout, pair = output.lora_dropout[name], (output.lora_A[name], output.lora_B[name])
+        if name in variants or getattr(output, "use_dora", {}).get(name):
+            seen = f"a variant of its own ({type(variants[name]).__name__ if name in variants else 'DoRA'})"
+        elif not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) and output.training:
+            seen = f"dropout {getattr(dropout, 'p', '')} in train mode"
+        elif not all(_is_plain(part) and part.bias is None for part in pair):
+            seen = "a bias, hooks or other layers than torch.nn.Linear"
+        else:
+            continue
+        remedy = "Merge the adapter, or leave the output layer without one"
+        raise Refusal.LORA(model=who, seen=f"{seen} in the adapter {name}", remedy=remedy)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -136,13 +129,9 @@ def _is_plain(layer: Any) -> bool:
 def _unhooked(layer: Any) -> bool:
     """Whether a layer runs its class's forward without hooks, or with those by which FSDP gathers weights."""
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-    plain = all(isinstance(layer, FSDPModule) and _of_fsdp(hook) for hook in hooks)
-    return plain and "forward" not in vars(layer)
-
-
-def _of_fsdp(hook: Any) -> bool:
-    """Whether a hook gathers and shards weights, and does nothing to the outputs."""
-    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+    homes = [type(getattr(hook, "__self__", None)).__module__ for hook in hooks]
+    gathers = isinstance(layer, FSDPModule) and all(home.startswith("torch.distributed.fsdp.") for home in homes)
+    return (gathers or not hooks) and "forward" not in vars(layer)
 
 
 # -------------------------------------------------------------------- the forward pass after the output layer
@@ -231,14 +220,15 @@ def _outputs(model: Any, base: Any, output: Any) -> list[float]:
     except Exception as error:
         if not may_refuse(error, AttributeError, LookupError):
             raise
-        raise Refusal.FORWARD_FAILED(model=who, error=f"{type(error).__name__}: {error}") from error
+        raise Refusal.FORWARD(model=who, does=f"failed on given logits with {type(error).__name__}: {error}") from error
     if asked and (len(reached) != 1 or not torch.equal(reached[0].double().reshape(-1), hidden.reshape(-1))):
-        raise Refusal.STATES(model=who)
+        raise Refusal.FORWARD(model=who, does="changes hidden states before its output layer")
     if logits.shape != given.shape:
-        raise Refusal.LOGITS(model=who, seen=tuple(logits.shape), given=tuple(given.shape))
+        does = f"makes logits {tuple(logits.shape)} of the output layer's {tuple(given.shape)}"
+        raise Refusal.FORWARD(model=who, does=does)
     found = logits[0].double()
     if not torch.equal(found, found[:, :1].expand_as(found)):
-        raise Refusal.SOME_LOGITS(model=who)
+        raise Refusal.FORWARD(model=who, does="changes the logits of some tokens and not of others")
     return cast("list[float]", found[:, 0].tolist())
 
 

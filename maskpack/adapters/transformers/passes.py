@@ -99,10 +99,11 @@ def take(model: Any, config: Any) -> None:
     vision tower, keep their attention."""
     with _switching:
         if config._attn_implementation != NAME:
-            own = [(part, part._attn_implementation) for part in _parts(model.config)]
+            parts = list(configurations(model.config))
+            own = [(part, part._attn_implementation) for part in parts]
             model.set_attn_implementation(NAME)
-            of_text = {id(part) for part in _parts(model.config) if any(below is config for below in _parts(part))}
-            of_text |= {id(part) for part in _parts(config) if config is not model.config}
+            of_text = {id(part) for part in parts if any(below is config for below in configurations(part))}
+            of_text |= {id(part) for part in configurations(config) if config is not model.config}
             for part, name in own:
                 if id(part) not in of_text:
                     part._attn_implementation_internal = name
@@ -116,7 +117,7 @@ def release(model: Any, config: Any) -> None:
     """Restores the original attention of a model."""
     with _switching:
         if config._attn_implementation == NAME:
-            for part in _parts(model.config):
+            for part in configurations(model.config):
                 if part._attn_implementation == NAME:
                     part._attn_implementation_internal = own_of(part._attn_implementation)
 
@@ -124,7 +125,7 @@ def release(model: Any, config: Any) -> None:
 def follow_passes(model: Any) -> None:
     """Wraps the property `_attn_implementation` of the configuration classes of a model, which layers read in every
     forward pass: it returns the original attention in a pass with `own`. The configurations do not change."""
-    for config in _parts(model.config):
+    for config in configurations(model.config):
         kinds = cast("tuple[Any, ...]", type(config).__mro__)
         kind = next(kind for kind in kinds if "_attn_implementation" in vars(kind))
         known = cast("Any", vars(kind))["_attn_implementation"]  # a property
@@ -148,14 +149,9 @@ def own_of(name: str) -> str | None:
     return name.own if isinstance(name, _Taken) else "sdpa"
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def configurations(config: Any) -> Iterator[Any]:
     """A configuration and its sub-configurations."""
     yield config
     for name in config.sub_configs:
         if getattr(config, name, None) is not None:
-            yield from _parts(getattr(config, name))
-
-
-def configurations(model: Any) -> list[Any]:
-    """Those of a model and of its parts."""
-    return list(_parts(model.config))
+            yield from configurations(getattr(config, name))

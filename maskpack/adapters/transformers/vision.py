@@ -52,17 +52,13 @@ def sees(base: Any) -> bool:
     return any(kind.pixels in inspect.signature(base.forward).parameters for kind in _MEDIA)
 
 
-def text_model(base: Any) -> nn.Module:
-    """The part of a model that has the text layers; the model itself if it has no other."""
-    decoder = base.get_decoder() if callable(getattr(base, "get_decoder", None)) else base
-    return decoder if isinstance(decoder, nn.Module) and decoder in list(base.modules()) else base
-
-
 def keep_bounds_in_text(base: Any) -> None:
     """Parts beside the text model are not told the bounds of packed rows: some vision towers pass bounds of their
     images to their attention by the same names. The hooks stay with the parts."""
-    text = text_model(base)
-    around = [part for part in base.modules() if part is not text and text in list(part.modules())]
+    parts: list[Any] = list(base.modules())
+    decoder = base.get_decoder() if callable(getattr(base, "get_decoder", None)) else base
+    text = decoder if decoder in parts else base
+    around = [part for part in parts if part is not text and text in list(part.modules())]
     for part in around:
         for beside in part.children():
             if beside is not text and beside not in around and _no_bounds not in beside._forward_pre_hooks.values():
@@ -104,10 +100,8 @@ def given_media(model: Any, base: Any, config: Any, inputs: PackedInputs) -> dic
     if media is None:
         need_text(model, config, inputs.input_ids)
         return {}
-    _check_model(model, base, media, inputs.position_ids.dim() == 3)
     ids = inputs.input_ids[0, : inputs.num_tokens]
-    _need_none(model, _ids_of(model, config, _AUDIO), ids, "no audio")
-    marked = _marked(model, config, ids)
+    marked = _marked(model, base, config, media, ids, inputs.position_ids)
     _check_rows(model, media, [_counts(part, inputs) for part in marked])
     if inputs.tree is None:
         return media.joined(media.rows)
@@ -116,13 +110,13 @@ def given_media(model: Any, base: Any, config: Any, inputs: PackedInputs) -> dic
 
 def padded_media(model: Any, base: Any, config: Any, ids: Tensor, positions: Tensor, media: Media) -> dict[str, Tensor]:
     """`given_media` of padded rows [b, S]: those with tokens."""
-    _check_model(model, base, media, positions.dim() == 3)
-    _need_none(model, _ids_of(model, config, _AUDIO), ids, "no audio")
-    _check_rows(model, media, [part.sum(-1) for part in _marked(model, config, ids)])
+    _check_rows(model, media, [part.sum(-1) for part in _marked(model, base, config, media, ids, positions)])
     return media.joined(media.rows)
 
 
-def _check_model(model: Any, base: Any, media: Media, sections: bool) -> None:
+def _marked(model: Any, base: Any, config: Any, media: Media, ids: Tensor, positions: Tensor) -> list[Any]:
+    """For each of _MEDIA, the bools on the host that say which ids are its places. One synchronisation on CUDA. Raises
+    ReplayError if the model does not take these media."""
     who = type(model).__name__
     taken = inspect.signature(base.forward).parameters
     if not sees(base):
@@ -132,12 +126,9 @@ def _check_model(model: Any, base: Any, media: Media, sections: bool) -> None:
         raise Refusal.MEDIA(model=type(base).__name__, names=", ".join(odd), known=", ".join(known))
     if "token_type_ids" in taken or hasattr(model, "create_masks_for_generate"):
         raise Refusal.OWN_MASKS(model=who)
-    if callable(getattr(base, "get_rope_index", None)) and not sections:
+    if callable(getattr(base, "get_rope_index", None)) and positions.dim() != 3:
         raise Refusal.M_ROPE(model=who)
-
-
-def _marked(model: Any, config: Any, ids: Tensor) -> list[Any]:
-    """For each of _MEDIA, the bools on the host that say which ids are its places. One synchronisation on CUDA."""
+    _need_none(model, _ids_of(model, config, _AUDIO), ids, "no audio")
     found = [_ids_of(model, config, kind.ids) for kind in _MEDIA]
     places = [torch.isin(ids, torch.tensor(sorted(one), dtype=ids.dtype, device=ids.device)) for one in found]
     return list(torch.stack(places).cpu().numpy())

@@ -63,9 +63,6 @@ def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingReg
     )
 
 
-_Work = Callable[[TensorDictBase], TensorDict]
-
-
 def _batch_of(data: Any, call: str) -> TensorDictBase:
     batch = data.batch if isinstance(data, DataProto) else data
     if not isinstance(batch, TensorDictBase):
@@ -73,7 +70,7 @@ def _batch_of(data: Any, call: str) -> TensorDictBase:
     return batch
 
 
-def _renewed(data: Any, work: _Work, call: str) -> Any:
+def _renewed(data: Any, work: Callable[[TensorDictBase], TensorDict], call: str) -> Any:
     batch = work(_batch_of(data, call))
     if not isinstance(data, DataProto):
         return batch

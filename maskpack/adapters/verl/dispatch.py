@@ -20,6 +20,7 @@ import torch
 from tensordict import TensorDictBase
 
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress
+from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
@@ -55,10 +56,7 @@ class MaskNestingConfig:
 
     def __post_init__(self) -> None:
         for name in ("use_mask_nesting", "strict_mask_nesting"):
-            if not isinstance(getattr(self, name), bool):
-                raise RegistryError(
-                    f"MaskNestingConfig: {name} is {getattr(self, name)!r}; expected true or false. Write one of these."
-                )
+            flag(getattr(self, name), name, "MaskNestingConfig", RegistryError)
         if self.strict_mask_nesting and not self.use_mask_nesting:
             raise RegistryError(
                 "MaskNestingConfig: strict_mask_nesting without use_mask_nesting; expected both, or the first off. Set "
@@ -85,31 +83,22 @@ class MaskNestingConfig:
     def _verify(self) -> Verify:
         return kept_verify(self.verify)
 
+    def _compress(self, data: Any, **more: Any) -> PackedProto:
+        options: dict[str, Any] = {"pad_token_id": self.pad_token_id, "codec": self.codec}
+        return compress(data, registry=self._fields(), **options, **more)
+
     def pack(self, data: Any) -> PackedProto:
         """Packs an argument of a worker method."""
-        return compress(
-            data,
-            registry=self._fields(),
-            pad_token_id=self.pad_token_id,
-            strict_mask_nesting=self.strict_mask_nesting,
-            verify=self._verify,
-            codec=self.codec,
-        )
+        return self._compress(data, strict_mask_nesting=self.strict_mask_nesting, verify=self._verify)
 
     def pack_result(self, data: Any, like: PackedProto) -> PackedProto:
         """Packs a result under the layouts of `like`, or without them if a field has another width. A field that no
         mask covers stays padded, also if the environment variable of strict mode is set."""
-        options: dict[str, Any] = {
-            "registry": self._fields(), "pad_token_id": self.pad_token_id, "codec": self.codec,
-        }  # fmt: skip
         with not_strict():
             try:
-                return compress(data, like=like, **options)
+                return self._compress(data, like=like)
             except LayoutError:
-                return compress(data, **options)
-
-
-_ON = MaskNestingConfig(use_mask_nesting=True)
+                return self._compress(data)
 
 
 def configure(group: Any, config: MaskNestingConfig) -> Any:
@@ -229,24 +218,21 @@ def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: 
 
 
 def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfig:
-    return config or getattr(group, _CONFIG, _ON)
+    return config or getattr(group, _CONFIG, None) or MaskNestingConfig(use_mask_nesting=True)
 
 
 def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
     """The parts of an argument: RankRowss for a batch, and the chunks of verl for anything else that it can divide."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
-        if not _is_chunkable(value):
+        if hasattr(_protocol, "BatchData"):  # which knows what verl divides, since 0.7.1
+            divides = _protocol.BatchData(value).is_chunkable()
+        else:
+            divides = isinstance(value, _protocol.DataProtoFuture | _decorator.BatchMeta)
+        if not divides:
             raise _no_batch(value, "a DataProto, a TensorDict, a PackedProto, or what else verl cuts")
         return _chunks(value, ranks)
     sizes = _sizes(value, ranks)
     return _cut(value if isinstance(value, PackedProto) else config.pack(value), sizes, config, mesh)
-
-
-def _is_chunkable(value: Any) -> bool:
-    """Whether verl divides an argument. Its `BatchData`, which knows that, came in 0.7.1."""
-    if hasattr(_protocol, "BatchData"):
-        return _protocol.BatchData(value).is_chunkable()
-    return isinstance(value, _protocol.DataProtoFuture | _decorator.BatchMeta)
 
 
 def _chunks(value: Any, ranks: int) -> Sequence[Any]:

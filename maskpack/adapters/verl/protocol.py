@@ -87,19 +87,10 @@ class ArrayColumn:
         items = self.values.restored()
         made: Any = np.empty((len(items), *self.shape), dtype=object)
         for row, item in enumerate(items):
-            if self.shape:
-                made[row] = _cells(item).reshape(self.shape)
-            else:
-                made[row] = item
+            places: Any = np.ndindex(self.shape)
+            for place, cell in zip(places, item if self.shape else [item], strict=True):
+                made[(row, *place)] = cell  # numpy would convert sequences in a slice
         return made
-
-
-def _cells(items: list[Any]) -> Any:
-    """A 1-D array of objects; numpy does not convert nested sequences among them."""
-    made: Any = np.empty(len(items), dtype=object)
-    for place, item in enumerate(items):
-        made[place] = item
-    return made
 
 
 @dataclass(frozen=True)
@@ -219,13 +210,13 @@ def compress(
             return PackedProto(kind, None, columns, meta_info, {}, {}, False, len(data))
     if not isinstance(batch, TensorDictBase):
         raise wrong_kind("compress", data)
-    parts = _Parts.of(batch)
-    # a jagged field with the row lengths of `like` would come back padded
-    alike = like is not None and not parts.jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
-    above = like.rows if like is not None and alike else None
-    rows = packing.compress(parts.batch, registry=registry, like=above, **strict, **options)
     nested = has(batch, LAYOUTS)
-    return PackedProto(kind, rows, columns, meta_info, parts.odd, parts.wide, nested, rows.num_rows)
+    batch, odd, wide, jagged = _parts(batch)
+    # a jagged field with the row lengths of `like` would come back padded
+    alike = like is not None and not jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
+    above = like.rows if like is not None and alike else None
+    rows = packing.compress(batch, registry=registry, like=above, **strict, **options)
+    return PackedProto(kind, rows, columns, meta_info, odd, wide, nested, rows.num_rows)
 
 
 def decompress(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
@@ -265,37 +256,28 @@ def _decoded(
     return batch
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A TensorDict that `compress` accepts, and what it does not contain."""
-
-    batch: Any
-    odd: dict[Path, OddJagged]
-    wide: dict[Path, PackedBatch]
-    jagged: bool
-
-    @classmethod
-    def of(cls, batch: TensorDictBase) -> _Parts:
-        odd: dict[Path, OddJagged] = {}
-        wide: dict[Path, PackedBatch] = {}
-        bounds: dict[Any, Tensor] = {}
-        jagged, changed = False, False
-        entries: list[tuple[Path, Any]] = []
-        nested = has(batch, LAYOUTS)  # by nest_batch_by_mask: fields share their offsets already
-        for path, entry in flatten(batch):
-            value: Any = entry
-            new = value
-            if isinstance(entry, Tensor) and entry.is_nested and not nested:
-                jagged = True
-                new, note = _regular(value, bounds)
-                odd |= {} if note is None else {path: note}
-            elif is_object(value) and _is_wide(value):
-                wide[path] = packing.compress(TensorDict({"value": value.data}, batch_size=[]))
-                new = NonTensorData(None, batch_size=value.batch_size)
-            changed |= new is not value
-            entries.append((path, new))
-        rows = batch.batch_size[0] if batch.batch_dims else 0
-        return cls(unflatten(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged)
+def _parts(batch: TensorDictBase) -> tuple[Any, dict[Path, OddJagged], dict[Path, PackedBatch], bool]:
+    """A TensorDict that `maskpack.compress` accepts, what it does not contain, and whether a field was jagged."""
+    odd: dict[Path, OddJagged] = {}
+    wide: dict[Path, PackedBatch] = {}
+    bounds: dict[Any, Tensor] = {}
+    jagged, changed = False, False
+    entries: list[tuple[Path, Any]] = []
+    nested = has(batch, LAYOUTS)  # by nest_batch_by_mask: fields share their offsets already
+    for path, entry in flatten(batch):
+        value: Any = entry
+        new = value
+        if isinstance(entry, Tensor) and entry.is_nested and not nested:
+            jagged = True
+            new, note = _regular(value, bounds)
+            odd |= {} if note is None else {path: note}
+        elif is_object(value) and _is_wide(value):
+            wide[path] = packing.compress(TensorDict({"value": value.data}, batch_size=[]))
+            new = NonTensorData(None, batch_size=value.batch_size)
+        changed |= new is not value
+        entries.append((path, new))
+    rows = batch.batch_size[0] if batch.batch_dims else 0
+    return unflatten(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged
 
 
 def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | None]:
