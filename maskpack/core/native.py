@@ -581,7 +581,7 @@ def compact(structs: Sequence[Structs], body: Words) -> Words:
     for places in map(places_of, structs):
         count, size, _ = places.shape
         places[places[..., 2] == 0, 0] = 0
-        own = np.arange(count)[:, None] * places.strides[0] + np.arange(size) * places.strides[1]
+        own: IntArray = np.arange(count)[:, None] * places.strides[0] + np.arange(size) * places.strides[1]
         lines.append(address(places) + own.reshape(-1))
     line = np.concatenate(lines)
     to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
