@@ -579,10 +579,9 @@ def compact(structs: Sequence[Structs], body: Words) -> Words:
     numbers."""
     lines: list[IntArray] = []
     for places in map(places_of, structs):
-        count, size, _ = places.shape
         places[places[..., 2] == 0, 0] = 0
-        own: IntArray = np.arange(count)[:, None] * places.strides[0] + np.arange(size) * places.strides[1]
-        lines.append(address(places) + own.reshape(-1))
+        at: IntArray = np.indices(places.shape[:2])
+        lines.append((at[0] * places.strides[0] + at[1] * places.strides[1] + address(places)).reshape(-1))
     line = np.concatenate(lines)
     to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
     _core.maskpack_compact(address(line), line.size, address(body), address(to))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import _socket
 import datetime
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,10 @@ def without_keys(args: list[Any], named: dict[str, Any]) -> None:
     del args[13]
 
 
+def with_gradient(args: list[Any], named: dict[str, Any]) -> None:
+    args[9] = True
+
+
 def without_bounds(args: list[Any], named: dict[str, Any]) -> None:
     named["_metadata_cache"] = None
 
@@ -86,6 +91,7 @@ def more_state(monkeypatch: pytest.MonkeyPatch) -> None:
 OTHER_TORCHS = {
     "other arguments": other(torch.Tensor, "_make_wrapper_subclass", refused),
     "other dispatch": other(torch.Tensor, "_make_wrapper_subclass", without_keys),
+    "other gradients": other(torch.Tensor, "_make_wrapper_subclass", with_gradient),
     "no dispatch keys": lambda monkeypatch: monkeypatch.delattr(torch._C, "DispatchKeySet"),
     "other keywords": other(NestedTensor, "__init__", refused),
     "other caches": other(NestedTensor, "__init__", without_bounds),
@@ -127,6 +133,18 @@ def test_private_names_that_changed_are_not_used(name: str, monkeypatch: pytest.
     assert (jagged._fast_way() is None) == (name in OTHER_TORCHS)
     assert (tree._put_unchecked() == ()) == (name in OTHER_TENSORDICTS)
     assert_round_trips(batch)
+
+
+def test_maskpack_needs_no_private_name_to_be_imported() -> None:
+    code = """
+import tensordict, torch
+torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)  # torch itself needs them
+del torch._C.DispatchKeySet
+from maskpack.layout import jagged
+print(jagged._fast_way())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["None"]
 
 
 def assert_round_trips(batch: TensorDict) -> None:
