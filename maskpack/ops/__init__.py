@@ -38,7 +38,8 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
     """Gathers the elements of `x` at valid tokens, one row after the other, without padding.
 
     Args:
-        x: [B, S, *F] of any dtype and strides, on the layout's device; or a list of these, packed by one kernel.
+        x: [B, S, *F] of any dtype and strides, on the layout's device; or a list of these, packed by one kernel (in
+            torch.compile, by one each).
         layout: the layout of B rows of width S.
         backend: "auto" uses Triton on GPUs and torch elsewhere.
 
@@ -82,7 +83,8 @@ def unpack(
     """Scatters packed values to padded rows: the inverse of `pack`, with `pad_value` at all other positions.
 
     Args:
-        values: [T, *F] of any dtype, on the layout's device; or a list of these, unpacked by one kernel.
+        values: [T, *F] of any dtype, on the layout's device; or a list of these, unpacked by one kernel (in
+            torch.compile, by one each).
         layout: a layout of T valid tokens.
         pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] with the pad of each row; for a
             list of values, also a list of pads.
