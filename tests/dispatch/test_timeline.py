@@ -87,7 +87,7 @@ class FakeRay:
         self.clock, self.exceptions = clock, ray.exceptions
 
     def nodes(self) -> list[Any]:
-        return [{"NodeID": "node", "Alive": True}]
+        return [{"NodeID": "node", "Alive": True, "Resources": {}}]
 
     def wait(self, references: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
         first = min(references, key=lambda reference: reference.at)

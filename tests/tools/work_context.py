@@ -123,8 +123,7 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     one, spread = mp.replay.response_log_probs(replayable(plain), batch, entropy=True)
     off["entropy"] = far(entropy.values(), spread.values())
     off["one rank"] = far(one.values(), truth)
-    shared = mp.planning.PlanOptions(context_parallel=dist.get_world_size())
-    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5, options=shared)
+    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5 * dist.get_world_size())
     again = mp.replay.response_log_probs(replay, batch, plan=plan, **options)
     off["planned"] = far(again.values(), truth)
     head = torch.nn.Linear(model.config.hidden_size, 1)
@@ -223,9 +222,8 @@ def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict)
     plan = mp.planning.agree_on_count(
         lambda: mp.planning.plan_micro_batches(
             batch["attention_mask"].sum(1),
-            5,
+            5 * 2,  # both ranks of a pair share a micro-batch
             loss_tokens=tokens,
-            options=mp.planning.PlanOptions(context_parallel=2),
         )
     )
     model.zero_grad()

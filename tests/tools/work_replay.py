@@ -154,6 +154,10 @@ def tiny_hybrid() -> Any:
     return model
 
 
+def _replayed(model: Any, rows: Any, **options: Any) -> Any:
+    return mp.replay.response_log_probs(replayable(model), batch_of(rows), **options)
+
+
 def sharded_mixers() -> dict[str, Any]:
     """As `sharded`, of a model with layers that carry state; and what is refused."""
     seen: dict[str, Any] = sharded(False, model=tiny_hybrid())
@@ -166,7 +170,7 @@ def sharded_mixers() -> dict[str, Any]:
         ("inside", inside, {}),
         ("context", tiny_hybrid(), {"context_group": dist.group.WORLD}),
     ):
-        seen[name] = said_of(mp.replay.response_log_probs, replayable(made), batch_of(ROWS), **options)
+        seen[name] = said_of(_replayed, made, ROWS, **options)
     return seen
 
 
@@ -198,7 +202,7 @@ def head_of_its_own() -> str:
     """No root gathers the weight of the output layer."""
     model = tiny(False)
     fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return said_of(mp.replay.response_log_probs, replayable(model), batch_of(ROWS[:2]))
+    return said_of(_replayed, model, ROWS[:2])
 
 
 # -------------------------------------------------------------------- the comparison of a row
