@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from maskpack.adapters.transferqueue import manager as manager_module
-from maskpack.adapters.transferqueue import register
+from maskpack.adapters.transferqueue import register, unit
 from maskpack.adapters.transferqueue.chunk import LARGE
 from maskpack.errors import MaskpackError, StorageError
 
@@ -244,6 +244,24 @@ DAMAGE = {
     "of another step": lambda file: shutil.copy(file.parents[2] / "second" / file.parent.name / file.name, file),
     "flipped byte of the controller": lambda file: flip(file.parents[1] / "controller_state.pkl"),
 }
+
+
+def test_a_file_that_is_replaced_after_its_check_is_not_read(tmp_path, monkeypatch):
+    """A pickle runs code: what was checked is what is read."""
+    step, other = unit.Samples(_next=5), unit.Samples(_next=9)
+    digest = step.save(str(tmp_path / "file"))
+    other.save(str(tmp_path / "other"))
+    check = unit.check_digest
+
+    def replaced(*given):
+        check(*given)
+        (tmp_path / "other").replace(tmp_path / "file")
+
+    monkeypatch.setattr(unit, "check_digest", replaced)
+    read = unit.Samples()
+    read.load(str(tmp_path / "file"), digest)
+    read.switch(True)
+    assert read._next == 5
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_queue_stays_as_it_was(queue, tmp_path):

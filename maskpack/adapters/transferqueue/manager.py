@@ -238,7 +238,10 @@ class MaskpackStorageManager(StorageManager):
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
         digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
-        controller = digest_of(folder / _CONTROLLER) if (folder / _CONTROLLER).exists() else None
+        controller = None
+        if (folder / _CONTROLLER).exists():
+            with open(folder / _CONTROLLER, "rb") as file:
+                controller = digest_of(file)
         (folder / _FILE).write_text(json.dumps({**self._form(), "blake2b": [*digests, controller]}))
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
@@ -268,7 +271,8 @@ class MaskpackStorageManager(StorageManager):
                 "storage units as were saved."
             )
         if controller is not None:
-            check_digest(folder / _CONTROLLER, controller)
+            with open(folder / _CONTROLLER, "rb") as file:
+                check_digest(file, controller)
         files, loaded = self._files(folder), False
         try:
             await _all(

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from maskpack.adapters.transferqueue.chunk import Chunk, Piece, digests
 from maskpack.adapters.transferqueue.large import Large
@@ -101,11 +101,7 @@ class Samples:
         here has.
         """
         found = self._places(samples, fields)
-        met = Counter(
-            self.chunks[number].chunk.kind
-            for number, _ in found
-            if number in self._waiting.get(self.chunks[number].chunk.kind, ())
-        )
+        met = Counter(self.chunks[number].chunk.kind for number, _ in found if self._waits(number))
         several = [kind for kind, count in met.items() if count >= _SEVERAL]
         for kind in several:
             self._join(kind)
@@ -192,6 +188,9 @@ class Samples:
         chunk = self.chunks[number].chunk
         if len(chunk) < SMALL and chunk.joins:
             self._waiting.setdefault(chunk.kind, {})[number] = None
+
+    def _waits(self, number: int) -> bool:
+        return number in self._waiting.get(self.chunks[number].chunk.kind, ())
 
     def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
         """Takes rows off chunks, and frees those without rows; returns the holds to give back."""
@@ -287,15 +286,16 @@ class Samples:
         """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file."""
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
-        with open(partial, "wb") as file:
+        with open(partial, "wb+") as file:
             pickle.dump((self.chunks, self.rows, self.large, self._next), file, protocol=5)
+            digest = digest_of(file)
         partial.replace(target)
-        return digest_of(target)
+        return digest
 
     def load(self, path: str, digest: str) -> None:
         """Reads what `save` wrote, beside what is here; raises ValueError for other bytes than that."""
-        check_digest(Path(path), digest)
         with open(path, "rb") as file:
+            check_digest(file, digest)
             self._loaded = pickle.load(file)
 
     def switch(self, loaded: bool) -> None:
@@ -308,20 +308,21 @@ class Samples:
                 self._wait(number)
 
 
-def digest_of(path: Path) -> str:
-    """BLAKE2b of a file."""
+def digest_of(file: BinaryIO) -> str:
+    """BLAKE2b of a file, from its beginning."""
     digest = hashlib.blake2b(digest_size=32)
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    file.seek(0)
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def check_digest(path: Path, digest: str) -> None:
-    """Raises ValueError for a file with another digest."""
-    seen = digest_of(path)
+def check_digest(file: BinaryIO, digest: str) -> None:
+    """Raises ValueError for a file with another digest; then it is at its beginning."""
+    seen = digest_of(file)
     if seen != digest:
         raise ValueError(
-            f"load_checkpoint: {path} has the BLAKE2b {seen}; expected {digest}. It is damaged, or from another "
+            f"load_checkpoint: {file.name} has the BLAKE2b {seen}; expected {digest}. It is damaged, or from another "
             "checkpoint. Load a folder as save_checkpoint wrote it."
         )
+    file.seek(0)
