@@ -40,11 +40,13 @@ def need_tensor(x: Any, name: str, call: str, error: type[MaskpackError] = Layou
         raise error(f"{call}: {name} has the memory layout {x.layout}; expected torch.strided. Convert it: to_dense().")
 
 
-def need_gradients(x: Tensor, name: str, call: str) -> None:
-    """Raises LayoutError for a float8 tensor that requires grad, whose gradients torch does not support."""
-    if x.requires_grad and torch.is_grad_enabled() and x.dtype.itemsize == 1:
+def need_gradients(x: Tensor, name: str, call: str, *, nested: bool = False) -> None:
+    """Raises LayoutError for a tensor that requires grad and whose gradients torch does not support: float8, and
+    complex dtypes in jagged tensors."""
+    if x.requires_grad and torch.is_grad_enabled() and (x.dtype.itemsize == 1 or (nested and x.is_complex())):
+        where = " in jagged tensors" if x.is_complex() else ""
         raise LayoutError(
-            f"{call}: {name} is {x.dtype} and requires grad; expected a dtype whose gradients torch supports. "
+            f"{call}: {name} is {x.dtype} and requires grad; expected a dtype whose gradients torch supports{where}. "
             "Detach it, or cast it first."
         )
 

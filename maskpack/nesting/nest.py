@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.keys import Key, Path, show
+from maskpack.core.tensors import need_gradients
 from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
@@ -72,7 +73,7 @@ def nest_batch_by_mask(
         "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
     ).of_this_process()
     plan = survey(batch, options, {})
-    fields = _jagged_fields(plan)
+    fields = _jagged_fields(plan, options.call)
 
     def nested(form: FieldForm) -> Any:
         return rows_only(form.node) if form.node is not None else fields.get(form.path, plan.entries[form.path])
@@ -82,12 +83,13 @@ def nest_batch_by_mask(
     return out.set(LAYOUTS, layouts_entry(schema, plan.layouts, plan.row_pads, plan.rows))
 
 
-def _jagged_fields(plan: Survey) -> dict[Path, Tensor]:
+def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
     """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
     groups: dict[tuple[str, torch.device], dict[Path, Tensor]] = {}
     for form in plan.forms:
         if form.layout is not None:
             values = plan.values[form.path].contiguous()
+            need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
             groups.setdefault((form.layout, values.device), {})[form.path] = values
     fields: dict[Path, Tensor] = {}
     for (name, device), values in groups.items():
@@ -159,6 +161,7 @@ def _nested_fields(
                 "Nest the batch again, which gives new fields a layout, or name the fields to restore."
             )
         if form.kind == "padded" and form.layout is not None:
+            need_gradients(value, f'field "{show(path)}"', call)
             nested[path] = value, layouts[form.layout]
     check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
     return nested

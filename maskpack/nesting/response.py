@@ -21,7 +21,7 @@ from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, PadValue, pad_tensor
-from maskpack.core.tensors import need_batch, need_tensor
+from maskpack.core.tensors import need_batch, need_gradients, need_tensor
 from maskpack.core.tree import Node, flatten, has, number_at, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
@@ -111,6 +111,7 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     axis = ResponseAxis.of(batch, registry_of(registry, call), call)
     sequence = axis.need_sequence(call)
     packed, padded = _packed_values(values, sequence, call)
+    need_gradients(packed, "values", call, nested=not padded)
     scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
     return pack_torch.unpack(scored, response, 0) if padded else jagged(scored, response)
@@ -286,6 +287,7 @@ class ResponseAxis:
                 f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
                 "tensor. Build it with maskpack, or with nested_tensor_from_jagged."
             )
+        need_gradients(value, f'field "{show(path)}"', call)
         form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response

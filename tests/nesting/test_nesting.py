@@ -273,6 +273,25 @@ def test_dims_of_equal_sizes_and_rows_of_as_many_tokens() -> None:
     assert_same_batch(unnest(nest_batch_by_mask(nested, registry)), batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.complex64])
+def test_gradients_that_torch_cannot_carry_are_detached_as_the_error_says(dtype: torch.dtype) -> None:
+    batch, registry = under([[1, 1, 0, 0], [1, 0, 0, 0]], x=torch.tensor([[1.0, 2, 0, 0], [5, 0, 0, 0]]).to(dtype))
+    batch["x"].requires_grad_()
+    assert_same_batch(decompress(compress(batch, registry=registry)), batch.detach())
+    with pytest.raises(LayoutError, match="Detach it"):
+        nest_batch_by_mask(batch, registry)
+    with torch.no_grad():
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry)).detach(), batch.detach())
+    nested = nest_batch_by_mask(batch.detach(), registry)
+    assert_same_batch(unnest(nested), batch.detach())
+    if not dtype.is_complex:
+        nested["x"] = torch.nested.nested_tensor_from_jagged(
+            nested["x"].values().requires_grad_(), nested["x"].offsets()
+        )
+        with pytest.raises(LayoutError, match=r'unnest_batch_by_mask: field "x" is torch\.float8.* and requires grad'):
+            unnest(nested)
+
+
 # -------------------------------------------------------------------- operations commute
 
 
