@@ -14,7 +14,7 @@ from maskpack.core.backends import uses_triton
 from maskpack.core.bits import from_words, to_pinned, word_dtype, words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
-from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, index_of, need_int32
+from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
 
 
 def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
@@ -162,8 +162,24 @@ def _begins(valid: Tensor) -> Tensor:
 
 
 def _list_spans(valid: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanIndex:
-    """`scan_triton.list_spans` on the host, to which it copies the mask."""
-    return index_of(on_host(valid.cpu())[0].table, valid.shape[1], valid.device)
+    """`scan_triton.list_spans` in plain torch."""
+    width = valid.shape[1]
+    end = valid.clone()
+    end[:, :-1] &= ~valid[:, 1:]
+    first = torch.nonzero_static(_begins(valid).view(-1), size=spans).view(-1)
+    last = torch.nonzero_static(end.view(-1), size=spans).view(-1)
+    begins = torch.nn.functional.pad((last - first + 1).cumsum(0, dtype=torch.int32), (1, 0))
+    starts, rows = (first % width).to(torch.int32), (first // width).to(torch.int32)
+    words = torch.nn.functional.pad(valid, (0, -width % 32)).view(valid.shape[0], -1, 32)
+    bits = (words.to(torch.int64) << torch.arange(32, device=valid.device)).sum(2).to(torch.int32)
+    sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
+    before = sums - words.sum(2)
+    blocks = _blocks(begins, blocks_of(num_tokens))
+    ranks = bits, before.to(torch.int32)
+    places = None
+    if lists_places(spans, num_tokens, valid.numel()):
+        places = torch.nonzero_static(valid.view(-1), size=num_tokens).view(-1).to(torch.int32)
+    return SpanIndex(starts, begins, blocks, rows, scan.splits, scan.begins, *ranks, places)
 
 
 def _blocks(begins: Tensor, entries: int) -> Tensor:
