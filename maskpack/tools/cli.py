@@ -102,7 +102,7 @@ def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
     parser.add_argument("--registry", metavar="FILE", help=registry)
     parser.add_argument("--allow-pickle", action="store_true", help="read pickles, which run code: only what you trust")
     limit = f"{SMALL:,}, or {MOST_RATIO:,} times the file if that is more, at most {MAX_BYTES:,}"
-    limit = f"the most bytes that a packed batch may take padded (default: {limit})"
+    limit = f"the most bytes that the batch may take padded (default: {limit})"
     parser.add_argument("--max-bytes", type=int, metavar="N", help=limit)
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.tree import is_object
+from maskpack.core.objects import Objects
+from maskpack.core.tree import flatten, is_object
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -30,7 +33,7 @@ from maskpack.packed.sizes import printable
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 
 SMALL, MOST_RATIO = 1 << 30, 1 << 10
-"""Without a limit, a packed batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
+"""Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
 
 
 class Unusable(Exception):
@@ -41,17 +44,18 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
     """The batch in a file.
 
     Args:
-        max_bytes: the most bytes that a packed one may take padded; by default 1,024 times the file, between 1 and 64
-            GiB.
+        max_bytes: the most bytes that it may take padded; by default 1,024 times the file, between 1 and 64 GiB.
 
     Raises:
         Unusable, MaskpackError, OSError: it cannot be read, holds no batch, would run code, or takes too many bytes.
     """
+    if max_bytes is None:
+        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
+    elif max_bytes < 1:
+        raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
     with file.open("rb") as opened:
         start = opened.read(32)
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
-        if max_bytes is None:
-            max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
         return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
     if not start.startswith((b"PK\x03\x04", b"\x80")):
         raise Unusable(f"{file} is neither a torch.save file, a pickle nor a packed batch")
@@ -74,6 +78,11 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
         raise Unusable(f"{file} holds a {type(batch).__name__}; expected a TensorDict or a dict of tensors")
     if any(leaf.is_meta for leaf in batch.values(True, True) if isinstance(leaf, Tensor)):
         raise Unusable(f"{file} holds tensors on the meta device, which have no bytes; expected a batch with its data")
+    if (size := _nbytes(batch)) > max_bytes:
+        raise Unusable(
+            f"{file} holds {size} bytes padded; expected at most {max_bytes}. Give a larger --max-bytes if you trust "
+            "who wrote it"
+        )
     return batch
 
 
@@ -97,6 +106,24 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     if not shapes:
         raise Unusable(f"{file} holds a dict without tensors; expected a batch")
     return build(data, [*shapes.pop()]) if len(shapes) == 1 else batch
+
+
+def _nbytes(batch: TensorDictBase) -> int:
+    """Bytes of its tensors and of those in its Python objects; an expanded one counts with all its elements."""
+    total, known = 0, dict[int, Any]()
+    todo: list[Any] = [Objects.of(value).data if is_object(value) else value for _, value in flatten(batch)]
+    while todo:
+        item: Any = todo.pop()
+        if id(item) in known:
+            continue
+        known[id(item)] = item
+        if isinstance(item, Tensor | np.ndarray):
+            array = cast("Any", item)
+            shape = [array.numel()] if isinstance(item, Tensor) and item.is_nested else array.shape
+            total += math.prod(shape) * max(array.dtype.itemsize, 1)
+        elif isinstance(item, Mapping | list | tuple | set | frozenset):
+            todo += item.values() if isinstance(item, Mapping) else item
+    return total
 
 
 def saved_registry(file: str | None) -> MaskNestingRegistry:

@@ -604,6 +604,27 @@ def test_the_limit_can_be_given(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_a_tensor_that_says_one_value_many_times(command, tmp_path, capsys):
+    """Its file holds the value once."""
+    many = torch.zeros(1, 1).expand(1 << 20, 1 << 10)
+    held = {
+        "entry": {"x": many},
+        "object": {"x": torch.zeros(1), "meta": [{"inside": (many,)}]},
+        "batch": TensorDict({"x": many}, [1 << 20]),
+    }
+    for name, value in held.items():
+        torch.save(value, tmp_path / name)
+        assert (tmp_path / name).stat().st_size < 10_000
+        assert cli.main([command, str(tmp_path / name)]) == 2, name
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.search(
+            rf"holds {1 << 32}\d* bytes padded|holds \d+ bytes padded; expected at most {1 << 30}", shown.err
+        )
+        assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     file = saved(rollout(), tmp_path / "b.pt")
     home, name = (doctor_module, "diagnose") if command == "doctor" else (inspector, "figures")
