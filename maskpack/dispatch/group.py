@@ -450,7 +450,8 @@ class WorkerGroup:
             options: further arguments of `plan_ranks`: tree, groups, loss_tokens and options.
 
         Raises:
-            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths.
+            PlanError: as `plan_ranks`; or the layouts of the batch do not determine the lengths; or `lengths` has
+                another number of rows.
         """
         self._need_batch(batch, "WorkerGroup.plan")
         if lengths is None:
@@ -460,7 +461,13 @@ class WorkerGroup:
                     "lengths are known. Put the batch first, rows = group.put(batch), or pass lengths=."
                 )
             return plan_ranks(planned_lengths(self._argument(batch)), self.num_ranks, token_budget, **options)
-        return replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
+        plan = replace(plan_ranks(lengths, self.num_ranks, token_budget, **options), check_lengths=False)
+        if plan.lengths.size != len(batch):
+            raise PlanError(
+                f"WorkerGroup.plan: lengths of {plan.lengths.size} rows for a batch of {len(batch)}; expected one for "
+                "each row. Pass the lengths of this batch."
+            )
+        return plan
 
     def pack(self, batch: TensorDictBase, beside: BatchView | None = None) -> PackedBatch:
         """`compress` with the options of the group. A batch without a mask is packed under the layouts of `beside` if

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from maskpack.core.arguments import whole
+from maskpack.core.arguments import said, whole
 from maskpack.errors import PlanError
 from maskpack.planning.balance import balance_rows, balance_units
 from maskpack.planning.costs import MOST, IntArray, PlanOptions, Units
@@ -117,10 +117,23 @@ class RankPlans:
     def for_rows(self, rows: Mapping[int, IntArray]) -> dict[int, MicroBatchPlan]:
         """Plans with the same options for some rows on some ranks: those of this plan, or the rows that a failed call
         left."""
+        if not isinstance(rows, Mapping) or not all(map(self._has, rows.values())):
+            raise PlanError(
+                f"RankPlans.for_rows: rows are {said(rows)}; expected whole numbers below {self.lengths.size} for each "
+                "rank. Give a dict of arrays."
+            )
         if [numbers.tolist() for numbers in rows.values()] == self.rows:
             return dict(zip(rows, self.plans, strict=True))
         plans = equalized([self._given.take(numbers.tolist()).planned() for numbers in rows.values()])
         return dict(zip(rows, plans, strict=True))
+
+    def _has(self, rows: Any) -> bool:
+        if not isinstance(rows, np.ndarray):
+            return False
+        numbers = cast("IntArray", rows)
+        if numbers.dtype.kind != "i" or numbers.ndim != 1:
+            return False
+        return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < self.lengths.size)
 
     def metrics(self) -> dict[str, float]:
         """Returns a flat dict for a logger: sums over ranks of the counts and means of the ratios of their plans, and

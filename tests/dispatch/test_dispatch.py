@@ -562,6 +562,8 @@ def test_plans_that_do_not_fit_the_call(group, batch):
     assert sum(len(told["uid"]) for told in group.call("planned", rows, plan=longer)) == B
     for given in (batch, mp.nest_batch_by_mask(batch, pad_token_id=PAD)):
         assert group.plan(given, 100, lengths=batch["attention_mask"].sum(-1)).rows == plan.rows
+        with pytest.raises(PlanError, match=rf"plan: lengths of {B - 1} rows for a batch of {B}; expected"):
+            group.plan(given, 100, lengths=plan.lengths[1:])
 
 
 def test_calls_are_awaited_together(group, batch):
