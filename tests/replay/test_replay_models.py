@@ -495,7 +495,7 @@ def test_layers_that_never_attend_through_the_interface_are_found() -> None:
             replayable(model)
     model, _ = pair(llama)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected all to attend"):
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
         response_log_probs(replayable(model), batch_of())
 
 
@@ -744,7 +744,7 @@ def test_layers_that_attend_in_another_thread_do_not_count() -> None:
         return hidden_states, None
 
     model.model.layers[1].self_attn.forward = not_attending
-    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected all to attend"):
+    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
         response_log_probs(ready, batch_of())
 
 

@@ -112,7 +112,11 @@ class Refusal(Enum):
         "its layer to be: ranks call such parts as often as their rows have groups, and would wait for each other",
         "Shard whole layers",
     )
-    ATTENDED = "{model} attended {seen} times in {layers} layers", "all to attend by transformers' interface", _PADDED
+    ATTENDED = (
+        "{model} attended {seen} times in {layers} layers",
+        "every layer to attend through transformers' attention interface",
+        _PADDED,
+    )
     MIXED = "{model} ran {seen} of {count} parts that carry state", "all to run", _PADDED
     MIXER_INPUT = "{name} is {seen}", "hidden states [1, {tokens}, H] of packed rows", _PADDED
     MIXER_GIVEN = (
@@ -120,7 +124,11 @@ class Refusal(Enum):
         "packed rows alone, without a mask or a cache",
         f"Pass use_cache=False and no mask. {_PADDED}",
     )
-    MIXER_ENTRY = "{name} is {seen}", "entries of {tokens} tokens, [1, T, ...] or [n, 1, T, ...]", _PADDED
+    MIXER_ENTRY = (
+        "{name} is {seen}",
+        "entries of {tokens} tokens, [1, T, ...] or [n, 1, T, ...], which can be cut into rows",
+        _PADDED,
+    )
     MIXER_OUTPUT = "made {seen} of hidden states {groups}", "outputs of as many rows and tokens", _PADDED
     REPLACED = (
         "{part} has a replaced forward, or is already compiled",
@@ -130,20 +138,32 @@ class Refusal(Enum):
 
     # ---------------------------------------------------------------- the output layer
 
-    NO_HEAD = "{model} has no output layer that scores tokens", "one", "Use response_values, or a causal language model"
+    NO_HEAD = (
+        "{model} has no output layer that scores tokens",
+        "one for log-probs",
+        "Use response_values, or load it as a causal language model",
+    )
     HEAD = (
         "the output layer of {model} is a {kind}, or has hooks",
         "torch.nn.Linear, whose weight and bias say all, or LoRA of PEFT around it",
         "Merge other adapters of the output layer, or leave it without one",
     )
-    LORA = "the output layer of {model} has LoRA with {seen}", "lora_B(lora_A(x)) * scaling beside Linear", "{remedy}"
+    LORA = (
+        "the output layer of {model} has LoRA with {seen}",
+        "lora_B(lora_A(x)) * scaling beside torch.nn.Linear",
+        "{remedy}",
+    )
     SHARDED_HEAD = (
         "the output layer of {model} is sharded",
         "its whole weight after a forward pass",
         "Shard the model too, as the root: fully_shard of its parts, then of the model",
     )
     FORWARD = "the forward of {model} {does}", _FORWARD, _OWN
-    CURVE = "the forward of {model} makes {seen} of the logits {given}", "a positive scale, and a cap by tanh", _OWN
+    CURVE = (
+        "the forward of {model} makes {seen} of the logits {given}",
+        "a positive scale, and softcap * tanh(x / softcap) after it",
+        _OWN,
+    )
 
     # ---------------------------------------------------------------- images and videos
 
@@ -157,7 +177,11 @@ class Refusal(Enum):
         "a model that takes them",
         "Drop these fields, or replay another model",
     )
-    MEDIA = "the batch has {names} of images or videos, which {model} does not take", "{known}", "Drop the others"
+    MEDIA = (
+        "the batch has {names} of images or videos, which {model} does not take by name",
+        "{known}",
+        "Drop what the model does not need",
+    )
     IN_CONTEXT = "{what} came with context_group", "text alone and layers that attend alone", "Leave context_group out"
     OWN_MASKS = (
         "{model} makes its own masks, in which tokens of an image may attend to later tokens",
@@ -183,12 +207,36 @@ class Refusal(Enum):
 
     # ---------------------------------------------------------------- experts of the batch
 
-    ROUTERS = "routed_experts with {model}, in whose layers {seen} choose experts", "one router in a layer", _NO_ROUTES
-    ROUTES = 'field "routed_experts" has {seen} layers', "those of {model}: {layers}, or {routers} routed", _NO_ROUTES
-    ROUTED = "{seen} routers of {model} took the experts of the batch", "{count} to be told of them", _NO_ROUTES
-    TOPK = "{taken} calls of topk chose experts, of {seen}", "one, of {experts} experts for {tokens} tokens", _NO_ROUTES
-    EXPERT = 'field "routed_experts" has the expert {highest}', "ids below {experts}", "Check that it is of this model"
-    MASKED_SCORES = "the router masked scores of chosen experts", "a mask by masked_fill, which replay sees", _NO_ROUTES
+    ROUTERS = (
+        "routed_experts with {model}, in whose layers {seen} choose experts by torch.topk",
+        "one router in a layer",
+        _NO_ROUTES,
+    )
+    ROUTES = (
+        'field "routed_experts" has {seen} layers',
+        "those of {model}: {layers}, or the {routers} that have a router",
+        "Fix the producer",
+    )
+    ROUTED = (
+        "{seen} routers of {model} took the experts of the batch",
+        "{count}",
+        f"The model does not pass them on to its layers. {_NO_ROUTES}",
+    )
+    TOPK = (
+        "{taken} calls of topk chose experts, of {seen}",
+        "one, of k = {experts} experts for {tokens} tokens",
+        _NO_ROUTES,
+    )
+    EXPERT = (
+        'field "routed_experts" has the expert {highest}',
+        "ids below {experts}, its experts",
+        "Check that the field is of this model",
+    )
+    MASKED_SCORES = (
+        "the router masked scores of experts that the batch has chosen",
+        "a mask that replay can see, by masked_fill",
+        _NO_ROUTES,
+    )
 
     # ---------------------------------------------------------------- torch.compile
 
@@ -227,7 +275,11 @@ class Refusal(Enum):
         "the same on all ranks, which run the vision tower together",
         "Give each micro-batch such a row",
     )
-    OTHER_RANK = "another rank of the context group cannot run these rows", "all to", "Look for the error there"
+    OTHER_RANK = (
+        "another rank of the context group cannot run these rows",
+        "all ranks to",
+        "Look for the error there",
+    )
 
     # ---------------------------------------------------------------- the self-check
 
