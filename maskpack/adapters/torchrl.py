@@ -119,8 +119,7 @@ class PackedStorage(_ListStorage):
             LayoutError: a slot is beyond `max_size`, or leaves others empty; or as `compress` and, if rows do not fit
                 the stored ones, `PackedBatch.cat`.
         """
-        all_slots: IntArray = np.arange(int(self.max_size), dtype=np.int64)
-        slots = all_slots[cast("Any", cursor)] if isinstance(cursor, slice) else _numbers(cursor)
+        slots = np.arange(int(self.max_size))[cursor] if isinstance(cursor, slice) else _numbers(cursor)
         try:
             self._put(slots, data)
         except Exception:

@@ -40,8 +40,8 @@ _ray: Any = ray
 
 
 @ray.remote(num_cpus=0)
-def _cut(packed: PackedBatch, rows: IntArray, cut: Cut | None) -> PackedBatch:
-    return (packed if cut is None else cut.of(packed)).take(rows)
+def _cut(packed: PackedBatch, rows: IntArray | Cut) -> PackedBatch:
+    return rows.of(packed) if isinstance(rows, Cut) else packed.take(rows)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -158,7 +158,8 @@ class Placement:
         if nodes:
             task = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
         meta = source.meta.take(rows)
-        return Source(task.remote(source.held, rows, source.cut), meta), meta.nbytes
+        wanted = rows if source.cut is None else source.cut._replace(spans=source.cut.spans.take(rows))
+        return Source(task.remote(source.held, wanted), meta), meta.nbytes
 
     def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
         """Puts the whole batch (`site` None) or the rows of a site, unless the last put for it had the same rows."""

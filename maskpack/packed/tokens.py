@@ -46,7 +46,8 @@ class TokenSpans:
 
         Raises FieldError if it is not among `layouts`, and LayoutError for spans that its rows do not have.
         """
-        layout = next(iter(layouts)) if layout is None and len(layouts) == 1 else layout or SEQUENCE
+        if layout is None:
+            layout = next(iter(layouts)) if len(layouts) == 1 else SEQUENCE
         lengths = named(layouts, layout, call).lengths
         array = host_array(spans, "spans", call)
         if not array.size:
