@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import PackedBatch, compress, decompress
-from maskpack.errors import LayoutError
+from maskpack.errors import FieldError, LayoutError
 from maskpack.views import BatchMeta, BatchView
 
 SPANS = [(0, 0, 5), (3, 2, 9), (3, 4, 12), (3, 2, 9), (7, 4, 4), (1, 3, 10)]
@@ -96,6 +96,52 @@ def test_fields_of_other_layouts_are_refused() -> None:
     own = compress(nested, registry={"m": mp.MaskNestingSpec("m"), ("sub", "x"): mp.MaskNestingSpec(None)})
     with pytest.raises(LayoutError, match='sub-batch "sub" has batch dims'):
         own.take_tokens([(0, 0, 1)], "m")
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([[0, 0, 99]], r"span 0 is tokens 0 to 99 of row 0, which has 4 tokens in layout"),
+        ([[1, 0, 1], [0, 3, 2]], r"span 1 is tokens 3 to 2 of row 0"),
+        ([[0, -1, 1]], r"tokens -1 to 1 of row 0"),
+        ([[2, 0, 0]], r"tokens 0 to 0 of row 2, and the batch has 2 rows"),
+        ([[-1, 0, 0]], r"of row -1, and the batch has 2 rows"),
+        ([[1 << 31, 0, 0]], r"of row 2147483648, and the batch"),
+        ([[0, 1]], r"spans are int64 \(1, 2\); expected whole numbers \(N, 3\)"),
+        ([[0.0, 0, 1]], r"spans are float64 \(1, 3\)"),
+        ([0, 0, 1], r"spans are int64 \(3,\)"),
+    ],
+)
+def test_spans_that_are_not_there(spans: Any, said: str) -> None:
+    batch = TensorDict({"m": torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])}, [2])
+    packed = compress(batch, registry={"m": mp.MaskNestingSpec("m")})
+    for rows in (packed, BatchView.of(packed)):
+        with pytest.raises(LayoutError, match=said):
+            rows.take_tokens(spans)
+        with pytest.raises(FieldError, match='no layout ""'):
+            rows.take_tokens([], "")
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+def test_a_field_that_stayed_padded_is_that_of_the_row() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    batch = TensorDict({"m": mask, "x": torch.arange(8).reshape(2, 4), "y": mask * 7}, [2])
+    packed = compress(batch, registry={name: mp.MaskNestingSpec("m") for name in "mxy"})
+    cut = packed.take_tokens([(1, 0, 1), (0, 1, 3)])
+    for own in (cut, PackedBatch.from_bytes(cut.to_bytes()), PackedBatch.cat([cut[:1], cut[1:]])):
+        out = decompress(own)
+        assert out["x"].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+        assert [row.tolist() for row in out["y"].unbind()] == [[7], [7, 7]]
+
+
+def test_spans_know_which_rows_they_are() -> None:
+    """Fields are added to the same spans in the same order alone."""
+    _, packed = packed_rows()
+    view = BatchView.of(packed.select("input_ids", "position_ids"))
+    cut = view.take_tokens([(0, 0, 4), (3, 0, 4), (5, 0, 4)])
+    assert cut.select("input_ids").with_fields(cut.select("position_ids")).num_rows == 3
+    with pytest.raises(LayoutError, match="Expected the same rows in the same order"):
+        cut.select("input_ids").with_fields(cut[::-1].select("position_ids"))
 
 
 # -------------------------------------------------------------------- memory
