@@ -17,7 +17,7 @@ from maskpack import MaskNestingSpec, PackedBatch, compress
 from maskpack.dispatch import placement
 from maskpack.dispatch.division import planned_lengths
 from maskpack.dispatch.placement import Placement, Site
-from maskpack.views.view import BatchView
+from maskpack.views import BatchMeta, BatchView
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 A, B, ALONE = "a" * 56, "b" * 56, Site()
@@ -66,6 +66,35 @@ def test_rows_that_a_site_needs_twice_are_sent_once(store):
     rows = [5, 1, 5, 5, 2, 1]
     assert settled(Placement(1), BatchView.of(numbers(64)).take(rows), Site([A])) == rows
     assert [part.num_rows for part in puts] == [3]
+
+
+def test_a_cut_gets_the_spans_that_its_site_needs(store, monkeypatch):
+    """Where the batch lies, by a task that is told no others."""
+    mask = (torch.arange(9) < torch.tensor([[9], [4], [7]])).long()
+    packed = compress(
+        TensorDict({"m": mask, "x": mask * torch.arange(1, 10)}, [3]),
+        registry={name: MaskNestingSpec("m") for name in "mx"},
+    )
+    told: list[Any] = []
+    run = placement._cut._function
+
+    class Task:
+        def options(self, scheduling_strategy):
+            assert scheduling_strategy.node_id == B
+            return self
+
+        def remote(self, held, rows):
+            told.append(rows)
+            return Put(run(held.value, rows))
+
+    monkeypatch.setattr(placement, "_cut", Task())
+    monkeypatch.setattr(placement, "_nodes_of", lambda reference: [B])
+    view = BatchView.at(Put(packed), BatchMeta.of(packed)).take_tokens([(0, 0, 3), (2, 1, 4), (1, 2, 4), (0, 8, 9)])
+    there, _ = Placement(1).settled(view.take([3, 1, 3]), Site([A]))
+    out = there.materialize("x", get=lambda refs: [ref.value for ref in refs])["x"]
+    assert [row.tolist() for row in out.unbind()] == [[9], [2, 3, 4], [9]]
+    (cut,) = told
+    assert cut.spans.row.tolist() == [2, 0]
 
 
 def test_a_plan_counts_prompts_and_responses():
