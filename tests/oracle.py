@@ -232,7 +232,7 @@ def take_rows(batch: TensorDictBase, rows: Sequence[int]) -> TensorDict:
         if isinstance(value, NonTensorStack):
             items = value.tolist()
             picked = [NonTensorData(items[row]) for row in rows]
-            out[name] = NonTensorStack(*picked) if picked else value[:0]
+            out[name] = NonTensorStack(*picked) if picked else None
         elif is_non_tensor(value):
             out[name] = NonTensorData(value.data, batch_size=batch_size)
         elif is_tensorclass(value):
@@ -248,7 +248,11 @@ def take_rows(batch: TensorDictBase, rows: Sequence[int]) -> TensorDict:
             for place, row in enumerate(rows):
                 picked[place] = array[row]
             out[name] = from_cells(picked, value.dtype, value.device)
-    return TensorDict(out, batch_size=batch_size, device=batch.device)
+    empty = [name for name, value in out.items() if value is None]
+    if not empty:
+        return TensorDict(out, batch_size=batch_size, device=batch.device)
+    made = batch.select(*empty)[:0]  # tensordict 0.14 makes no TensorDict of stacks without items
+    return made.update({name: value for name, value in out.items() if value is not None}).select(*out)
 
 
 def _taken(batch: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:

@@ -46,7 +46,8 @@ def test_trusted_pads_cost_no_sync() -> None:
 def test_the_response_axis_on_the_device() -> None:
     batch = cuda_batch("reference")
     nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    fields = select_and_pad_to_response(nested[4:20], "responses", "advantages")
+    some = nest_batch_by_mask(batch[4:20], pad_token_id=PAD)
+    fields = select_and_pad_to_response(some, "responses", "advantages")
     assert torch.equal(fields["responses"], batch["responses"][4:20])
     assert torch.equal(fields["advantages"], batch["advantages"][4:20])
     outputs = torch.rand(*batch["input_ids"].shape, device="cuda", requires_grad=True)

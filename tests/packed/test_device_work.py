@@ -330,7 +330,7 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
 def test_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = small()
     monkeypatch.setenv("MASKPACK_TRITON", "0")
-    assert not decode.decoded(packed, packed.schema.forms, True, "cuda").entries
+    assert not decode.decode_on_device(packed, packed.schema.forms, True, "cuda").entries
     assert_decodes(packed)
 
 
