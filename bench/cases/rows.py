@@ -10,16 +10,20 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from bench.harness.measure import interleaved, progress, require_same, torch_threads
+from bench.harness.measure import interleaved, progress, require_same, require_same_tensor, torch_threads
 from bench.harness.registry import case
 from bench.harness.report import Row, times
 from bench.workloads import PAD_ID, batch_of
 from maskpack import PackedBatch, compress, decompress
 from maskpack.core.index import IntArray
+from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
 
 _SOME = (1, 8, 64)
@@ -30,6 +34,8 @@ _CAT, _MANY = "cat of 64 slices", "cat of 4,000 slices"
 _SEND, _SEND_PARTS, _ANEW = "pickle of all rows", "split and pickle of 64 parts", "compress of 64 parts"
 _SPLIT = "split into 64 parts"
 _TOKENS = "take_tokens and decode of 1 turn of each row"
+_RANKS = 8
+_OURS, _FLAT = "8 ranks take and decode their rows of one pickle", "8 ranks gather their rows of one flat buffer"
 
 
 @case(
@@ -49,6 +55,7 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
     with torch_threads(1):
         report += _planned(batch, packed, rows, rounds)
         report += _taken(batch, packed, rows, rounds)
+        report += _ranks(packed, rows, rounds)
         slices = list(packed.split(-(-rows // 64)))
         many = [packed[at % rows : at % rows + 1] for at in range(4000)]
         require_same("cat", decompress(PackedBatch.cat(slices)), batch)
@@ -112,6 +119,49 @@ def _taken(batch: TensorDict, packed: PackedBatch, rows: int, rounds: int) -> li
         most = 0.02 + 3 * ms[whole] * some / rows
         report.append(Row(name, "take and decode / (20 us + 3 shares of a decode)", ms[decode] / most, "x", "<= 1"))
     return report
+
+
+def _ranks(packed: PackedBatch, rows: int, rounds: int) -> list[Row]:
+    """Each rank has scattered rows, from one pickle with its buffers beside it, as Ray maps them. A flat buffer has the
+    values of every field, one row after the other; a rank copies its rows of it, and makes jagged tensors of them."""
+    nested = decompress(packed, format="nested").exclude(LAYOUTS)
+    bounds = {id(field.offsets()): field.offsets().numpy() for field in nested.values()}
+    flat = bounds, {name: (id(field.offsets()), field.values().numpy()) for name, field in nested.items()}
+    chosen = np.array_split(np.random.default_rng(0).permutation(rows), _RANKS)
+    sent = {name: _sent(held) for name, held in ((_OURS, packed), (_FLAT, flat))}
+
+    def ours(rank: IntArray) -> TensorDict:
+        return decompress(_received(sent[_OURS]).take(rank), format="nested")
+
+    def gathered(rank: IntArray) -> dict[str, Tensor]:
+        bounds, fields = _received(sent[_FLAT])
+        places = {axis: list(zip(own[rank], own[rank + 1], strict=True)) for axis, own in bounds.items()}
+        lengths = {axis: np.diff(own)[rank] for axis, own in bounds.items()}
+        offsets = {axis: torch.from_numpy(np.append(0, np.cumsum(own))) for axis, own in lengths.items()}
+        most = {axis: (int(own.min()), int(own.max())) for axis, own in lengths.items()}
+        return {
+            name: torch.nested.nested_tensor_from_jagged(
+                torch.from_numpy(np.concatenate([values[begin:end] for begin, end in places[axis]])),
+                offsets[axis], min_seqlen=most[axis][0], max_seqlen=most[axis][1],
+            )
+            for name, (axis, values) in fields.items()
+        }  # fmt: skip
+
+    for name, field in gathered(chosen[0]).items():
+        require_same_tensor(f"8 ranks, {name}", field, ours(chosen[0])[name])
+    ms = interleaved(
+        {_OURS: lambda: [ours(rank) for rank in chosen], _FLAT: lambda: [gathered(rank) for rank in chosen]}, rounds
+    )
+    return times(f"rows {rows}, {_RANKS} ranks", ms, ((_OURS, _FLAT, "<= 1.6"),))
+
+
+def _sent(held: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.dumps(held, 5, buffer_callback=buffers.append), buffers
+
+
+def _received(sent: tuple[bytes, list[pickle.PickleBuffer]]) -> Any:
+    return pickle.loads(sent[0], buffers=sent[1])
 
 
 def _decoded(packed: PackedBatch, index: IntArray) -> TensorDict:

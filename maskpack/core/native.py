@@ -472,10 +472,13 @@ def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:
 def places_of(structs: Structs) -> IntArray:
     """int64 [k, n, 3]: the PLACEs that are the last parts of n contiguous structs, one of a PLACE, three of others, in
     their memory."""
-    numbers = structs.dtype.itemsize // 8
-    count = 3 if numbers > 3 else 1
+    numbers, count = structs.dtype.itemsize // 8, _count_places(structs)
     line = structs.view(np.int64).reshape(structs.size, numbers)[:, numbers - 3 * count :]
     return line.reshape(structs.size, count, 3).swapaxes(0, 1)  # a view: only the last dim is split
+
+
+def _count_places(structs: Structs) -> int:
+    return 1 if structs.dtype == PLACE else 3
 
 
 def bytes_of(structs: Structs) -> int:
@@ -577,14 +580,10 @@ def split(
 def compact(structs: Sequence[Structs], body: Words) -> Words:
     """A copy of the arrays of some structs, in a body of their own. Their PLACEs are changed, to 0 if they hold no
     numbers."""
-    lines: list[IntArray] = []
-    for places in map(places_of, structs):
-        places[places[..., 2] == 0, 0] = 0
-        at: IntArray = np.indices(places.shape[:2])
-        lines.append((at[0] * places.strides[0] + at[1] * places.strides[1] + address(places)).reshape(-1))
-    line = np.concatenate(lines)
-    to = np.empty(_core.maskpack_compact(address(line), line.size, address(body), 0), np.uint8)
-    _core.maskpack_compact(address(line), line.size, address(body), address(to))
+    sizes = [(own.dtype.itemsize // 8, _count_places(own)) for own in structs]
+    line = np.array([(address(own), own.size, *size) for own, size in zip(structs, sizes, strict=True)], np.int64)
+    to = np.empty(_core.maskpack_compact(address(line), len(line), address(body), 0), np.uint8)
+    _core.maskpack_compact(address(line), len(line), address(body), address(to))
     return to
 
 

@@ -73,13 +73,14 @@ def _private_way() -> _Way:
         lengths = {"min_seqlen": min_length, "max_seqlen": max_length}
         bounds = {name: torch.zeros(length, 0, device="cpu") for name, length in lengths.items()}
         out: list[Tensor] = []
-        first: Any = None
+        known: dict[Any, Any] = {}
         for values in fields:
-            if first is not None and (first._values.shape, first._values.stride()) == (values.shape, values.stride()):
-                out.append(sibling(first, values.detach()))
+            form = values.shape, values.stride()
+            if form in known:
+                out.append(sibling(known[form], values.detach()))
             else:
-                first = NestedTensor(values.detach(), offsets, _metadata_cache=dict(bounds))
-                out.append(first)
+                known[form] = NestedTensor(values.detach(), offsets, _metadata_cache=dict(bounds))
+                out.append(known[form])
         return out
 
     def sibling(field: Any, values: Any) -> Tensor:

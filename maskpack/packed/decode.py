@@ -21,8 +21,8 @@ from maskpack.core.pads import ANY_ZERO, PER_ROW
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
-from maskpack.layout.jagged import jagged
-from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, widened
+from maskpack.layout.jagged import jagged_all
+from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, min_length, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
@@ -290,8 +290,19 @@ class Decoder:
     def decode(self, forms: Iterable[FieldForm]) -> None:
         """Decodes fields, of which `entry` is then asked one by one."""
         wanted = [form for form in forms if form.dtype is not None and form.path not in self._ready.entries]
-        if wanted:
-            self._tensors |= decoded(self._packed, wanted, self.nested)
+        jagged: dict[tuple[str, torch.device], list[Path]] = {}
+        for path, tensor in (decoded(self._packed, wanted, self.nested) if wanted else {}).items():
+            form, device = self._packed.forms[path], tensor.device
+            if self._device is not None or form.device != "cpu":
+                device = torch.device(self._device or form.device or "cpu")
+                tensor = tensor if device.type == "cpu" else tensor.to(device)
+            self._tensors[path] = tensor
+            if form.layout is not None and (self.nested or form.kind == "jagged"):
+                jagged.setdefault((form.layout, tensor.device), []).append(path)
+        for (name, device), paths in jagged.items():
+            layout, values = self._layout(name, device), [self._tensors[path] for path in paths]
+            made = jagged_all(values, layout.offsets, min_length(layout), layout.max_length)
+            self._tensors.update(zip(paths, made, strict=True))
 
     def entry(self, form: FieldForm) -> Any:
         """An entry of the batch, in its own memory."""
@@ -303,16 +314,7 @@ class Decoder:
             return self._packed.objects[form.path].entry(dims_above(self._packed, form.path))
         if form.path not in self._tensors:
             self.decode([form])
-        tensor = self._tensors[form.path]
-        if form.device == "cpu" and self._device is None and not self.nested and form.kind != "jagged":
-            return tensor
-        device = torch.device(self._device or form.device or "cpu")
-        values = tensor if device.type == "cpu" else tensor.to(device)
-        if form.layout is None:
-            return values
-        if form.kind == "jagged" or (self.nested and form.kind in ("padded", "flat")):
-            return jagged(values, self._layout(form.layout, values.device))
-        return values
+        return self._tensors[form.path]
 
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""

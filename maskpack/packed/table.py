@@ -96,6 +96,12 @@ class Table:
         columns = (self.stored[name].tolist() for name in ("width", "anchor"))
         return dict(zip(self.names, zip(*columns, strict=True), strict=True))
 
+    @cached_property
+    def _as_stored(self) -> bool:
+        """Whether the layouts are those in the body: widths change if anything does."""
+        widths, anchors = (self.stored[name].tolist() for name in ("width", "anchor"))
+        return [*self.frames.items()] == [*zip(self.names, zip(widths, anchors, strict=True), strict=True)]
+
     @property
     def widths(self) -> tuple[int, ...]:
         """The width of each layout."""
@@ -237,9 +243,11 @@ class Table:
         pads["count"][several] = rows
         if not rows:
             pads["count"] = 0
-        known = self.known and {name: layout.take(slice(begin, end)) for name, layout in self.known.items()}
+        known = None if self._as_stored else {name: own.take(slice(begin, end)) for name, own in self.layouts.items()}
         own = {"stored": stored[0], "entries": entries[0], "row_pads": pads}
-        return self.like(rows=rows, dense_rows=rows, known=known, **own)
+        part = self.like(rows=rows, dense_rows=rows, known=known, **own)
+        part.__dict__.update(references=self.references, _reached=self._reached)  # entries refer to the same ones
+        return part
 
     def without_row_pads(self, field: int) -> Table:
         pads = self.row_pads.copy()
@@ -306,6 +314,8 @@ class Table:
     def _needed(self) -> tuple[Structs, IntArray]:
         """The entries that some field needs, a copy, and the entry of each field among them."""
         kept = self._reached
+        if len(kept) == self.entries.size:
+            return self.entries.copy(), self.fields
         numbers = np.full(self.entries.size + 1, -1)
         numbers[kept] = np.arange(len(kept))
         entries = self.entries[kept].copy()

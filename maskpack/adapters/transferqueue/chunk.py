@@ -83,7 +83,7 @@ class Chunk:
             return self
         return Chunk(self.packed.select(*sorted(wanted)), self.turned & wanted, self.shares)
 
-    def take(self, rows: Sequence[int]) -> Chunk:
+    def take(self, rows: Sequence[int] | IntArray) -> Chunk:
         return replace(self, packed=self.packed.take(np.array(rows, np.int64)))
 
     def own(self) -> Chunk:
@@ -107,7 +107,7 @@ class Piece(NamedTuple):
     """Rows of a chunk, and their places among the rows of the call."""
 
     chunk: Chunk
-    places: Sequence[int]
+    places: Sequence[int] | IntArray
 
 
 # -------------------------------------------------------------------- put: rows into a chunk
@@ -244,7 +244,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
     Rows of one dim or more are a jagged tensor, if torch can hold them in one; fields of equal row lengths share their
     offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
     """
-    read = [(piece, _columns_of(piece)) for piece in pieces]
+    read = [(piece, _columns_of(piece)) for piece in _together(pieces)]
     jagged: dict[bytes, list[tuple[str, Tensor]]] = {}
     out: dict[str, Any] = dict.fromkeys(fields)
     for name in fields:
@@ -284,6 +284,22 @@ def stacked(rows: Sequence[Any]) -> Any:
     return stack_of(rows)
 
 
+def _together(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces, with those of one kind and one width as one, and the rows of each in the order of the call."""
+    alike: dict[Any, list[Piece]] = {}
+    for piece in pieces:
+        frames = tuple(piece.chunk.packed.frames.items())
+        alike.setdefault((piece.chunk.kind, frames), []).append(piece)
+    out: list[Piece] = []
+    for own in alike.values():
+        places = np.concatenate([np.asarray(piece.places, np.int64) for piece in own])
+        order = np.argsort(places)
+        chunk = Chunk.cat([(piece.chunk, None) for piece in own])
+        in_order = bool((np.diff(places) > 0).all())
+        out.append(Piece(chunk if in_order else chunk.take(order), places[order]))
+    return out
+
+
 def _columns_of(piece: Piece) -> dict[str, Values | list[Any]]:
     """The rows of each field of a piece, with its tensors decoded; objects as a list."""
     batch, rows = piece.chunk.packed, len(piece.chunk)
@@ -306,7 +322,9 @@ def _columns_of(piece: Piece) -> dict[str, Values | list[Any]]:
     }
 
 
-def _ordered(parts: Sequence[Values], places: Sequence[Sequence[int]], rows: int) -> tuple[Tensor, IntArray | None]:
+def _ordered(
+    parts: Sequence[Values], places: Sequence[Sequence[int] | IntArray], rows: int
+) -> tuple[Tensor, IntArray | None]:
     """The rows of all parts in the order of the call, and their lengths."""
     order = np.concatenate([np.asarray(own, np.int64) for own in places])
     if len(parts) == 1 and bool((order == np.arange(rows)).all()):
