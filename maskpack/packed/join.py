@@ -62,8 +62,9 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     }
     rows = sum(batch.num_rows for batch in batches)
     first = batches[0]
-    if all(batch.schema == first.schema and batch.frames == first.frames for batch in batches[1:]):
-        picked = _picked_together(batches, first.tensors, first.frames, _row_pads_together(batches))
+    frames = _frames_together(batches)
+    if frames is not None:
+        picked = _picked_together(batches, first.tensors, frames, _row_pads_together(batches))
         return replace(first, num_rows=rows, rows=picked, objects=objects)
     decoders = [Decoder(batch, False, "cpu") for batch in batches]
     columns = [[batch.forms[path] for batch in batches] for path in paths]
@@ -94,6 +95,24 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     lone = [_alone(form, words(apart[form.path]).numpy(), {}, rows) for form in forms if form.path in apart]
     picked = replace(picked, columns=(*picked.columns, *lone))
     return replace(first, num_rows=rows, schema=schema, rows=picked, objects=objects)
+
+
+def _frames_together(batches: Sequence[PackedBatch]) -> Mapping[str, Frame] | None:
+    """The layouts of the rows of batches whose fields keep their forms: they are equal, or all fields are without
+    padding. None for others."""
+    first = batches[0]
+    if any(batch.schema != first.schema or batch.frames.keys() != first.frames.keys() for batch in batches[1:]):
+        return None
+    if all(batch.frames == first.frames for batch in batches[1:]):
+        return first.frames
+    if first.schema.axes or any(form.kind in ("padded", "flat") or form.axis for form in first.schema.forms):
+        return None
+    frames: dict[str, Frame] = {}
+    for name in first.frames:
+        own = [batch.frames[name] for batch in batches]
+        left = max(anchor for _, anchor in own)
+        frames[name] = left + max(width - anchor for width, anchor in own), left
+    return frames
 
 
 def _picked_together(

@@ -285,10 +285,11 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 
 def _together(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces, with those of one kind and one width as one, and the rows of each in the order of the call."""
+    """The pieces, with those of one kind, and of one width if they have padding, as one, and the rows of each in the
+    order of the call."""
     alike: dict[Any, list[Piece]] = {}
     for piece in pieces:
-        frames = tuple(piece.chunk.packed.frames.items())
+        frames = None if piece.chunk.joins else tuple(piece.chunk.packed.frames.items())
         alike.setdefault((piece.chunk.kind, frames), []).append(piece)
     out: list[Piece] = []
     for own in alike.values():

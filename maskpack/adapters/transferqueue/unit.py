@@ -5,7 +5,7 @@
     clear: samples -> their rows; a chunk that is mostly dead is rewritten without them
 
 A field that is put again lies in a newer chunk, and hides the older one. Small chunks of one kind, as agent loops write
-them, are joined once there are SMALL of them, or when a get meets several.
+them, are joined once there are SMALL of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from maskpack.errors import FieldError
 
 SMALL = 32
 """Rows below which a chunk is joined with others of its kind; and how many of these wait for each other at most."""
-_SEVERAL = 4
-"""Small chunks that a get must meet before they are joined."""
+_ALONE = 8
+"""Rows that follow each other in a chunk from which on a get sends them as they lie; fewer are sent with others."""
 
 
 class NoSampleError(KeyError):
@@ -101,24 +101,17 @@ class Samples:
         here has.
         """
         found = self._places(samples, fields)
-        met = Counter(self.chunks[number].chunk.kind for number, _ in found if self._waits(number))
-        several = [kind for kind, count in met.items() if count >= _SEVERAL]
-        for kind in several:
-            self._join(kind)
-        if several:
-            found = self._places(samples, fields)
         pieces: list[Piece] = []
         scattered: dict[Any, list[tuple[Chunk, list[int], list[int]]]] = {}
         for (number, wanted), (rows, places) in found.items():
             chunk = self.chunks[number].chunk.select(wanted)
             order = sorted(range(len(rows)), key=rows.__getitem__)
             lying, where = [rows[at] for at in order], [places[at] for at in order]
-            if lying == list(range(lying[0], lying[0] + len(lying))):  # they need not be encoded again
-                pieces.append(Piece(chunk if len(lying) == len(chunk) else chunk.take(lying), where))
-            elif chunk.joins:
-                scattered.setdefault(chunk.kind, []).append((chunk, lying, where))
+            in_turn = lying == list(range(lying[0], lying[0] + len(lying)))  # they need not be encoded again
+            if not chunk.joins or (in_turn and len(lying) >= _ALONE):
+                pieces.append(Piece(chunk if len(lying) == len(chunk) and in_turn else chunk.take(lying), where))
             else:
-                pieces.append(Piece(chunk.take(lying), where))
+                scattered.setdefault(chunk.kind, []).append((chunk, lying, where))
         for parts in scattered.values():
             joined = Chunk.cat([(chunk, lying) for chunk, lying, _ in parts])
             pieces.append(Piece(joined, [place for _, _, where in parts for place in where]))
@@ -188,9 +181,6 @@ class Samples:
         chunk = self.chunks[number].chunk
         if len(chunk) < SMALL and chunk.joins:
             self._waiting.setdefault(chunk.kind, {})[number] = None
-
-    def _waits(self, number: int) -> bool:
-        return number in self._waiting.get(self.chunks[number].chunk.kind, ())
 
     def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
         """Takes rows off chunks, and frees those without rows; returns the holds to give back."""
