@@ -26,6 +26,7 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout.jagged import jagged_all
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import decode, device_plan, encode, job_table, jobs
+from maskpack.packed.join import table_of_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 gpu_test = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
@@ -324,6 +325,29 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
     kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
     assert int((out[:words] != 9).sum()) == 0
     assert int((out[words:] != 77).sum()) == 0
+
+
+@kernel_test
+def test_scattered_rows_are_read_where_they_lie(by_kernels: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded again for them, unless all of the body would be sent for few of its rows."""
+    packed, encoded = small(rows=8), list[int]()
+
+    def encode_again(of_rows: PackedBatch) -> tables.Table:
+        encoded.append(len(of_rows))
+        return table_of_rows(of_rows)
+
+    monkeypatch.setattr("maskpack.packed.batch.table_of_rows", encode_again)
+    for rows in ([6, 1, 1, 3], [7, 0]):
+        assert_decodes(packed.select("input_ids", "advantages", "rollout_log_probs").take(rows))
+        assert_decodes(packed.take(rows))
+    assert not encoded
+    monkeypatch.setattr(decode, "_SPREAD", 2)
+    assert_decodes(packed.take([7, 1, 0, 4]))
+    assert not encoded
+    assert_decodes(packed.take([7, 1, 0]))
+    assert encoded == [3]
+    assert_decodes(PackedBatch.cat([packed[:4], small(rows=8, seed=1)])[[0, 11, 3]])
+    assert encoded == [3, 3]
 
 
 @gpu_test

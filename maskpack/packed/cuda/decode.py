@@ -23,7 +23,7 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
@@ -32,8 +32,9 @@ from maskpack.layout.row_layout import host_spans, min_length
 from maskpack.layout.span_table import LINE, lines_of
 from maskpack.nesting.schema import FieldForm, most_lines
 from maskpack.nesting.signs import with_signs
+from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
-from maskpack.packed.decode import DeviceFields, pad_table_of, shapes_of
+from maskpack.packed.decode import DeviceFields, pad_table_of, row_pad_words, shapes_of
 from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 _FREE = 1024
 """Bytes of a body that are copied with its arrays in any case."""
+_SPREAD = 32
+"""The rows of a body for each row taken, up to which all of the body is sent."""
 _LARGE = 1 << 20
 """Bodies of at least this many bytes are copied by torch, in several threads."""
 
@@ -72,29 +75,30 @@ def _decode(
     whole: bool,
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
-    numbers = [packed.numbers[form.path] for form in forms]
-    table = packed.table if numbers == [*range(len(packed.tensors))] else packed.table.select(numbers)
+    source, numbers, taken = _source(packed, [form.path for form in forms])
+    table = source if numbers == [*range(source.fields.size)] else source.select(numbers)
     table = table.own(SLACK, _FREE)
     staged, body = _sent(table.body, device)
-    table = table.like(body=body)
-    if not native.can_decode(table.entries, packed.table.layout_rows, body, table.rows, table.dense_rows, table.fields):
+    table = table.like(body=body, known=source.layouts)
+    if not native.can_decode(table.entries, source.layout_rows, body, table.rows, table.dense_rows, table.fields):
         raise WireFormatError(
             "decompress: the packed bytes were written to since they were read; expected those that were checked. Load "
             "a file that others write to with mmap=False."
         )
-    recipe = recipe_of(packed, table, forms, nested)
+    recipe = recipe_of(packed, table, forms, nested, taken is not None)
     jagged: dict[str, list[Path]] = {}
     for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
     plain = all(form.pads != (ANY_ZERO,) for form in forms)  # the lines of rows have no signs behind them
-    kept = _FirstTables(packed, recipe.constants, forms if nested and whole and plain else None)
+    kept = _FirstTables(packed, recipe.constants, table.names, taken, forms if nested and whole and plain else None)
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
-    own = _run(recipe, packed, table, not nested, staged, kept.tables, tensors, bool(jagged or kept.has_layouts))
+    is_kept = bool(jagged or kept.has_layouts)
+    own = _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, kept, tensors, is_kept)
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
     for form in recipe.forms:
         if form.pads == (ANY_ZERO,) and not nested:
-            signs = torch.from_numpy(np.array(packed.table.signs(packed.numbers[form.path])))
+            signs = torch.from_numpy(row_pad_words(packed, form))
             values[form.path] = with_signs(values[form.path], signs)
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
@@ -105,6 +109,20 @@ def _decode(
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
+
+
+def _source(packed: PackedBatch, paths: Sequence[Path]) -> tuple[Table, list[int], IntArray | None]:
+    """The table that has some fields, their numbers in it, and which of its rows they are; None for all. Scattered rows
+    are read where they lie, in a body that is not much larger than they are; else they are encoded by themselves."""
+    picked = packed.picked
+    columns = picked.columns[0]
+    rows, body = columns.rows, columns.parts[0] if len(columns.parts) == 1 else None
+    if len(picked.columns) == 1 and isinstance(body, Body) and picked.shown is None and not picked.row_pads:
+        table, scattered = body.table, rows.count.size > 1
+        alike = all(table.frames.get(name) == frame for name, frame in packed.frames.items())
+        if alike and scattered and rows.num_rows * _SPREAD >= table.rows:
+            return table, [body.numbers[path] for path in paths], rows.by_row()[1]
+    return packed.table, [packed.numbers[path] for path in paths], None
 
 
 def _need_no_capture(device: torch.device) -> None:
@@ -121,36 +139,39 @@ def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 
 def _run(
     recipe: DecodeRecipe,
-    packed: PackedBatch,
+    num_rows: int,
     table: Table,
+    layouts: IntArray,
     padded: bool,
     staged: Tensor,
-    kept: Sequence[Words],
+    kept: _FirstTables,
     tensors: Sequence[Tensor],
     is_kept: bool,
 ) -> Tensor:
-    """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept: `kept`, and the bounds
-    of all layouts. It has no entries otherwise."""
+    """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept. It has no entries
+    otherwise."""
     from maskpack.packed.cuda import kernel  # Triton is imported on first use
 
-    first = sum(map(_entries_for, kept))
-    size = first + len(table.names) * (table.rows + 1) if is_kept else 0
+    first, size = sum(map(_entries_for, kept.tables)), sum(kept.sizes.values()) if is_kept else 0
     own = _new((size,), torch.int64, staged.device)
     while True:
         room = recipe.room
         staging = torch.empty(room + recipe.jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
         line = staging.numpy()
-        used, numbers = recipe.tables(packed, table, padded, line[:room], first)
+        used, numbers = recipe.tables(table, layouts, padded, line[:room], first)
         if used <= room:
             break
         recipe.room = used + used // 4  # the next batch may have more
     begin = 0
-    for array in kept:
+    for array in kept.tables:
         line[begin:].view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         begin += _entries_for(array)
-    numbers[-2 - len(tensors) :] = [size, own.data_ptr(), *[tensor.data_ptr() for tensor in tensors]]
+    places = kept.places(table.names) if recipe.more else []
+    more = [size, own.data_ptr(), *[tensor.data_ptr() for tensor in tensors], *places]
+    numbers[-len(more) :] = more
     end = used + recipe.jobs.size
-    programs = recipe.fill(line[used:end].reshape(recipe.jobs.shape), numbers, table)
+    rows = (num_rows, num_rows) if recipe.more else (table.rows, table.dense_rows)
+    programs = recipe.fill(line[used:end].reshape(recipe.jobs.shape), numbers, *rows)
     if programs:
         there = staging[:end].to(staged.device, non_blocking=True)
         with torch.cuda.device_of(staged):
@@ -165,14 +186,25 @@ class _FirstTables:
     """The first tables of a batch, which a nested batch keeps; the kernel copies them to memory of their own.
 
     Attributes:
-        tables: all but the bounds of layouts, which follow.
+        tables: all but the bounds of layouts, which follow; these, too, if some rows are taken.
         sizes: the entries of each of them.
         has_layouts: whether there are those of LAYOUTS, which are for `forms`.
     """
 
-    def __init__(self, packed: PackedBatch, constants: IntArray, forms: Sequence[FieldForm] | None) -> None:
+    def __init__(
+        self,
+        packed: PackedBatch,
+        constants: IntArray,
+        order: Sequence[str],
+        taken: IntArray | None,
+        forms: Sequence[FieldForm] | None,
+    ) -> None:
         self.tables: list[Words] = [constants]
         self.sizes: dict[Any, int] = {"constants": constants.size}
+        if taken is not None:
+            self._add("taken", taken)
+            for name, layout in packed.layouts.items():
+                self._add(("offsets", name), layout.row_offsets)
         self.has_layouts = forms is not None
         layouts = packed.layouts.items()
         self._lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts if self.has_layouts}
@@ -187,7 +219,13 @@ class _FirstTables:
         self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
         if self._pads is not None:
             self._add("pads", self._pads)
-        self.sizes |= {("offsets", name): packed.num_rows + 1 for name in packed.layouts}
+        if taken is None:
+            self.sizes |= {("offsets", name): packed.num_rows + 1 for name in order}
+
+    def places(self, names: Sequence[str]) -> list[int]:
+        """Where the rows taken begin, and the bounds of layouts, which may be left out."""
+        begins = dict(zip(self.sizes, cumulated(np.array([*self.sizes.values()], np.int64)).tolist(), strict=False))
+        return [begins["taken"], *(begins.get(("offsets", name), 0) for name in names)]
 
     def _add(self, key: Any, table: Words) -> None:
         self.tables.append(table)

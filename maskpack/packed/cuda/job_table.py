@@ -40,6 +40,8 @@ class JobTarget(NamedTuple):
         part: HEAD or TAIL if the job writes one part of each row; 0 if it writes all of it.
         head_bounds, head_unit: of the heads of rows, as `bounds` and `unit` but both at once.
         group: the job's words that lie next to each other in the tensor; these groups are `stride` apart.
+        taken, places: where some rows are decoded, tables [R]: the row of the source that each row of the target is;
+            and of the first element of each row of a nested tensor, in place of `bounds` (-1: its number times `unit`).
     """
 
     spans: int
@@ -65,6 +67,8 @@ class JobTarget(NamedTuple):
     head_bounds: int = -1
     head_unit: int = 1
     group: int = 1
+    taken: int = -1
+    places: int = -1
 
 
 class JobSource(NamedTuple):

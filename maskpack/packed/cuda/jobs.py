@@ -99,6 +99,9 @@ class DecodeRecipe:
         sources: int64 [m - 1], which of `wanted` each job but the first reads.
         single: bool [m], jobs of one row.
         dense: bool [m], jobs of rows without a layout.
+        more: the numbers of a batch of which some rows are decoded: where its rows taken lie among the tables, and the
+            bounds of the rows of each layout.
+        axes: the layouts, and one for rows without.
         room: the numbers of tables that a batch is likely to have.
     """
 
@@ -112,44 +115,46 @@ class DecodeRecipe:
     sources: IntArray
     single: npt.NDArray[np.bool_]
     dense: npt.NDArray[np.bool_]
+    more: int
+    axes: int
     room: int = 0
 
-    def tables(self, packed: PackedBatch, table: Table, padded: bool, out: IntArray, used: int) -> tuple[int, IntArray]:
+    def tables(self, table: Table, layouts: IntArray, padded: bool, out: IntArray, used: int) -> tuple[int, IntArray]:
         """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
         they are to be written again to more; and the numbers of the batch, to which sizes and addresses are added."""
-        layouts, pads = packed.table.layout_rows, table.row_pads[self.with_pads]
-        axes = native.AXIS_NUMBERS * (len(table.names) + 1)
-        count = axes + native.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
-        numbers: IntArray = np.empty(count + 2 + len(self.forms), np.int64)
+        pads = table.row_pads[self.with_pads]
+        count = native.AXIS_NUMBERS * self.axes + native.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
+        numbers: IntArray = np.empty(count + 2 + len(self.forms) + self.more, np.int64)
         own = table.entries, table.body, table.rows, table.dense_rows
         return native.stage(own, layouts, self.wanted, pads, padded, out, used, numbers), numbers
 
-    def fill(self, lines: IntArray, numbers: IntArray, table: Table) -> int:
-        """Writes the jobs of a batch to int64 [m, JOB]. Returns the number of programs."""
+    def fill(self, lines: IntArray, numbers: IntArray, rows: int, dense_rows: int) -> int:
+        """Writes the jobs of a batch to int64 [m, JOB]: of its rows, and of those of fields without a layout. Returns
+        the number of programs."""
         lines[...] = self.jobs
         lines.reshape(-1)[self.places] += numbers[self.origins]
-        first = native.AXIS_NUMBERS * (len(table.names) + 1)
+        first = native.AXIS_NUMBERS * self.axes
         sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
         lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
-        rows = np.where(self.single, 1, np.where(self.dense, table.dense_rows, table.rows))
-        lines[:, _SPAN] = np.where(rows == 1, job_table.CHUNK, SPAN)
+        counts = np.where(self.single, 1, np.where(self.dense, dense_rows, rows))
+        lines[:, _SPAN] = np.where(counts == 1, job_table.CHUNK, SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
-        programs = cumulated(rows * lines[:, _SPANS])
+        programs = cumulated(counts * lines[:, _SPANS])
         lines[:, 0] = programs[:-1]
         return int(programs[-1])
 
 
-def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool) -> DecodeRecipe:
-    """How some fields are decoded, which are the tensors of a table."""
+def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool, some: bool) -> DecodeRecipe:
+    """How some fields are decoded, which are the tensors of a table; `some` of its rows, or all."""
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
-    most = max((layout.num_tokens for layout in packed.layouts.values()), default=0)
+    most = max((layout.num_tokens for layout in table.layouts.values()), default=0)
     is_large = max(most, table.dense_rows) * int(table.entries["items"].max(initial=0)) > _MOST
     has_pads = table.row_pads["count"] > 0
     key = (
-        *(packed.schema, tuple([form.path for form in forms]), nested, table.names, packed.table.widths),
+        *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
         *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
     )
-    return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, is_large).recipe(forms))
+    return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some, is_large).recipe(forms))
 
 
 @dataclass
@@ -159,6 +164,7 @@ class _RecipeWriter:
     packed: PackedBatch
     table: Table
     nested: bool
+    some: bool
     is_large: bool
     _jobs: list[list[int]] = field(default_factory=list[list[int]])
     _cells: list[tuple[int, int, str, int]] = field(default_factory=list[tuple[int, int, str, int]])
@@ -188,6 +194,7 @@ class _RecipeWriter:
         begins["pads"] += native.SOURCE_NUMBERS * len(self._wanted)
         begins["sizes"] = begins["pads"] + len(self._with_pads)
         begins["out"] = begins["sizes"] + 2
+        begins["taken"] = begins["out"] + len(taken)
         return DecodeRecipe(
             taken,
             np.array(self._constants, np.int64),
@@ -199,6 +206,8 @@ class _RecipeWriter:
             np.array(self._sources, np.int64),
             np.array([single for single, _ in self._rows], np.bool_),
             np.array([dense for _, dense in self._rows], np.bool_),
+            1 + len(self.table.names) if self.some else 0,
+            len(self.table.names) + 1,
         )
 
     def _job(self, target: JobTarget, numbers: dict[str, tuple[str, int]], source: JobSource | None = None) -> None:
@@ -241,12 +250,16 @@ class _RecipeWriter:
                 range(entry["first"], entry["first"] + entry["second"]) if entry["kind"] == native.COLUMNS else [at]
             )
             by_place = all(self._entries[column]["kind"] in (native.PLAIN, native.NARROW) for column in columns)
-            flat = not padded and not part and not self.is_large and by_place
+            flat = not padded and not part and not self.is_large and by_place and not self.some
             of_rows = dict(numbers)
             if flat:
                 of_rows["unit"] = self._axis(form.layout, _TOKENS)
             elif form.layout is not None:
                 of_rows["bounds"] = self._axis(form.layout, _BOUNDS)
+            if self.some:
+                of_rows["taken"] = "taken", 0
+                if form.layout is not None:
+                    of_rows["places"] = "taken", 1 + self.table.names.index(form.layout)
             if not padded:
                 of_rows["spans"] = self._axis(form.layout, _TOKENS if flat else _LONGEST)
             runs = (0, 0, 0) if padded else (-1, -1, -1)
@@ -262,6 +275,7 @@ class _RecipeWriter:
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
                     own if entry["kind"] == native.COLUMNS else inner, *runs, pad, pad_row,
                     turn, edge, part, head, own if entry["kind"] == native.COLUMNS else head_items, group,
+                    0 if "taken" in of_rows else -1, 0 if "places" in of_rows else -1,
                 )  # fmt: skip
                 self._job(target, of_rows)
                 self._sources.append(self._wanted.setdefault((source, flat), len(self._wanted)))

@@ -23,7 +23,7 @@ HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
 (
     FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
-    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, SOURCE,
+    PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, TAKEN, PLACES, SOURCE,
 ) = (tl.constexpr(place) for place in range(2 + len(job_table.JobTarget._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
@@ -274,7 +274,7 @@ def _job_of(tables, count, program):
 
 
 @triton.jit
-def _padding(tables, job, row, at, begin, stop, length, CHUNK: tl.constexpr):
+def _padding(tables, job, row, target, at, begin, stop, length, CHUNK: tl.constexpr):
     """Stores the pad in a chunk of single words that has no real one; which part of the row it belongs to, the nearest
     word says."""
     _, own = _part(tables, job, row, tl.where(at < begin, 0, tl.maximum(length - 1, 0)))
@@ -282,13 +282,14 @@ def _padding(tables, job, row, at, begin, stop, length, CHUNK: tl.constexpr):
         out = at + tl.arange(0, CHUNK)
         pad = tl.load(tables + tl.load(job + PADS) + row * tl.load(job + PAD_ROW))
         size = tl.load(job + SIZE)
-        base = tl.load(job + OUT) + (row * tl.load(job + ROW_WORDS) + tl.load(job + OFFSET)) * size
+        base = tl.load(job + OUT) + (target * tl.load(job + ROW_WORDS) + tl.load(job + OFFSET)) * size
         _store(base, size, out * tl.load(job + STRIDE).to(tl.int32), out.to(tl.int64) * 0 + pad, out < stop)
 
 
 @triton.jit
-def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.constexpr):
-    """Stores words and pads in a chunk of a row."""
+def _chunk(body, tables, job, row, target, to, at, begin, length, items, width, CHUNK: tl.constexpr):
+    """Stores words and pads in a chunk of a row, which is the row `target` of the tensor and begins at the element
+    `to` of a nested one."""
     out = at + tl.arange(0, CHUNK)
     row_words = tl.load(job + ROW_WORDS)
     words = out.to(tl.int64) * 0
@@ -296,7 +297,7 @@ def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.co
         place = out
         live = out < length * items
         taken = live
-        base = begin * row_words
+        base = to * row_words
     else:
         live = out < width * items
         column, item = _column(job, items, width, out)
@@ -305,7 +306,7 @@ def _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK: tl.co
         pad = tl.load(job + PADS) + row * tl.load(job + PAD_ROW) + (item & tl.load(job + PAD_ITEMS))
         words = tl.load(tables + pad, mask=live & (taken == 0), other=0)
         taken = taken | (live & (out >= tl.where((length > 0) & (tl.load(job + EDGE) != 0), 0, width * items)))
-        base = row * row_words
+        base = target * row_words
     place, own = _part(tables, job, row, place)
     live = live & own
     taken = taken & own
@@ -329,11 +330,18 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
     job = _job_of(tables + jobs_at, count, program)
     local = (program - tl.load(job + FIRST)).to(tl.int32)
     spans = tl.load(job + SPANS).to(tl.int32)
-    row = (local // spans).to(tl.int64)
+    target = (local // spans).to(tl.int64)
+    row = target
+    taken = tl.load(job + TAKEN)
+    if taken >= 0:
+        row = tl.load(tables + taken + target)
     span = tl.load(job + SPAN).to(tl.int32)
     at = (local % spans) * span
     begin = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row)
     length = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row + 1) - begin
+    to = begin
+    if taken >= 0:
+        to = _bound(tables, tl.load(job + PLACES), tl.load(job + UNIT), target)
     items, width = tl.load(job + ITEMS).to(tl.int32), tl.load(job + WIDTH).to(tl.int32)
     words = tl.where(width < 0, length.to(tl.int32), width) * items
     first, last = words * 0, words
@@ -342,9 +350,9 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
     stop = at + tl.minimum(span, words - at)  # at + span may pass int32
     while at < stop:
         if (at + CHUNK <= first) | (at >= last):
-            _padding(tables, job, row, at, first, words, length.to(tl.int32), CHUNK)
+            _padding(tables, job, row, target, at, first, words, length.to(tl.int32), CHUNK)
         else:
-            _chunk(body, tables, job, row, at, begin, length, items, width, CHUNK)
+            _chunk(body, tables, job, row, target, to, at, begin, length, items, width, CHUNK)
         at += CHUNK
 
 
