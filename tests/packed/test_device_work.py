@@ -160,8 +160,9 @@ def test_bodies_on_the_device_are_read_where_they_lie(bodies: list[int]) -> None
     received = pickle.loads(stream, buffers=[decode.mirrored(there)])
     assert_decodes(received)
     assert_decodes(received[2:])
-    assert set(bodies) == {there.data_ptr()}
     assert_decodes(received[[3, 0]])
+    assert set(bodies) == {there.data_ptr()}
+    assert_decodes(PackedBatch.cat([received, packed]))
     assert len(set(bodies)) > 1
 
 

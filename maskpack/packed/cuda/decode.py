@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _FREE = 1024
 """Bytes of a body that are copied with its arrays in any case."""
-_SPREAD = 32
+_SPREAD = 64
 """The rows of a body for each row taken, up to which all of the body is sent."""
 _LARGE = 1 << 20
 """Bodies of at least this many bytes are copied by torch, in several threads."""
