@@ -231,13 +231,17 @@ def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:
     rows: list[Any] = [{"t": torch.arange(3)}, deep, {"t": picture}, {"t": picture}]
     for sample, row in enumerate(rows):
         ours.put([2 * sample], TensorDict({"o": stacked([row]), "n": torch.tensor([sample])}, batch_size=[1]))
-    got = ours.get([6, 2, 0, 4], ["o", "n"])
-    assert got["n"].tolist() == [3, 1, 0, 2]
-    first, second, third, fourth = got.get("o").tolist()
-    assert torch.equal(first["t"], picture)
-    assert torch.equal(fourth["t"], picture)
-    assert torch.equal(third["t"], torch.arange(3))
-    assert second == deep
+    for joined in (False, True):
+        if joined:
+            (kind,) = ours.units[0]._waiting
+            ours.units[0]._join(kind)
+        got = ours.get([6, 2, 0, 4], ["o", "n"])
+        assert got["n"].tolist() == [3, 1, 0, 2]
+        first, second, third, fourth = got.get("o").tolist()
+        assert torch.equal(first["t"], picture)
+        assert torch.equal(fourth["t"], picture)
+        assert torch.equal(third["t"], torch.arange(3))
+        assert second == deep
     (held,) = ours.units[0].chunks.values()
     assert len(chunks.digests(held.chunk)) == 1
 
