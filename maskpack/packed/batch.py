@@ -272,8 +272,8 @@ class PackedBatch:
     def pin_memory(self) -> PackedBatch:
         """Returns the batch with its encoded values in pinned memory, which a GPU reads directly.
 
-        `decompress` then needs no other copy on the host. Rows that are taken from the result, in another order or with
-        gaps, need one.
+        `decompress` then needs no other copy on the host, for rows taken from the result neither, unless they are
+        encoded first (docs/gpu.md, Decoding).
 
         Raises LayoutError if this process has no CUDA device.
         """

@@ -349,7 +349,11 @@ def test_scattered_rows_are_read_where_they_lie(by_kernels: Place, monkeypatch: 
     assert_decodes(packed.take([7, 1, 0]))
     assert encoded == [3]
     assert_decodes(PackedBatch.cat([packed[:4], small(rows=8, seed=1)])[[0, 11, 3]])
+    monkeypatch.setattr(decode, "_MOST_SENT", packed.select("advantages").nbytes)
+    assert_decodes(packed.select("advantages").take([7, 1, 0, 4]))
     assert encoded == [3, 3]
+    assert_decodes(packed.take([7, 1, 0, 4]))
+    assert encoded == [3, 3, 4]
 
 
 @gpu_test

@@ -44,6 +44,8 @@ _FREE = 1024
 """Bytes of a body that are copied with its arrays in any case."""
 _SPREAD = 64
 """The rows of a body for each row taken, up to which all of the body is sent."""
+_MOST_SENT = 1 << 28
+"""Bytes of the fields in a body, up to which all of it is sent for some of its rows."""
 _LARGE = 1 << 20
 """Bodies of at least this many bytes are copied by torch, in several threads."""
 
@@ -120,7 +122,7 @@ def _source(packed: PackedBatch, paths: Sequence[Path]) -> tuple[Table, list[int
     if len(picked.columns) == 1 and isinstance(body, Body) and picked.shown is None and not picked.row_pads:
         table, scattered = body.table, rows.count.size > 1
         alike = all(table.frames.get(name) == frame for name, frame in packed.frames.items())
-        if alike and scattered and rows.num_rows * _SPREAD >= table.rows:
+        if alike and scattered and rows.num_rows * _SPREAD >= table.rows and body.nbytes_of(paths) <= _MOST_SENT:
             return table, [body.numbers[path] for path in paths], rows.by_row()[1]
     return packed.table, [packed.numbers[path] for path in paths], None
 
