@@ -170,3 +170,15 @@ def test_rows_keep_their_body_alive_until_they_own_their_bytes() -> None:
         assert_same_batch(decompress(alone), before)
     gc.collect()
     assert body() is None
+
+
+def test_jagged_rows_that_are_joined_are_as_wide_as_the_longest() -> None:
+    parts = [
+        compress(
+            TensorDict({"x": torch.nested.nested_tensor([torch.arange(n) for n in own], layout=torch.jagged)}, [2])
+        )
+        for own in ((3, 2), (9, 1))
+    ]
+    joined = PackedBatch.cat(parts)
+    assert joined.frames == {name: (own.width, own.anchor) for name, own in joined.layouts.items()}
+    assert [len(row) for row in decompress(joined)["x"].unbind()] == [3, 2, 9, 1]
