@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
 
-VERSION = 8
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
 _A_THREAD = 1 << 26
@@ -27,40 +27,8 @@ _A_THREAD = 1 << 26
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
-NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN, BY_SIGNS = range(6)
-"""What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign;
-zeros with any signs, of a field [B, width]."""
-_NO_ROOM = -2
-"""Less the bytes that a body must have."""
 _SMALL = 1 << 20
 """Bodies with room for fewer bytes are copied, so that they take no more memory than they need."""
-TRUSTED = 8
-"""Added to one of these: the pads of rows are read, but not verified."""
-
-
-_FUNCTIONS = {
-    "count_spans": 11,
-    "list_spans": 11,
-    "cut": 7,
-    "read": 4,
-    "write": 5,
-    "encode": 12,
-    "compress": 14,
-    "decode": 8,
-    "mark": 8,
-    "store_layouts": 6,
-    "read_layout": 7,
-    "split": 12,
-    "compact": 4,
-    "check_layouts": 6,
-    "check_fields": 12,
-    "order_prefixes": 7,
-    "palette": 4,
-    "place": 13,
-    "stage": 17,
-    "size": 1,
-}
-"""The functions of the core and the numbers that they take."""
 
 
 def _loaded() -> ctypes.CDLL:
@@ -70,12 +38,17 @@ def _loaded() -> ctypes.CDLL:
         found = core.maskpack_version()
     except (OSError, AttributeError) as error:
         raise ImportError(f"maskpack: its compiled core is missing ({error}). {_REMEDY}") from error
-    if found != VERSION:
-        raise ImportError(f"maskpack: its compiled core has version {found}; expected {VERSION}. {_REMEDY}")
-    for name, count in _FUNCTIONS.items():
+    if found != abi.VERSION:
+        raise ImportError(f"maskpack: its compiled core has version {found}; expected {abi.VERSION}. {_REMEDY}")
+    for name, count in abi.FUNCTIONS.items():
         function = getattr(core, f"maskpack_{name}")
         function.argtypes = [ctypes.c_int64] * count
         function.restype = ctypes.c_int64
+    for number, (name, struct) in enumerate(abi.STRUCTS.items()):
+        if (size := core.maskpack_size(number)) != struct.itemsize:
+            raise ImportError(
+                f"maskpack: {name} has {size} bytes in its compiled core; expected {struct.itemsize}. {_REMEDY}"
+            )
     return core
 
 
@@ -171,8 +144,8 @@ def write(packed: Tensor, layout: HostLayout, pads: Pads, padded: Tensor) -> Non
 
 def described(padded: Tensor) -> tuple[Any, Tensor]:
     """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
-    field, held = _field(padded, None, Pads(NO_PAD))
-    return field.view(FIELD)[0], held
+    field, held = _field(padded, None, Pads(abi.NO_PAD))
+    return field.view(abi.FIELD)[0], held
 
 
 def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray, Tensor]:
@@ -224,77 +197,6 @@ def _outer(x: Tensor) -> tuple[int, int] | None:
 # -------------------------------------------------------------------- tables of packed batches
 
 
-def _struct(*names: str, **parts: Any) -> np.dtype[Any]:
-    """A struct of int64, with other structs in it."""
-    fields: list[tuple[Any, ...]] = [(name, np.int64) for name in names]
-    return np.dtype(
-        [*fields, *((name, *(part if isinstance(part, tuple) else (part,))) for name, part in parts.items())]
-    )
-
-
-PLACE = _struct("at", "size", "count")
-"""An array: its first byte in the body, bytes of a number, numbers. (Array in core.c)"""
-ENTRY = _struct("kind", "layout", "items", "size", "number", "first", "second", a=PLACE, b=PLACE, c=PLACE)
-"""An encoded field, or a part of one."""
-STORED = _struct("width", "anchor", "kind", "parent", "low", a=PLACE, b=PLACE, c=PLACE)
-"""A layout in the body."""
-FIELD = _struct(
-    *("padded", "packed", "row_stride", "outer", "outer_stride", "size", "items", "layout", "mode"),
-    *("pad", "pad_high", "row_pads", "stray"),
-)
-"""A padded field, or its packed values."""
-FORM = _struct("kind", "number", "bytes", "inner_kind", "inner_number", "inner_bytes", "cost", "age")
-"""How a field was encoded the last time."""
-MOST_PADS = 4
-MOST_STEPS = 8
-"""From a field to fields that it is near to, or that it is put together from."""
-_TRIAL = _struct("mode", "pad", "pad_high")
-JOB = np.dtype(
-    [
-        ("field", FIELD),
-        *((name, np.int64) for name in ("padded", "layout", "items", "size", "rows", "bounds", "index", "integers")),
-        *((name, np.int64) for name in ("hints", "near", "head", "tail", "columns", "num_pads")),
-        ("pads", _TRIAL, (MOST_PADS,)),
-        ("form", FORM),
-        *((name, np.int64) for name in ("result", "pad", "first", "count")),
-        ("row_pads", PLACE),
-    ]
-)
-"""A field to be encoded."""
-JOB_NUMBERS, MASK_NUMBERS, CUT_NUMBERS = JOB.itemsize // 8, 7, 3
-JOB_ROWS = FIELD.itemsize // 8 + ("padded", "layout", "items", "size", "rows").index("rows")
-"""Where the rows of a JOB are among its numbers; `field.padded` and `field.packed` are the first two."""
-TARGET = np.dtype([("field", FIELD), ("padded", np.int64), ("entry", np.int64), ("part", np.int64)])
-"""A field to be decoded, from one part; a packed one needs `packed`, `items`, `size` and `layout` of FIELD."""
-GIVEN = _struct("entries", "layouts", "body", "rows", "dense_rows", "marks", "taken", "places", "count")
-"""A part: a table; which of its rows are decoded, and which rows of the result they are; 0 for all in order."""
-KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
-"""The encodings, in the order of their numbers."""
-PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, DICTIONARY, COLUMNS, CONCAT = range(len(KINDS))
-FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD = range(6)
-"""What becomes of a job."""
-FLOATS, INTEGERS, BOOLS = range(3)
-FEW_COLUMNS = 16
-"""Words of an element that are a column each; of more, each index of its first dim is one."""
-MOST_NEAR = 8
-"""Fields in a chain of near ones."""
-SPANS, MASK, PART = range(3)
-"""The kinds of stored layouts."""
-
-SETTLED = _struct("kind", "first", "units", "layout", "items", "size", "near", "head", "tail", "cost", "entry")
-"""A field that kernels encode, in units from `first` on. (Settled in core.c)"""
-LAYOUT_NUMBERS, AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14
-"""Numbers of a row of the table of layouts, of an axis and of a source. (Layout, Axis and Source in core.c)"""
-
-_STRUCTS = {"Array": PLACE, "Field": FIELD, "Entry": ENTRY, "Target": TARGET, "Form": FORM, "Job": JOB}
-_NUMBERS = {"Layout": LAYOUT_NUMBERS, "Axis": AXIS_NUMBERS, "Source": SOURCE_NUMBERS, "Mask": MASK_NUMBERS}
-_SIZES = {name: struct.itemsize for name, struct in (_STRUCTS | {"Settled": SETTLED, "Stored": STORED}).items()}
-_SIZES.update((name, 8 * count) for name, count in (_NUMBERS | {"Cut": CUT_NUMBERS}).items())
-"""Bytes of the structs that are passed to the core, in the order of maskpack_size."""
-for _number, (_name, _size) in enumerate(_SIZES.items()):
-    if (_found := _core.maskpack_size(_number)) != _size:
-        raise ImportError(f"maskpack: {_name} has {_found} bytes in its compiled core; expected {_size}. {_REMEDY}")
-
 Structs = Any
 """A NumPy array of structs, whose fields the type checker does not know."""
 
@@ -306,7 +208,7 @@ def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
 
 def new_jobs(count: int) -> Structs:
     """Jobs that refer to no other, and have no form yet."""
-    jobs = np.zeros(count, JOB)
+    jobs = np.zeros(count, abi.JOB)
     for name in ("layout", "near", "head", "tail"):
         jobs[name] = -1
     jobs["form"]["kind"] = jobs["form"]["inner_kind"] = -1
@@ -348,10 +250,10 @@ class BatchSource(NamedTuple):
     @property
     def places(self) -> tuple[int, int, int, int]:
         """Where each part begins but the first, and the end."""
-        cuts = self.masks * MASK_NUMBERS
-        stored = cuts + self.layouts * CUT_NUMBERS
-        jobs = stored + self.layouts * (STORED.itemsize // 8)
-        return cuts, stored, jobs, jobs + self.jobs * JOB_NUMBERS
+        cuts = self.masks * abi.MASK_NUMBERS
+        stored = cuts + self.layouts * abi.CUT_NUMBERS
+        jobs = stored + self.layouts * (abi.STORED.itemsize // 8)
+        return cuts, stored, jobs, jobs + self.jobs * abi.JOB_NUMBERS
 
 
 def compress(source: BatchSource, given: IntArray, room: int, threads: int) -> tuple[EncodedArrays | None, IntArray]:
@@ -375,23 +277,23 @@ def slots_of(jobs: Structs) -> int:
 
 
 def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> EncodedArrays | None:
-    width = ENTRY.itemsize // 8
+    width = abi.ENTRY.itemsize // 8
     line: Any = np.empty(2 * slots * width + count + 1, np.int64)
     first = address(line)
     places = first, first + 8 * slots * width, first + 8 * (line.size - 1), first + 16 * slots * width
     while True:
         body = np.empty(room, np.uint8)
         used = call(*places, address(body), room)
-        if used > _NO_ROOM:
+        if used > abi.NO_ROOM:
             break
-        assert room < _NO_ROOM - used, "the core asks for the room that it has"
-        room = _NO_ROOM - used
+        assert room < abi.NO_ROOM - used, "the core asks for the room that it has"
+        room = abi.NO_ROOM - used
     if used < 0:
         return None
     fields = line[2 * slots * width : -1].copy()
     entries: Any = line[slots * width : (slots + int(line[-1])) * width].copy()
     kept: Words = np.array(body[:used]) if room < _SMALL else body[:used]
-    return EncodedArrays(structs(entries, ENTRY), fields, kept)
+    return EncodedArrays(structs(entries, abi.ENTRY), fields, kept)
 
 
 class Placed(NamedTuple):
@@ -417,7 +319,7 @@ def place(
     """
     count, most = len(units), len(units) + fields.size
     spots: IntArray = np.empty((count, rows, 4), np.int64)
-    entries: Any = np.empty(most, ENTRY)
+    entries: Any = np.empty(most, abi.ENTRY)
     small: IntArray = np.empty((3 * count + 2 * fields.size, 3), np.int64)
     memory = np.empty(24 * rows * most + 64 * count, np.uint8)
     ends: IntArray = np.array([0, 0, *map(address, bounds)], np.int64)
@@ -447,17 +349,17 @@ def stage(
         table: its entries, its body, its rows, and those of fields without a layout.
         layouts: the table of layouts.
         wanted: int64 [n, 2], entries, and whether the words of each are found without their row.
-        pads: PLACE [k], the pads of rows.
+        pads: ARRAY [k], the pads of rows.
         padded: whether the spans of layouts are written, too.
         found: AXIS_NUMBERS of each layout and of rows without one, a Source of each entry, and the place of the pads of
             each field; written.
     """
     entries, body, rows, dense_rows = table
-    sources = address(found) + 8 * AXIS_NUMBERS * (layouts.size // LAYOUT_NUMBERS + 1)
+    sources = address(found) + 8 * abi.AXIS_NUMBERS * (layouts.size // abi.LAYOUT_NUMBERS + 1)
     used = _core.maskpack_stage(
-        address(entries), address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), rows, dense_rows, padded,
+        address(entries), address(layouts), layouts.size // abi.LAYOUT_NUMBERS, address(body), rows, dense_rows, padded,
         address(wanted), len(wanted), address(pads), pads.size, address(tables), used, tables.size,
-        address(found), sources, sources + 8 * SOURCE_NUMBERS * len(wanted),
+        address(found), sources, sources + 8 * abi.SOURCE_NUMBERS * len(wanted),
     )  # fmt: skip
     if used < 0:
         raise MemoryError(_NO_MEMORY)
@@ -470,7 +372,7 @@ def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:
 
 
 def places_of(structs: Structs) -> IntArray:
-    """int64 [k, n, 3]: the PLACEs that are the last parts of n contiguous structs, one of a PLACE, three of others, in
+    """int64 [k, n, 3]: the ARRAYs that are the last parts of n contiguous structs, one of an ARRAY, three of others, in
     their memory."""
     numbers, count = structs.dtype.itemsize // 8, _count_places(structs)
     line = structs.view(np.int64).reshape(structs.size, numbers)[:, numbers - 3 * count :]
@@ -478,7 +380,7 @@ def places_of(structs: Structs) -> IntArray:
 
 
 def _count_places(structs: Structs) -> int:
-    return 1 if structs.dtype == PLACE else 3
+    return 1 if structs.dtype == abi.ARRAY else 3
 
 
 def bytes_of(structs: Structs) -> int:
@@ -548,12 +450,12 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
     layouts: list[HostLayout] = []
     for at in range(stored.size):
         width = int(stored["width"][at])
-        if stored["kind"][at] == PART:
+        if stored["kind"][at] == abi.AS_PART:
             layouts.append(cut(layouts[int(stored["parent"][at])], int(stored["low"][at]), width))
             continue
         line = np.empty(2 * rows + 2, np.int64)
         splits = address(line)
-        row = address(stored) + at * STORED.itemsize, address(body), rows, splits, splits + 8 * (rows + 1)
+        row = address(stored) + at * abi.STORED.itemsize, address(body), rows, splits, splits + 8 * (rows + 1)
         count = _core.maskpack_read_layout(*row, 0, 0)
         spans = np.empty(2 * count, np.int64)
         starts = address(spans)
@@ -570,7 +472,7 @@ def split(
     """The parts of the rows of a table between `cuts`, int64 [parts + 1]: ENTRY [parts, n] and STORED [parts, m].
     `marks` are those of the table."""
     parts = cuts.size - 1
-    out, out_stored = np.empty((parts, entries.size), ENTRY), np.empty((parts, stored.size), STORED)
+    out, out_stored = np.empty((parts, entries.size), abi.ENTRY), np.empty((parts, stored.size), abi.STORED)
     table = address(entries), entries.size, address(stored), stored.size, address(layouts), address(body), rows
     if _core.maskpack_split(*table, address(marks), address(cuts), parts, address(out), address(out_stored)):
         raise MemoryError(_NO_MEMORY)
@@ -578,7 +480,7 @@ def split(
 
 
 def compact(structs: Sequence[Structs], body: Words) -> Words:
-    """A copy of the arrays of some structs, in a body of their own. Their PLACEs are changed, to 0 if they hold no
+    """A copy of the arrays of some structs, in a body of their own. Their ARRAYs are changed, to 0 if they hold no
     numbers."""
     sizes = [(own.dtype.itemsize // 8, _count_places(own)) for own in structs]
     line = np.array([(address(own), own.size, *size) for own, size in zip(structs, sizes, strict=True)], np.int64)
@@ -605,14 +507,16 @@ def check_fields(
     """0 if fields can be decoded and those of `bools` hold only 0 and 1; else 1 + the number of the first that cannot
     (1 + the number of fields for an entry that none needs), or -1 - that of the first with other bytes. `layouts` were
     checked and read; rows of dictionaries may take `most` bytes more than the rows that they stand for."""
-    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
+    count = layouts.size // abi.LAYOUT_NUMBERS
+    table = address(entries), entries.size, address(layouts), count, address(body), body.size
     line = address(fields), fields.size, address(bools)
     return _core.maskpack_check_fields(*table, rows, dense_rows, most, *line)
 
 
 def can_decode(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows: int, fields: IntArray) -> bool:
     """Whether the fields of a table, of which some entries may not be needed, can be decoded from a body."""
-    table = address(entries), entries.size, address(layouts), layouts.size // LAYOUT_NUMBERS, address(body), body.size
+    count = layouts.size // abi.LAYOUT_NUMBERS
+    table = address(entries), entries.size, address(layouts), count, address(body), body.size
     return not _core.maskpack_check_fields(*table, rows, dense_rows, 1 << 62, address(fields), fields.size, 0)
 
 

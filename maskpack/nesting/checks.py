@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, words
 from maskpack.core.index import cumulated
@@ -112,10 +112,10 @@ def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = No
         return native.read(x, core_layout(layout), pack_torch.host_pads(pad, x.dtype), values), None
     if pad is ANY_ZERO:
         signs = torch.zeros((layout.num_rows, -(-layout.width // 8)), dtype=torch.uint8, device="cpu")
-        return native.read(x, core_layout(layout), native.Pads(native.BY_SIGNS, (0,), signs), values), signs
+        return native.read(x, core_layout(layout), native.Pads(abi.BY_SIGNS, (0,), signs), values), signs
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
     signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
-    mode = native.BY_ROW if pad is PER_ROW else native.BY_SIGN if signed else native.CONSTANT
+    mode = abi.BY_ROW if pad is PER_ROW else abi.BY_SIGN if signed else abi.CONSTANT
     return native.read(x, core_layout(layout), native.Pads(mode, (0,), pads), values), pads
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi
 from maskpack.core.bits import odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
@@ -84,7 +84,7 @@ class Verifier:
         found: dict[Path, bool] = {}
         for place, form in enumerate(forms):
             here = form.path in unsure and not is_away(self.entries[form.path])
-            if here and len(form.pads) <= native.MOST_PADS:
+            if here and len(form.pads) <= abi.MOST_PADS:
                 pad = sure.get(form.path)
                 found[form.path] = pad is not None or self.options.verify == "never"
                 forms[place] = form if pad is None else replace(form, pads=(pad,))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.bits import empty, empty_of, words
 from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor, pad_words
 from maskpack.layout.row_layout import RowLayout, core_layout
@@ -22,7 +22,7 @@ def pack(x: Tensor, layout: RowLayout) -> Tensor:
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if x.device.type == "cpu":
-        native.read(x, core_layout(layout), native.Pads(native.NO_PAD), out)
+        native.read(x, core_layout(layout), native.Pads(abi.NO_PAD), out)
         return out
     source, target = words(x), words(out)
     if source.is_contiguous():
@@ -68,13 +68,13 @@ def host_pads(pad: PadValue | Tensor, dtype: torch.dtype) -> native.Pads:
     """A pad for the compiled core: a constant that the dtype can hold, EDGE, or a tensor [B] with the pad of each row;
     PER_ROW and SIGNED_ZERO get such a tensor, which `native.read` fills."""
     if pad is EDGE:
-        return native.Pads(native.BY_EDGE)
+        return native.Pads(abi.BY_EDGE)
     if isinstance(pad, Tensor):
-        return native.Pads(native.BY_ROW, of_rows=pad.to(dtype).contiguous())
+        return native.Pads(abi.BY_ROW, of_rows=pad.to(dtype).contiguous())
     assert not isinstance(pad, Pad)
     bits = pad_words(pad, dtype)
     assert bits is not None
-    return native.Pads(native.CONSTANT, bits)
+    return native.Pads(abi.CONSTANT, bits)
 
 
 def _traced(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad
@@ -29,7 +29,7 @@ from maskpack.nesting.survey import Survey
 from maskpack.packed.table import JobTable, Table, check_memory, stored_before, wholes_first
 
 _PADDED, _PACKED = 0, 1
-_PAD, _RESULT, _ROW_PADS = (native.JOB.fields[name][1] // 8 for name in ("pad", "result", "row_pads"))  # type: ignore[index]
+_PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (abi.JOB.fields[name][1] // 8 for name in ("pad", "result", "row_pads", "rows"))  # type: ignore[index]
 _AT, _ROWS = (native.Mask._fields.index(name) for name in ("at", "rows"))
 WHOLE = -1
 """The first column of a layout that is the whole mask."""
@@ -115,10 +115,10 @@ class BatchPlan:
         parts: list[Any] = [lines, cuts, stored_before(wholes_first(found.layouts)), table.jobs]
         line = np.concatenate([np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts])
         first, each = source.places[2], np.arange(len(inputs))
-        targets = first + table.order * native.JOB_NUMBERS + np.where(padded, _PADDED, _PACKED)
+        targets = first + table.order * abi.JOB_NUMBERS + np.where(padded, _PADDED, _PACKED)
         if line[targets].tolist() != [entries[at].data_ptr() for at in inputs]:
             return None  # some tensor was copied
-        places = np.arange(len(masks)) * native.MASK_NUMBERS
+        places = np.arange(len(masks)) * abi.MASK_NUMBERS
         return cls(
             schema,
             frozenset(found.deferred),
@@ -127,7 +127,7 @@ class BatchPlan:
             line,
             [*masks, *inputs],
             np.concatenate([places + _AT, targets]).astype(np.int64),
-            np.concatenate([places + _ROWS, first + each * native.JOB_NUMBERS + native.JOB_ROWS]).astype(np.int64),
+            np.concatenate([places + _ROWS, first + each * abi.JOB_NUMBERS + _JOB_ROWS]).astype(np.int64),
             table.order,
             sum(entries[at].nbytes for at, own in zip(inputs, padded, strict=True) if own) // found.rows,
             _room(nbytes),
@@ -141,14 +141,14 @@ class BatchPlan:
         given[self.rows_at] = rows
         threads = native.threads_for(rows * self.bytes_of_row)
         found, line = native.compress(self.source, given, self.room, threads)
-        done = line[jobs:end].reshape(-1, native.JOB_NUMBERS)
+        done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
         if found is None:
             check_memory(done[:, _RESULT])
             return None
         self.line, self.room = line, _room(found.body.nbytes)
         done = done[self.order]
-        row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), native.PLACE)
-        own = native.structs(np.array(line[stored:jobs]), native.STORED)
+        row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), abi.ARRAY)
+        own = native.structs(np.array(line[stored:jobs]), abi.STORED)
         parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
         table = Table(rows, rows, *parts, is_compact=True)
         key = tuple(done[:, _PAD].tolist())

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, empty_of, from_words, word_dtype, words
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.pads import ANY_ZERO, PER_ROW
@@ -37,9 +37,9 @@ MAX_BYTES = 64 << 30
 """The most bytes that a batch may take decoded, unless the caller gives another limit."""
 
 
-_NUMBERS, _PADDED, _PACKED = native.TARGET.itemsize // 8, 0, 1
+_NUMBERS, _PADDED, _PACKED = abi.TARGET.itemsize // 8, 0, 1
 _ENTRY, _PART = _NUMBERS - 2, _NUMBERS - 1
-_ROW_PADS = native.FIELD.names.index("row_pads")  # type: ignore[union-attr]
+_ROW_PADS = abi.FIELD.fields["row_pads"][1] // 8  # type: ignore[index]
 
 
 def shape_of(
@@ -88,7 +88,7 @@ def _targets(
 ) -> _Targets:
     """The targets of some tensors. `names` and `widths` are those of the layouts."""
     forms = {form.path: form for form in schema.forms if form.dtype is not None}
-    lines = np.zeros(len(paths), native.TARGET)
+    lines = np.zeros(len(paths), abi.TARGET)
     shapes: list[tuple[str | None, tuple[int, ...], bool, torch.dtype]] = []
     bytes_of: Counter[str | bool] = Counter()
     for line, form in zip(lines, (forms[path] for path in paths), strict=True):
@@ -104,8 +104,7 @@ def _targets(
             one = torch.empty((1, *shape), dtype=form.dtype, device="meta")
             line["field"], _ = native.described(one.movedim(form.ragged_dim, 1))
             line["padded"] = 1
-            mode = trial_of(form.pads[0], form.dtype, False)
-            line["field"]["mode"], line["field"]["pad"], line["field"]["pad_high"] = mode
+            line["field"]["mode"], line["field"]["pad"] = trial_of(form.pads[0], form.dtype, False)
         line["field"]["layout"] = number
         tokens = layout if not padded else None
         shapes.append((tokens, shape, by_rows, form.dtype))
@@ -244,9 +243,9 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
             held += [taken, to]
             blocks.append(block)
     if blocks:
-        parts = native.structs(np.array(given, np.int64).reshape(-1), native.GIVEN)
+        parts = native.structs(np.array(given, np.int64).reshape(-1), abi.GIVEN)
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        all_targets = native.structs(block.reshape(-1), native.TARGET)
+        all_targets = native.structs(block.reshape(-1), abi.TARGET)
         native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maskpack.core import native
+from maskpack.core import abi
 from maskpack.core.bits import Words, address
 from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
@@ -69,7 +69,7 @@ def from_parts(
         body = np.array(body)
     body.flags.writeable = False
     rows, dense_rows, names, *parts = line
-    dtypes = native.STORED, native.ENTRY, np.int64, native.PLACE
+    dtypes = abi.STORED, abi.ENTRY, np.int64, abi.ARRAY
     stored, entries, fields, pads = (np.frombuffer(part, dtype) for part, dtype in zip(parts, dtypes, strict=True))
     table = Table(rows, dense_rows, names, stored, entries, fields, pads, body)
     if records is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, word_dtype
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, path_of
@@ -127,14 +127,10 @@ class Table:
         """The entries that each entry refers to: the stored rows of a dictionary, columns, the head and tail of a
         concat, the field that blocks are near to."""
         out: list[list[int]] = []
-        numbers = (self.entries[name].tolist() for name in ("kind", "first", "second"))
-        for kind, first, second in zip(*numbers, strict=True):
-            if kind == native.COLUMNS:
-                out.append([*range(first, first + second)])
-            elif kind in (native.DICTIONARY, native.CONCAT):
-                out.append([first, second] if kind == native.CONCAT else [first])
-            else:
-                out.append([second] if kind == native.BLOCKS and second >= 0 else [])
+        numbers = (self.entries[name].tolist() for name in ("kind", "number", "first", "second"))
+        for kind, number, first, second in zip(*numbers, strict=True):
+            count = number if abi.REFERENCES[kind][0] == abi.OF_COLUMNS else int(first >= 0)
+            out.append([*range(first, first + count), *([second] if second >= 0 else [])])
         return out
 
     def kind(self, field: int) -> str:
@@ -143,7 +139,7 @@ class Table:
 
     def _kind(self, at: int) -> str:
         inner = [self._kind(part) for part in self.parts(at) if part != at]
-        return " ".join([native.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
+        return " ".join([abi.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
 
     def own_entries(self, field: int) -> list[int]:
         """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
@@ -154,7 +150,8 @@ class Table:
 
     def parts(self, at: int) -> list[int]:
         """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
-        return self.references[at] if self.entries["kind"][at] in (native.DICTIONARY, native.COLUMNS) else [at]
+        is_made = abi.REFERENCES[int(self.entries["kind"][at])][0] in (abi.OF_ROWS, abi.OF_COLUMNS)
+        return self.references[at] if is_made else [at]
 
     @cached_property
     def _reached(self) -> list[int]:
@@ -215,12 +212,12 @@ class Table:
         """The packed words of an entry, flat."""
         entry = self.entries[at]
         out = np.empty(self.count_words(at), word_dtype(int(entry["size"])))
-        target = np.zeros(1, native.TARGET)
+        target = np.zeros(1, abi.TARGET)
         target["field"]["packed"], target["entry"] = address(out), at
         for name in ("items", "size", "layout"):
             target["field"][name] = entry[name]
         rows = self.dense_rows if entry["layout"] < 0 else self.rows
-        given = native.structs(np.array(self.given(rows), np.int64), native.GIVEN)
+        given = native.structs(np.array(self.given(rows), np.int64), abi.GIVEN)
         native.decode(target, given, self.layout_rows, rows, out.nbytes)
         return out
 
@@ -284,13 +281,13 @@ class Table:
         """The table with `length` words of each element of a field, from the word `start` on, in the same body; None
         unless these are whole columns."""
         entry = self.entries[int(self.fields[field])]
-        columns = int(entry["second"]) if entry["kind"] == native.COLUMNS else 1
+        columns = int(entry["number"]) if entry["kind"] == abi.COLUMNS else 1
         items = int(entry["items"]) // columns
         if columns == 1 or not length or start % items or length % items:
             return None
         first, count, end = int(entry["first"]) + start // items, length // items, self.entries.size
         whole = self.entries[[int(self.fields[field])]]
-        whole["items"], whole["first"], whole["second"] = length, end, count
+        whole["items"], whole["first"], whole["number"] = length, end, count
         entries = [self.entries, self.entries[first : first + count], whole[: count > 1]]  # one column is a field
         fields: IntArray = np.array(self.fields)
         fields[field] = end + (count if count > 1 else 0)
@@ -319,13 +316,8 @@ class Table:
         numbers = np.full(self.entries.size + 1, -1)
         numbers[kept] = np.arange(len(kept))
         entries = self.entries[kept].copy()
-        kinds = entries["kind"]
-        concat, near = kinds == native.CONCAT, (kinds == native.BLOCKS) & (entries["second"] >= 0)
-        for name, refers in (
-            ("first", concat | (kinds == native.DICTIONARY) | (kinds == native.COLUMNS)),
-            ("second", concat | near),
-        ):
-            entries[name][refers] = numbers[entries[name][refers]]
+        for name in ("first", "second"):
+            entries[name] = numbers[entries[name]]  # -1 stays
         return entries, numbers[self.fields]
 
     def layouts_in_use(self) -> set[str]:
@@ -363,7 +355,7 @@ class Table:
             gap = np.zeros(-end % 8, np.uint8)
             parts += [gap, own.view(np.uint8)]
             line = entries[at]
-            kind = native.PLAIN if own.itemsize == line["size"] else native.NARROW
+            kind = abi.PLAIN if own.itemsize == line["size"] else abi.NARROW
             line["kind"], line["number"], line["first"], line["second"] = kind, 0, -1, -1
             line["a"], line["b"], line["c"] = (end + gap.nbytes, own.itemsize, own.size), _NOTHING, _NOTHING
             end += gap.nbytes + own.nbytes
@@ -509,7 +501,7 @@ def encode_table(
 
 def check_memory(results: IntArray) -> None:
     """Raises MemoryError if one of some jobs, of which one failed, had no memory."""
-    if native.NO_MEMORY in results:
+    if abi.NO_MEMORY in results:
         raise MemoryError("maskpack: no memory to encode a batch")
 
 
@@ -562,18 +554,18 @@ def _describe(
     row["items"], row["size"] = words_of_one(form), size_of_word(form)
     row["rows"] = dense_rows if form.layout is None else rows
     floats = form.dtype.is_floating_point or form.dtype.is_complex
-    row["integers"] = native.FLOATS if floats else native.BOOLS if form.dtype is torch.bool else native.INTEGERS
+    row["integers"] = abi.FLOATS if floats else abi.BOOLS if form.dtype is torch.bool else abi.INTEGERS
     for hint in form.hints:
-        kind = native.KINDS.index(hint) if hint in native.KINDS else None
-        if kind == native.COLUMNS:
-            columns = row["items"] if row["items"] <= native.FEW_COLUMNS else form.shape[0]
+        kind = abi.KINDS.index(hint) if hint in abi.KINDS else None
+        if kind == abi.COLUMNS:
+            columns = row["items"] if row["items"] <= abi.FEW_COLUMNS else form.shape[0]
             row["columns"] = columns if columns > 1 else 0
         elif kind is not None:
             row["hints"] |= 1 << kind
     if job.padded is not None:
         row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
         row["padded"] = 1
-        assert len(form.pads) <= native.MOST_PADS
+        assert len(form.pads) <= abi.MOST_PADS
         trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads]
         row["num_pads"] = len(trials)
         row["pads"][: len(trials)] = trials
@@ -604,12 +596,12 @@ def _refer(
         if (
             not found
             or max(found) >= place
-            or max(steps[at] for at in found) >= native.MOST_STEPS
+            or max(steps[at] for at in found) >= abi.MOST_STEPS
             or any(table["size"][at] != row["size"] or table["items"][at] != row["items"] for at in found)
         ):
             continue
         others = [forms[at].layout for at in found]
-        if (table["head"][found] >= 0).any() or _chain(table, found[0]) >= native.MOST_NEAR:
+        if (table["head"][found] >= 0).any() or _chain(table, found[0]) >= abi.MOST_STEPS:
             continue  # what follows from others is nobody's head or tail; neither does a reader take too long a chain
         if name == "concat" and len({form.layout, *others} - {None}) == 3:
             row["head"], row["tail"] = found
@@ -633,20 +625,20 @@ def _paths(form: FieldForm, names: str) -> list[Path]:
     return [(*form.path[:-1], *path_of(tuple(name.split("/")))) for name in names.split(",")] if names else []
 
 
-def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, int, int]:
+def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tuple[int, int]]:
     """A pad for the core: its mode, and the word of a constant in two halves."""
-    trust = native.TRUSTED if trusted else 0
+    trust = abi.TRUSTED if trusted else 0
     signed = dtype.is_floating_point and dtype.itemsize > 1
     if pad is PER_ROW or pad is ANY_ZERO or (pad is SIGNED_ZERO and signed):
-        modes = {PER_ROW: native.BY_ROW, ANY_ZERO: native.BY_SIGNS, SIGNED_ZERO: native.BY_SIGN}
-        return modes[pad] + trust, 0, 0
+        modes = {PER_ROW: abi.BY_ROW, ANY_ZERO: abi.BY_SIGNS, SIGNED_ZERO: abi.BY_SIGN}
+        return modes[pad] + trust, (0, 0)
     if trusted:
-        return native.NO_PAD, 0, 0
+        return abi.NO_PAD, (0, 0)
     if pad is EDGE:
-        return native.BY_EDGE, 0, 0
+        return abi.BY_EDGE, (0, 0)
     words = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
     assert words is not None
-    return native.CONSTANT, words[0], words[-1]
+    return abi.CONSTANT, (words[0], words[-1])
 
 
 def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
@@ -669,13 +661,13 @@ def stored_alone(layouts: Mapping[str, RowLayout], rows: int) -> tuple[Structs, 
 
 def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     """STORED [m] before the layouts are in the body: which of them are columns of others."""
-    stored = np.zeros(len(layouts), native.STORED)
+    stored = np.zeros(len(layouts), abi.STORED)
     earlier: dict[int, int] = {}
     for place, layout in enumerate(layouts.values()):
         stored["anchor"][place] = layout.anchor
         whole = layout.__dict__.get("part_of")
         if whole is not None and id(whole[0]) in earlier:
-            stored["kind"][place], stored["parent"][place] = native.PART, earlier[id(whole[0])]
+            stored["kind"][place], stored["parent"][place] = abi.AS_PART, earlier[id(whole[0])]
             stored["low"][place] = whole[1]
         earlier[id(layout)] = place
     return stored
@@ -722,7 +714,7 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
             row = part.stored[at : at + 1].copy()
             for place in "abc":
                 row[place]["at"] += begin
-            if row["kind"][0] == native.PART:
+            if row["kind"][0] == abi.AS_PART:
                 row["parent"] = local[int(row["parent"][0])]
             stored.append(row)
             layouts[part.names[at]] = part.layouts[part.names[at]]
@@ -732,22 +724,19 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
         under = own["layout"] >= 0
         own["layout"][under] = np.array(local, np.int64)[own["layout"][under]]
         own["first"][own["first"] >= 0] += count
-        two = (own["kind"] == native.CONCAT) | ((own["kind"] == native.BLOCKS) & (own["second"] >= 0))
-        own["second"][two] += count
+        own["second"][own["second"] >= 0] += count
         first.append(count)
         count += own.size
         entries.append(own)
-    pads = np.concatenate(
-        [parts[at].row_pads[field : field + 1] for at, field in picked] or [np.zeros(0, native.PLACE)]
-    )
+    pads = np.concatenate([parts[at].row_pads[field : field + 1] for at, field in picked] or [np.zeros(0, abi.ARRAY)])
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
     return Table(
         parts[0].rows,
         parts[0].dense_rows,
         tuple(names),
-        np.concatenate(stored or [np.zeros(0, native.STORED)]),
-        np.concatenate(entries or [np.zeros(0, native.ENTRY)]),
+        np.concatenate(stored or [np.zeros(0, abi.STORED)]),
+        np.concatenate(entries or [np.zeros(0, abi.ENTRY)]),
         fields,
         pads,
         np.concatenate(bodies or [np.zeros(0, np.uint8)]),

@@ -62,15 +62,15 @@ static void pad_words(u8 *padded, const u8 *values, const u8 *mask, const i64 *b
             u8 *to = padded + (row * width + column) * element;
             i64 valid = mask[row * width + column], edge = at > bounds[row] ? at - 1 : at;
             if (valid) memcpy(to, values + at++ * element, (size_t)element);
-            else if (mode == EDGE && bounds[row] < bounds[row + 1]) memcpy(to, values + edge * element, (size_t)element);
-            else if (mode != EDGE)
-                for (i64 i = 0; i < element; i += size) put_word(to + i, mode == PER_ROW ? row : (i64)pad, size);
+            else if (mode == BY_EDGE && bounds[row] < bounds[row + 1]) memcpy(to, values + edge * element, (size_t)element);
+            else if (mode != BY_EDGE)
+                for (i64 i = 0; i < element; i += size) put_word(to + i, mode == BY_ROW ? row : (i64)pad, size);
         }
     }
 }
 
 static void run(u64 seed) {
-    static const i64 widths[] = {1, 5, 40, 300, 700}, sizes[] = {1, 2, 4, 8}, modes[] = {CONSTANT, EDGE, PER_ROW};
+    static const i64 widths[] = {1, 5, 40, 300, 700}, sizes[] = {1, 2, 4, 8}, modes[] = {CONSTANT, BY_EDGE, BY_ROW};
     state = seed;
     i64 rows = draw(9), width = widths[draw(5)], kind = draw(3), alike[2], num_entries = 0, n = 1 + draw(MOST_FIELDS);
     u8 *mask = room(rows * width), *body = room(ROOM);
@@ -133,7 +133,7 @@ static void run(u64 seed) {
     Target targets[2 * MOST_FIELDS] = {0};
     for (i64 at = 0; at < n; at++) {
         Target *target = targets + 2 * at;
-        target[0] = target[1] = (Target){jobs[at].field, 0, fields[at], rows};
+        target[0] = target[1] = (Target){jobs[at].field, 0, fields[at], 0};
         target[0].field.packed = room(bounds[rows] * jobs[at].items * jobs[at].size);
         target[1].field.padded = room(rows * width * jobs[at].items * jobs[at].size);
         target[1].padded = 1;
@@ -142,7 +142,8 @@ static void run(u64 seed) {
         target[1].field.row_pads = room(8 * rows);
         for (i64 row = 0; row < rows; row++) put_word(target[1].field.row_pads + row * jobs[at].size, row, jobs[at].size);
     }
-    expect(!maskpack_decode(targets, 2 * n, entries, &layout, body, rows, NULL, 0, draw(2), 1 + draw(2)), "decode");
+    Given part = {{entries, &layout, body, rows, rows, NULL}, NULL, NULL, rows};
+    expect(!maskpack_decode(targets, 2 * n, &part, 1, &layout, rows, draw(2), 1 + draw(2)), "decode");
     for (i64 at = 0; at < n; at++) {
         i64 element = jobs[at].items * jobs[at].size;
         expect(!memcmp(targets[2 * at].field.packed, values[at], (size_t)(bounds[rows] * element)), "packed values");

@@ -11,7 +11,7 @@ import sanitized
 
 CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 DRIVER = Path(__file__).with_name("driver.c")
-FLAGS = ["-std=c11", "-D_DEFAULT_SOURCE", "-O3", "-static", "-pthread", f"-I{sanitized.SOURCE.parent}"]
+FLAGS = ["-std=c11", "-D_DEFAULT_SOURCE", "-O3", "-static", "-pthread", f"-I{sanitized.SOURCE}"]
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("gcc", CROSS, EMULATOR))), reason=f"needs gcc, {CROSS} and {EMULATOR}")

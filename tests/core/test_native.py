@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import maskpack
-from maskpack.core import native
+from maskpack.core import abi, build, native
 
 PACKAGE = Path(maskpack.__file__).parent
 
@@ -36,30 +36,53 @@ def test_a_missing_core_says_what_to_do(package: Path) -> None:
     assert "ImportError: maskpack: its compiled core is missing (" in imported(package)
 
 
+def changed(package: Path, *texts: tuple[str, str]) -> str:
+    """What an import prints when some texts of the Python side of the core are others."""
+    binding = package / "core/abi.py"
+    code = binding.read_text()
+    for text, other in texts:
+        assert code.count(text) == 1
+        code = code.replace(text, other)
+    binding.write_text(code)
+    return imported(package)
+
+
 def test_a_core_of_another_version_says_what_to_do(package: Path) -> None:
-    binding = package / "core/native.py"
-    binding.write_text(binding.read_text().replace(f"VERSION = {native.VERSION}\n", "VERSION = 987\n"))
-    shown = imported(package)
-    assert f"its compiled core has version {native.VERSION}; expected 987. Install maskpack again" in shown
+    shown = changed(package, (f"VERSION = {abi.VERSION}\n", "VERSION = 987\n"))
+    assert f"its compiled core has version {abi.VERSION}; expected 987. Install maskpack again" in shown
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "changed"),
+    ("name", "text", "other"),
     [
-        ("Field", '"pad_high", "row_pads", "stray")', '"pad_high", "row_pads", "stray", "more")'),
-        ("Entry", '"size", "number", "first", "second"', '"size", "number", "first"'),
-        ("Job", '("row_pads", PLACE)', '("row_pads", PLACE), ("more", PLACE)'),
-        ("Source", "AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 14", "AXIS_NUMBERS, SOURCE_NUMBERS = 6, 6, 15"),
+        ("Field", '("stray", np.int64)', '("stray", np.int64), ("more", np.int64)'),
+        ("Entry", '("number", np.int64), ("first", np.int64), ("second", np.int64)', '("first", np.int64)'),
+        ("Form", '("age", np.int64)', '("age", np.int64), ("more", ARRAY)'),
+        ("Source", '("sums", np.int64)', '("sums", np.int64), ("more", np.int64)'),
     ],
 )
-def test_a_struct_of_another_size_says_what_to_do(name: str, text: str, changed: str, package: Path) -> None:
-    binding = package / "core/native.py"
-    code = binding.read_text()
-    assert text in code
-    binding.write_text(code.replace(text, changed))
-    shown = imported(package)
+def test_a_struct_of_another_size_says_what_to_do(name: str, text: str, other: str, package: Path) -> None:
+    shown = changed(package, (text, other))
     assert f"ImportError: maskpack: {name} has " in shown
     assert "bytes in its compiled core; expected " in shown
+
+
+def test_the_version_is_that_of_the_text(package: Path) -> None:
+    """What is read by both sides, or a function that takes other numbers, makes another version."""
+    versions = {build.definitions(package / "core")[0]}
+    for name, text, other in [("abi.h", "BLOCK = 256", "BLOCK = 512"), ("palette.c", "i64 n,", "i64 n, i64 more,")]:
+        file = package / "core" / name
+        assert text in file.read_text()
+        file.write_text(file.read_text().replace(text, other, 1))
+        versions.add(build.definitions(package / "core")[0])
+    assert len(versions) == 3
+
+
+def test_members_that_python_cannot_have_are_refused(package: Path) -> None:
+    header = package / "core/abi.h"
+    header.write_text(header.read_text().replace("i64 at, size, count;", "i64 at, size: 4, count;"))
+    with pytest.raises(ValueError, match=r"abi.h: ' size: 4' is no member that Python can have"):
+        build.python_side(package / "core")
 
 
 @pytest.mark.parametrize("threads", [1, 3])

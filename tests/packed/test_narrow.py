@@ -21,7 +21,7 @@ from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
-from maskpack.core import native
+from maskpack.core import abi
 from maskpack.packed.table import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -215,7 +215,7 @@ def test_columns_of_any_words(columns: int, items: int, dtype: torch.dtype, pad:
         batch = TensorDict({"m": mask, "x": x}, [len(lengths)])
         specs = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad, hints=("columns",))}
         packed = compress(batch, registry=specs)
-        if columns > native.FEW_COLUMNS and (dtype == torch.int16 or items >= 8):
+        if columns > abi.FEW_COLUMNS and (dtype == torch.int16 or items >= 8):
             assert kind(packed, "x") == "columns blocks"
         assert_same_batch(decompress(packed), batch)
         nested = unnest(decompress(packed, format="nested"))
@@ -231,7 +231,7 @@ def test_columns_of_several_words_as_another_writer_may_store_them() -> None:
     packed = compress(batch, pad_token_id=0)
     forms = [replace(form, shape=(384,)) if form.path == ("routed_experts",) else form for form in packed.tensors]
     packed = replace(packed, schema=replace(packed.schema, forms=tuple(forms)))
-    assert packed.table.entries[packed.table.fields[packed.numbers["routed_experts",]]]["second"] == 48
+    assert packed.table.entries[packed.table.fields[packed.numbers["routed_experts",]]]["number"] == 48
     for start, length in itertools.product((0, 4, 8), (4, 8, 12)):
         seen = decompress(packed.narrow("routed_experts", start, length, dim=2))["routed_experts"]
         assert_same_tensor(seen, part(batch["routed_experts"].flatten(2), 2, start, length).contiguous())

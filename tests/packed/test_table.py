@@ -24,7 +24,7 @@ from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
-from maskpack.core import native
+from maskpack.core import abi
 from maskpack.fields.registry import HINTS
 from maskpack.packed import table
 from maskpack.packed.join import merged
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
-KINDS = (*native.KINDS, "near")
+KINDS = (*abi.KINDS, "near")
 """The encodings, and blocks of distances to another field."""
 WIDTHS = (0, 1, 7, 8, 64, 257)
 ANY_HINT = (
@@ -346,11 +346,11 @@ def test_a_sample_is_not_the_whole(size: int, hints: tuple[str, ...]) -> None:
 def followed(packed: PackedBatch) -> None:
     """Raises where an entry refers to one that does not come before it, or to one that a reader refuses."""
     for at, entry in enumerate(packed.table.entries):
-        kind, first, second = native.KINDS[int(entry["kind"])], int(entry["first"]), int(entry["second"])
-        inner = {"concat": [first, second], "dictionary": [first], "columns": range(first, first + second)}
+        kind, first, second = abi.KINDS[int(entry["kind"])], int(entry["first"]), int(entry["second"])
+        inner = {"concat": [first, second], "dictionary": [first], "columns": range(first, first + int(entry["number"]))}
         for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):
             assert 0 <= other < at
-            assert native.KINDS[int(packed.table.entries[other]["kind"])] != "concat"
+            assert abi.KINDS[int(packed.table.entries[other]["kind"])] != "concat"
 
 
 def line(*rows: list[int]) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,8 @@ from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack.core import abi, native, objects
 from maskpack.core import bits as words
-from maskpack.core import native, objects
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import HINTS
 from maskpack.packed import decode
@@ -136,7 +136,7 @@ def test_safetensors_reads_our_files(tmp_path: Path) -> None:
         assert seen == {title: raw for title, _, raw in pieces(name).arrays}
         with safetensors.safe_open(make.file(name), "numpy") as opened:
             assert opened.metadata()["format"] == "maskpack"
-            assert opened.metadata()["version"] == ("3" if name == "zeros" else "2")
+            assert opened.metadata()["version"] == "3"
 
 
 # -------------------------------------------------------------------- files
@@ -354,7 +354,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     *((renamed(name), "its own number") for name in ("{}", "0{}.x", "+{}.x", " {}.x", "{} .x", "{}x")),
     *(
         (lambda whole, v=v: whole["__metadata__"].update(version=v), f"version {v!r}")
-        for v in ("1", "", 2, None, ["2"])
+        for v in ("2", "", 3, None, ["3"])
     ),
 ]
 
@@ -856,9 +856,6 @@ def test_signs_and_names() -> None:
     for names in ([], ["rows", "x"], [None], [""], "r", [1], ["\udc00"]):
         refused(zeros(lambda m, names=names: m["root"].update(names=names)), "names of dims")
     refused(zeros(lambda m: m["root"].update(dims=None)))
-    refused(metadata(version="3"), "version 3", 'expected "2", the first that has the pads and names')
-    old = header(lambda whole: whole["__metadata__"].update(version="2"), "zeros")
-    refused(old, "version 2", 'expected "3"')
 
 
 MANY_ROWS: dict[str, Callable[[Made], int]] = {
@@ -868,7 +865,7 @@ MANY_ROWS: dict[str, Callable[[Made], int]] = {
     "sparse": lambda m: m.entry("sparse", m.put([0])),
     "blocks": lambda m: m.entry("blocks", (0, 1, 0), (0, 1, 0), (0, 4, 0), items=0),
     "dictionary": lambda m: m.entry("dictionary", m.put([0]), m.put([1]), first=m.entry("plain", m.put([1]))),
-    "columns": lambda m: m.entry("columns", items=2, first=[zeros(m), zeros(m)][0], second=2),
+    "columns": lambda m: m.entry("columns", items=2, first=[zeros(m), zeros(m)][0], number=2),
     "concat": lambda m: m.entry("concat", items=2, first=zeros(m), second=zeros(m)),
 }
 
@@ -1035,7 +1032,7 @@ def test_columns_are_those_of_one_entry() -> None:
         for _ in range(4):
             made.entry("plain", made.put([1, 2, 3]), layout=0)
         for begin in (0, first):
-            made.field(made.entry("columns", layout=0, items=2, first=begin, second=2))
+            made.field(made.entry("columns", layout=0, items=2, first=begin, number=2))
         for column in (2, 3):  # a field may be one, too
             made.field(column)
         return made.joined()
@@ -1101,8 +1098,8 @@ def test_the_norm_names_every_constant() -> None:
         f"a list of 1 to {container.MOST_PATH} names",
         f"and {objects.ITEM_BYTES} bytes for each entry of a",
         f"{decode.MAX_BYTES >> 30} GiB unless it",
-        f"At most {native.MOST_STEPS} steps",
-        *(f"| {number} | `{kind}` |" for number, kind in enumerate(native.KINDS)),
+        f"At most {abi.MOST_STEPS} steps",
+        *(f"| {number} | `{kind}` |" for number, kind in enumerate(abi.KINDS)),
         *words.DTYPES,
         *HINTS,
     ):
@@ -1119,5 +1116,5 @@ def test_golden_files_are_small_and_cover_every_encoding() -> None:
         assert {path: kinds[path] for path in make.GOLDEN[name]().kinds} == make.GOLDEN[name]().kinds
         shown += " ".join(kinds.values())
         layouts |= set(packed.table.stored["kind"].tolist())
-    assert all(kind in shown for kind in native.KINDS)
-    assert layouts == {native.SPANS, native.MASK, native.PART}
+    assert all(kind in shown for kind in abi.KINDS)
+    assert layouts == {abi.AS_SPANS, abi.AS_MASK, abi.AS_PART}

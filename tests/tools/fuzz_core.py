@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import itertools
+import runpy
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,26 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-PLACE = [("at", "i8"), ("size", "i8"), ("count", "i8")]
-_FIELD = "padded packed row_stride outer outer_stride size items layout mode pad pad_high row_pads stray"
-FIELD = [(name, "i8") for name in _FIELD.split()]
-_FIRST = "padded layout items size rows bounds index integers hints near head tail columns num_pads"
-JOB = [
-    ("field", FIELD),
-    *((name, "i8") for name in _FIRST.split()),
-    ("pads", "i8", (4, 3)),
-    ("form", "i8", 8),
-    *((name, "i8") for name in ("result", "pad", "first", "count")),
-    ("row_pads", PLACE),
-]
-ENTRY = [(name, "i8") for name in ["kind", "layout", "items", "size", "number", "first", "second"]]
-ENTRY += [(name, PLACE) for name in "abc"]
-STORED = [*((name, "i8") for name in ["width", "anchor", "kind", "parent", "low"]), *((name, PLACE) for name in "abc")]
-TARGET = [("field", FIELD), ("padded", "i8"), ("entry", "i8"), ("part", "i8")]
-CONSTANT, EDGE, BY_ROW = 1, 2, 3
-DICTIONARY = (8, 0, 0, 0, 0, 0, 0, 0)
-"""A form: a dictionary of plain rows."""
 CORE = Path(__file__).parents[2] / "maskpack/core/_core.so"
+abi = runpy.run_path(str(CORE.with_name("abi.py")))  # an import of the package would load torch
+ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "TARGET"))
+CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
+DICTIONARY = (abi["DICTIONARY"], *[0] * 7)
+"""A form: a dictionary of plain rows."""
 LIBRARY = list[str]()
 MARGIN = 16
 """Words behind every output, which stay as they are."""
@@ -237,7 +224,7 @@ def run(core: Core, seed: int) -> None:
     jobs = np.zeros(int(rng.integers(1, 5)), JOB)
     for name in ("near", "head", "tail"):
         jobs[name] = -1
-    jobs["form"][:, [0, 3]] = -1
+    jobs["form"]["kind"] = jobs["form"]["inner_kind"] = -1
     truth: list[np.ndarray] = []
     padded: list[np.ndarray] = []
     held: list[Any] = []
@@ -249,7 +236,7 @@ def run(core: Core, seed: int) -> None:
         if at and (before["size"], before["items"]) == (dtype.itemsize, outer * inner) and rng.random() < 0.7:
             values = (truth[-1] + rng.integers(-3, 4, values.size)).astype(dtype)
             job["near"] = at - 1
-        pad, mode = int(rng.integers(0, 5)), int(rng.choice([CONSTANT, EDGE, BY_ROW]))
+        pad, mode = int(rng.integers(0, 5)), int(rng.choice([CONSTANT, BY_EDGE, BY_ROW]))
         full = np.zeros((rows, outer, width, inner), dtype)
         elements = values.reshape(int(mask.bounds[-1]), outer, inner)
         for row in range(rows):
@@ -257,7 +244,7 @@ def run(core: Core, seed: int) -> None:
             for column in range(width):
                 seen += int(mask.mask[row, column])
                 nearest = own[max(seen - 1, 0)] if len(own) else 0
-                under = {CONSTANT: pad, EDGE: nearest, BY_ROW: row}[mode]
+                under = {CONSTANT: pad, BY_EDGE: nearest, BY_ROW: row}[mode]
                 full[row, :, column] = nearest if mask.mask[row, column] else under
         truth.append(values)
         padded.append(full)
@@ -270,7 +257,7 @@ def run(core: Core, seed: int) -> None:
         items = outer * inner
         parts = [count for count in range(2, items + 1) if items % count == 0]
         job["columns"] = rng.choice(parts) if rng.random() < 0.5 and parts else 0
-        trials = [[mode, pad, 0]] if rng.random() < 0.7 else [[CONSTANT, 77, 0], [mode, pad, 0]]
+        trials = [(mode, (pad, 0))] if rng.random() < 0.7 else [(CONSTANT, (77, 0)), (mode, (pad, 0))]
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials
     for threads in (1, 3, 2):  # then in the forms that were chosen before, then as dictionaries, which may not fit
@@ -339,7 +326,7 @@ def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, j
             target, pads = np.zeros(1, TARGET), np.zeros(spans.rows, full.dtype)
             target["field"] = job["field"]
             target["field"]["padded"], target["field"]["row_pads"] = address(full[:-MARGIN]), address(pads)
-            target["field"]["mode"] = rng.choice([CONSTANT, EDGE, BY_ROW])
+            target["field"]["mode"] = rng.choice([CONSTANT, BY_EDGE, BY_ROW])
             target["padded"], target["entry"] = 1, table.fields[at]
             core.decode(target, own, spans)
             assert (full[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()

@@ -169,7 +169,7 @@ class Made:
         table = [*counts, *self.layouts, *self.entries, *self.fields, *self.pads]
         raw = b"".join(written(number, 8) for number in table)
         arrays = [["0.table", "I64", raw], ["1.body", "U8", self.body], *self.more]
-        return Pieces({"format": "maskpack", "version": "2"}, self.manifest, arrays)
+        return Pieces({"format": "maskpack", "version": "3"}, self.manifest, arrays)
 
     def joined(self) -> bytes:
         return self.pieces().joined()
@@ -315,9 +315,9 @@ def encodings_of_others() -> Made:
     made.field(made.entry("dictionary", made.put([5, 6, 5]), made.put([4, 2]), layout=0, number=5, first=stored))
     column = made.entry("plain", made.put(range(10)), layout=0)
     made.entry("arange", made.put([3]), layout=0, number=1)
-    made.field(made.entry("columns", layout=0, items=2, first=column, second=2))
+    made.field(made.entry("columns", layout=0, items=2, first=column, number=2))
     wide = [made.entry("plain", made.put(range(20)), layout=0, items=2) for _ in range(2)]
-    made.field(made.entry("columns", layout=0, items=4, first=wide[0], second=2))
+    made.field(made.entry("columns", layout=0, items=4, first=wide[0], number=2))
     made.field(made.entry("concat", layout=1, first=plain, second=plain))
     return made
 

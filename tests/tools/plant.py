@@ -21,7 +21,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from maskpack.core.build import compile_core
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -65,10 +66,8 @@ def plant(fault: dict[str, Any], tree: Path) -> None:
     if text.count(fault["old"]) != 1:
         raise ValueError(f"{fault['id']}: {fault['file']} has its anchor {text.count(fault['old'])} times; expected 1")
     file.write_text(text.replace(fault["old"], fault["new"]))
-    if file.suffix == ".c":
-        flags = "-std=c11 -D_DEFAULT_SOURCE -O1 -fPIC -shared -fvisibility=hidden -pthread -w"
-        command = ["gcc", *flags.split(), "-o", str(file.with_name("_core.so")), str(file)]
-        subprocess.run(command, check=True)
+    if file.suffix in (".c", ".h"):
+        compile_core(tree / "maskpack/core", ["-O1", "-w"])
 
 
 def started(tree: Path, paths: list[str], output: Path, environment: dict[str, str]) -> int:

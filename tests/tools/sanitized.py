@@ -16,9 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from maskpack.core.build import compile_core
+
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "maskpack/core/core.c"
-COMPILE = ["gcc", "-std=c11", "-D_DEFAULT_SOURCE", "-O1", "-g", "-fPIC", "-shared", "-pthread"]
+SOURCE = ROOT / "maskpack/core"
 ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 THREAD = ["-fsanitize=thread"]
 OPTIONS = {
@@ -29,7 +30,7 @@ OPTIONS = {
 
 
 def compiled(library: Path, *flags: str) -> Path:
-    subprocess.run([*COMPILE, *flags, "-o", str(library), str(SOURCE)], check=True)
+    compile_core(SOURCE, ["-O1", "-g", "-fvisibility=default", *flags], library)
     return library
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, to_pinned, words
 from maskpack.core.index import IntArray
@@ -31,8 +31,8 @@ from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {
-    *(native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA),
-    *(native.SPARSE, native.CONCAT),
+    *(abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA),
+    *(abi.SPARSE, abi.CONCAT),
 }
 _UNKNOWN = -1
 MOST = (1 << 31) - 2 * encode_job.CHUNK
@@ -58,7 +58,7 @@ class UnitForm(NamedTuple):
         """The form of an entry."""
         entry = table.entries[at]
         kind, size = int(entry["kind"]), int(entry["size"])
-        if kind == native.BITMAP:
+        if kind == abi.BITMAP:
             first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
             return cls(kind, first, second)
         return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
@@ -117,8 +117,8 @@ class KnownForms:
         inner: list[list[UnitForm]] = [[] for _ in kinds]
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
-            if entry["kind"] == native.CONCAT:
-                kinds[place] = native.CONCAT
+            if entry["kind"] == abi.CONCAT:
+                kinds[place] = abi.CONCAT
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
             inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
@@ -161,18 +161,18 @@ class KnownForms:
         for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
             kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
             near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
-            refs = [near] if kind == native.BLOCKS and near >= 0 else [head, tail] if kind == native.CONCAT else []
+            refs = [near] if kind == abi.BLOCKS and near >= 0 else [head, tail] if kind == abi.CONCAT else []
             fits = kind != _UNKNOWN and all(form.kind in _WRITTEN_HERE for form in inner)
             known = all(ref in number_of and lines[number_of[ref]][2] == 1 for ref in refs)
             if tensor not in tensors or place in out or not fits or not known:
                 continue
             firsts = [lines[number_of[ref]][1] for ref in refs]
-            named = (firsts[0], -1, -1) if kind == native.BLOCKS and refs else (-1, *(firsts or (-1, -1)))
+            named = (firsts[0], -1, -1) if kind == abi.BLOCKS and refs else (-1, *(firsts or (-1, -1)))
             items, size = int(row["items"]), int(row["size"])
             layout = -1 if row["layout"] < 0 else names.index(self.names[int(row["layout"])])
-            own, bools = items // len(inner), int(row["integers"] == native.BOOLS)
+            own, bools = items // len(inner), int(row["integers"] == abi.BOOLS)
             numbers = [number_of[ref] for ref in refs]
-            of_fields = (*numbers, -1, -1) if kind == native.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
+            of_fields = (*numbers, -1, -1) if kind == abi.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
             number_of[place] = len(taken)
             lines.append(
                 (kind, len(units), len(inner), layout, items, size, *of_fields, int(row["form"]["cost"]), _UNKNOWN)
@@ -190,7 +190,7 @@ class KnownForms:
         return EncodeRecipe(
             taken,
             list(number_of),
-            np.array(lines, native.SETTLED),
+            np.array(lines, abi.SETTLED),
             np.array(units, np.int64).reshape(-1, len(Unit._fields)),
             np.array(owners, np.int64),
             max((line[4] for line in lines), default=0),
@@ -359,7 +359,7 @@ class Encoder:
         left = _left_out(fields, recipe.owners[differing != 0].tolist())
         kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
-        places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], native.PLACE)
+        places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
         odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi
 from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.kernel import _number, _store
 
@@ -27,8 +27,8 @@ UNIT, STAT = tl.constexpr(len(encode_job.Unit._fields)), tl.constexpr(len(encode
 PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
     tl.constexpr(kind)
     for kind in (
-        native.PLAIN, native.NARROW, native.BLOCKS, native.BITMAP, native.RLE, native.ARANGE, native.DELTA,
-        native.SPARSE, native.CONCAT,
+        abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA,
+        abi.SPARSE, abi.CONCAT,
     )
 )  # fmt: skip
 BLOCK, NEAR_BIT = tl.constexpr(encode_job.BLOCK), tl.constexpr(encode_job.NEAR_BIT)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _MOST = (1 << 31) - job_table.CHUNK
 """Words of a row that the kernel can count."""
-_KIND = [native.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
+_KIND = [abi.ENTRY.names.index(name) for name in ("kind", "layout", "items", "size", "first", "second")]  # type: ignore[union-attr]
 """What a recipe depends on, among the numbers of an entry."""
 _SPANS, _SPAN, _ITEMS = (1 + JobTarget._fields.index(name) for name in ("spans", "span", "items"))
-_TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(native.AXIS_NUMBERS)
+_TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(abi.AXIS_NUMBERS)
 recipes: Latest[DecodeRecipe] = Latest()
 
 
@@ -50,16 +50,16 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     """Where the words of a field are, which is tensor `number` of a table; none if the kernel cannot decode it."""
     at, entries = int(table.fields[number]), table.entries
     found = [EntryPart(at, 0)]
-    if entries[at]["kind"] == native.CONCAT:
+    if entries[at]["kind"] == abi.CONCAT:
         found = [EntryPart(entries[at]["first"], HEAD), EntryPart(entries[at]["second"], TAIL)]
     items = words_of_one(form)
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
         own = entries[one]
-        if _is_near_columns(entries, one) or own["kind"] == native.CONCAT or own["items"] != items:
+        if _is_near_columns(entries, one) or own["kind"] == abi.CONCAT or own["items"] != items:
             return []
         group = _words_of_column(own)
-        if own["kind"] == native.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
+        if own["kind"] == abi.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
     special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE and form.pads[0] is not ANY_ZERO
@@ -69,15 +69,15 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
 
 def _is_near_columns(entries: Any, at: int) -> bool:
     """Whether a chain of near fields leads to columns, which have a job each."""
-    while entries[at]["kind"] == native.BLOCKS and entries[at]["second"] >= 0:
+    while entries[at]["kind"] == abi.BLOCKS and entries[at]["second"] >= 0:
         at = entries[at]["second"]
-        if entries[at]["kind"] in (native.COLUMNS, native.CONCAT):
+        if entries[at]["kind"] in (abi.COLUMNS, abi.CONCAT):
             return True
     return False
 
 
 def _words_of_column(entry: Any) -> int:
-    return entry["items"] // entry["second"] if entry["kind"] == native.COLUMNS else 1
+    return entry["items"] // entry["number"] if entry["kind"] == abi.COLUMNS else 1
 
 
 def _is_pair(form: FieldForm) -> bool:
@@ -123,7 +123,7 @@ class DecodeRecipe:
         """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
         they are to be written again to more; and the numbers of the batch, to which sizes and addresses are added."""
         pads = table.row_pads[self.with_pads]
-        count = native.AXIS_NUMBERS * self.axes + native.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
+        count = abi.AXIS_NUMBERS * self.axes + abi.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
         numbers: IntArray = np.empty(count + 2 + len(self.forms) + self.more, np.int64)
         own = table.entries, table.body, table.rows, table.dense_rows
         return native.stage(own, layouts, self.wanted, pads, padded, out, used, numbers), numbers
@@ -133,9 +133,9 @@ class DecodeRecipe:
         the number of programs."""
         lines[...] = self.jobs
         lines.reshape(-1)[self.places] += numbers[self.origins]
-        first = native.AXIS_NUMBERS * self.axes
-        sources = numbers[first : first + native.SOURCE_NUMBERS * len(self.wanted)]
-        lines[1:, -native.SOURCE_NUMBERS :] = sources.reshape(-1, native.SOURCE_NUMBERS)[self.sources]
+        first = abi.AXIS_NUMBERS * self.axes
+        sources = numbers[first : first + abi.SOURCE_NUMBERS * len(self.wanted)]
+        lines[1:, -abi.SOURCE_NUMBERS :] = sources.reshape(-1, abi.SOURCE_NUMBERS)[self.sources]
         counts = np.where(self.single, 1, np.where(self.dense, dense_rows, rows))
         lines[:, _SPAN] = np.where(counts == 1, job_table.CHUNK, SPAN)
         lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // lines[:, _SPAN])
@@ -150,9 +150,11 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     most = max((layout.num_tokens for layout in table.layouts.values()), default=0)
     is_large = max(most, table.dense_rows) * int(table.entries["items"].max(initial=0)) > _MOST
     has_pads = table.row_pads["count"] > 0
+    columns = np.where(table.entries["kind"] == abi.COLUMNS, table.entries["number"], 0)
     key = (
         *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
         *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
+        columns.tobytes(),
     )
     return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some, is_large).recipe(forms))
 
@@ -190,8 +192,8 @@ class _RecipeWriter:
             if parts:
                 self._add(form, number, parts, padded, len(taken))
                 taken.append(form)
-        begins = {"axes": 0, "pads": native.AXIS_NUMBERS * (len(self.table.names) + 1)}
-        begins["pads"] += native.SOURCE_NUMBERS * len(self._wanted)
+        begins = {"axes": 0, "pads": abi.AXIS_NUMBERS * (len(self.table.names) + 1)}
+        begins["pads"] += abi.SOURCE_NUMBERS * len(self._wanted)
         begins["sizes"] = begins["pads"] + len(self._with_pads)
         begins["out"] = begins["sizes"] + 2
         begins["taken"] = begins["out"] + len(taken)
@@ -214,11 +216,11 @@ class _RecipeWriter:
         """Adds a job. `numbers` of its target are added for each batch, by their group and their place in it."""
         for name, (group, at) in numbers.items():
             self._cells.append((len(self._jobs), 1 + JobTarget._fields.index(name), group, at))
-        self._jobs.append([0, *target, *(source or [0] * native.SOURCE_NUMBERS)])
+        self._jobs.append([0, *target, *(source or [0] * abi.SOURCE_NUMBERS)])
 
     def _axis(self, name: str | None, number: int) -> tuple[str, int]:
         at = len(self.table.names) if name is None else self.table.names.index(name)
-        return "axes", at * native.AXIS_NUMBERS + number
+        return "axes", at * abi.AXIS_NUMBERS + number
 
     def _add(self, form: FieldForm, number: int, parts: list[EntryPart], padded: bool, out: int) -> None:
         """The jobs of tensor `number` of the table, which is the tensor `out` of those decoded: [T, *F] or, padded, in
@@ -246,10 +248,8 @@ class _RecipeWriter:
                 head, numbers["head_bounds"] = 0, self._axis(self.table.names[int(layout)], _BOUNDS)
         for at, part in parts:
             entry = self._entries[at]
-            columns = (
-                range(entry["first"], entry["first"] + entry["second"]) if entry["kind"] == native.COLUMNS else [at]
-            )
-            by_place = all(self._entries[column]["kind"] in (native.PLAIN, native.NARROW) for column in columns)
+            columns = range(entry["first"], entry["first"] + entry["number"]) if entry["kind"] == abi.COLUMNS else [at]
+            by_place = all(self._entries[column]["kind"] in (abi.PLAIN, abi.NARROW) for column in columns)
             flat = not padded and not part and not self.is_large and by_place and not self.some
             of_rows = dict(numbers)
             if flat:
@@ -264,17 +264,17 @@ class _RecipeWriter:
                 of_rows["spans"] = self._axis(form.layout, _TOKENS if flat else _LONGEST)
             runs = (0, 0, 0) if padded else (-1, -1, -1)
             group = _words_of_column(entry)
-            own, stride = (group, inner) if entry["kind"] == native.COLUMNS else (items, 1)
+            own, stride = (group, inner) if entry["kind"] == abi.COLUMNS else (items, 1)
             for column, source in enumerate(columns):
                 layer, item = divmod(column * group, inner)
                 pad, turn = pads, pad_items
-                if entry["kind"] == native.COLUMNS and group == 1:
+                if entry["kind"] == abi.COLUMNS and group == 1:
                     pad, turn = pads + (column & pad_items), 0
                 target = JobTarget(
                     max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
-                    own if entry["kind"] == native.COLUMNS else inner, *runs, pad, pad_row,
-                    turn, edge, part, head, own if entry["kind"] == native.COLUMNS else head_items, group,
+                    own if entry["kind"] == abi.COLUMNS else inner, *runs, pad, pad_row,
+                    turn, edge, part, head, own if entry["kind"] == abi.COLUMNS else head_items, group,
                     0 if "taken" in of_rows else -1, 0 if "places" in of_rows else -1,
                 )  # fmt: skip
                 self._job(target, of_rows)

@@ -28,7 +28,7 @@ import numpy as np
 from maskpack.core.bits import Words
 from maskpack.errors import WireFormatError
 
-FORMAT, VERSIONS = "maskpack", ("2", "3")
+FORMAT, VERSION = "maskpack", "3"
 MAX_HEADER = 1 << 24
 """Bytes of the longest header."""
 ALIGNMENT = 64
@@ -51,11 +51,10 @@ def layout_bytes(layouts: int, rows: int, spans: int) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """A manifest, the arrays that it numbers, and the version of the format."""
+    """A manifest, and the arrays that it numbers."""
 
     manifest: dict[str, Any]
     arrays: Sequence[Words]
-    version: str
 
 
 class Pieces:
@@ -72,7 +71,7 @@ class Pieces:
             begin, end = end, end + array.nbytes
             entry = {"dtype": _NAMES[array.dtype], "shape": [array.size], "data_offsets": [begin, end]}
             entries[f"{number}.{names[number]}"] = entry
-        metadata = {"format": FORMAT, "version": message.version, "manifest": _dumps(message.manifest)}
+        metadata = {"format": FORMAT, "version": VERSION, "manifest": _dumps(message.manifest)}
         if checksum:
             metadata["crc32"] = _crc(metadata["manifest"], entries, map(_raw, self.arrays))
         text = _dumps({"__metadata__": metadata, **entries}).encode()
@@ -139,15 +138,15 @@ def read_message(data: Any, call: str) -> Message:
     if not isinstance(metadata, dict) or cast("dict[str, Any]", metadata).get("format") != FORMAT:
         fail(call, "a safetensors file without our metadata", f'"format": "{FORMAT}"')
     known = cast("dict[str, Any]", metadata)
-    if known.get("version") not in VERSIONS:
-        fail(call, f"version {brief(known.get('version'))}", " or ".join(f'"{version}"' for version in VERSIONS))
+    if known.get("version") != VERSION:
+        fail(call, f"version {brief(known.get('version'))}", f'"{VERSION}"')
     text, crc = known.get("manifest"), known.get("crc32")
     if not isinstance(text, str) or set(known) - {"format", "version", "manifest", "crc32"}:
         fail(call, f"metadata {brief(sorted(known))}", "format, version, manifest and perhaps crc32")
     arrays = _arrays(parsed, _aligned(body), call)
     if "crc32" in known and crc != _crc(text, parsed, [body]):
         fail(call, f"checksum {brief(crc)}", "that of the bytes")
-    return Message(loads(text.encode("utf-8", "surrogatepass"), call), arrays, known["version"])
+    return Message(loads(text.encode("utf-8", "surrogatepass"), call), arrays)
 
 
 def _arrays(entries: dict[str, Any], body: Any, call: str) -> list[Words]:

@@ -18,7 +18,7 @@ import tensordict
 import torch
 from tensordict import NonTensorData, is_tensorclass
 
-from maskpack.core import native, objects
+from maskpack.core import abi, native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
 from maskpack.core.objects import Objects
 from maskpack.core.pads import ANY_ZERO, PER_ROW, Pad, PadValue, pad_tensor
@@ -30,7 +30,6 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file.codec import CODECS, check_codec, check_records, restored_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
-from maskpack.packed.file.write import version_of
 from maskpack.packed.table import Table, size_of_word, words_of_one
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ class _MessageReader:
     def __init__(self, message: Message, call: str, pickled: bool, max_bytes: int | None) -> None:
         self._manifest = message.manifest
         self._arrays = message.arrays
-        self._version = message.version
         self._call = call
         self._pickled = pickled
         self._most = max_bytes
@@ -101,9 +99,6 @@ class _MessageReader:
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         self._check_tree(forms, layouts, rows, root)
         self._check_fields(table, [form for form in forms if form.dtype is not None])
-        version = version_of(Schema(root, tuple(forms), ()))
-        if version != self._version:
-            fail(call, f"version {self._version}", f'"{version}", the first that has the pads and names in it')
         found = self._objects(forms, entries, rows, root)
         return kind(rows, Schema(root, tuple(forms), tuple(axes)), table, found, name)
 
@@ -117,7 +112,7 @@ class _MessageReader:
         if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
             fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
         counts = [*line[:3].tolist(), int(line[2])]
-        dtypes = native.STORED, native.ENTRY, np.dtype(np.int64), native.PLACE
+        dtypes = abi.STORED, abi.ENTRY, np.dtype(np.int64), abi.ARRAY
         sizes = [count * dtype.itemsize // 8 for count, dtype in zip(counts, dtypes, strict=True)]
         if line.size != 3 + sum(sizes) or counts[0] != len(names):
             fail(

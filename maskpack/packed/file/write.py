@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maskpack.core import native, objects
+from maskpack.core import abi, objects
 from maskpack.core.bits import Words
 from maskpack.core.index import IntArray
-from maskpack.core.pads import ANY_ZERO, Pad, PadValue
+from maskpack.core.pads import Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import show
 from maskpack.layout.row_layout import host_spans
-from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.schema import FieldForm
 from maskpack.packed.file.codec import MOST, as_sent, compressed_arrays, size_of
-from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, VERSIONS, Message, layout_bytes
+from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, layout_bytes
 from maskpack.packed.table import Table
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def write_message(packed: PackedBatch, pickled: bool, with_objects: bool = True)
         arrays = [*arrays, np.zeros(missing, np.uint8)]
         records.append(None)
         writer.names.append("claims")
-    return Message(manifest, arrays, version_of(packed.schema)), writer.names
+    return Message(manifest, arrays), writer.names
 
 
 def _line(table: Table) -> IntArray:
@@ -71,7 +71,7 @@ def _unpaid(table: Table, arrays: Iterable[Words], records: Iterable[Any]) -> in
     have as many spans as its parent, and for what the codec restores."""
     spans: list[int] = []
     for stored, name in zip(table.stored, table.names, strict=True):
-        part = stored["kind"] == native.PART
+        part = stored["kind"] == abi.AS_PART
         spans.append(spans[int(stored["parent"])] if part else host_spans(table.layouts[name]).starts.size)
     wanted = layout_bytes(table.stored.size, table.rows, sum(spans)) - FREE_BYTES
     return max(wanted, -(-size_of(records) // MOST)) - sum(array.nbytes for array in arrays)
@@ -178,12 +178,6 @@ def _node_out(node: Node, name: str) -> dict[str, Any]:
         raise MaskpackError(f"PackedBatch: {name} has dims named {node.names}, which is no Unicode text. Rename them.")
     out |= {} if node.names is None else {"names": [*node.names]}
     return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
-
-
-def version_of(schema: Schema) -> str:
-    """The version of a message with this schema: the first that says all of it."""
-    named = any(node.names for node in (schema.root, *[form.node for form in schema.forms]) if node is not None)
-    return VERSIONS[named or any(form.pads == (ANY_ZERO,) for form in schema.forms)]
 
 
 def _pad_out(pad: PadValue) -> Any:

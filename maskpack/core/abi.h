@@ -1,0 +1,203 @@
+/* What the core and Python share: numbers, structs and limits. `abi.py` is written from this file when the core is
+   compiled (abi.py), so a line here is read on both sides. Structs hold 8 bytes a member: int64, addresses, and others
+   of them. */
+
+typedef int64_t i64;
+typedef uint64_t u64;
+typedef uint32_t u32;
+typedef uint8_t u8;
+
+/* What is under a mask: anything; a constant; the edge of the row; a constant a row; a zero a row, with either sign;
+   zeros with any signs, of a field [B, width]. */
+enum { NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN, BY_SIGNS };
+enum { TRUSTED = 8 }; /* added to one of these: the pads of rows are read, but not verified */
+
+/* What becomes of a field that is encoded. STRAY: a masked-out value is not its pad. FULL: the form fits, but takes too
+   many bytes. ODD: bools of other bytes than 0 and 1. */
+enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD };
+enum { FAILED = -1, NO_ROOM = -2 };
+enum { FLOATS, INTEGERS, BOOLS };
+enum { AS_SPANS, AS_MASK, AS_PART }; /* how a layout is stored */
+
+enum { MOST_PADS = 4 };
+enum { MOST_STEPS = 8 };   /* from a field to fields that it is near to, or that it is put together from */
+enum { FEW_COLUMNS = 16 }; /* words of an element that are a column each; of more, each index of its first dim is one */
+enum { BLOCK = 256, NEAR = 128 }; /* words of a block; the bit that says that they are distances */
+
+/* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that a
+   dictionary stores; that of the first of its columns; another field; the field that it is near to, or -1. */
+enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
+#define KINDS(X)              \
+    X(PLAIN, NONE, NONE)      \
+    X(NARROW, NONE, NONE)     \
+    X(BLOCKS, NONE, OF_NEAR)  \
+    X(BITMAP, NONE, NONE)     \
+    X(RLE, NONE, NONE)        \
+    X(ARANGE, NONE, NONE)     \
+    X(DELTA, NONE, NONE)      \
+    X(SPARSE, NONE, NONE)     \
+    X(DICTIONARY, OF_ROWS, NONE) \
+    X(COLUMNS, OF_COLUMNS, NONE) \
+    X(CONCAT, OF_FIELD, OF_FIELD)
+
+/* An array in a body: its first byte, bytes of a number, numbers. Where several equal numbers are needed, one may stand
+   for all of them. */
+typedef struct {
+    i64 at, size, count;
+} Array;
+
+/* An encoded field, or a part of one: rows of `items` words of `size` bytes, times the tokens of its layout (-1: one). Its
+   file in encodings/ says what its arrays, `number`, `first` and `second` are. */
+typedef struct {
+    i64 kind, layout, items, size, number, first, second;
+    Array a, b, c;
+} Entry;
+
+/* A layout in a body. AS_SPANS: a: starts, b: counts, c: spans of each row. AS_MASK: a: a bit a position, the lowest of a
+   byte first, rows from a new byte on. AS_PART: columns `low` on of the layout `parent`, which is stored before. */
+typedef struct {
+    i64 width, anchor, kind, parent, low;
+    Array a, b, c;
+} Stored;
+
+/* The spans of rows: starts and counts of each, splits [rows + 1] into them, bounds [rows + 1] into packed tokens. */
+typedef struct {
+    i64 rows, width;
+    const i64 *starts, *counts, *splits, *bounds;
+} Layout;
+
+enum { FEW_SPANS = 4 };
+
+/* The scan of a row of a mask: its first spans, the word of its first valid token, and whether all its valid tokens are
+   this word and all other bits are 0. */
+typedef struct {
+    i64 spans, tokens, alike;
+    u64 value;
+    i64 starts[FEW_SPANS], counts[FEW_SPANS];
+} RowScan;
+
+/* A mask; `uniform` if the batch does not fit where its valid words differ. A word is valid if it has one of the
+   significant bits. */
+typedef struct {
+    const u8 *words;
+    i64 size, rows, width, row_stride;
+    u64 significant;
+    i64 uniform;
+} Mask;
+
+/* A layout of a batch: the tokens of a mask, or those in some of its columns if `low` is not negative. */
+typedef struct {
+    i64 mask, low, width;
+} Cut;
+
+/* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
+   `read` writes and `write` reads; BY_SIGNS, whose words lie together, a bit for each word of the row: whether it is
+   a masked-out -0.0, the first in the highest bit. `read` sets `stray` to 1 + the first row with another value under the
+   mask; a value stays 0 if all is well. */
+typedef struct {
+    u8 *padded, *packed;
+    i64 row_stride, outer, outer_stride, size, items, layout, mode;
+    u64 pad[2];
+    u8 *row_pads;
+    i64 stray;
+} Field;
+
+/* A pad that may be under the mask. */
+typedef struct {
+    i64 mode;
+    u64 pad[2];
+} Trial;
+
+/* How a field was encoded: what to try first the next time. `cost` is bytes for COST_WORDS words, `age` how often it was
+   used. */
+typedef struct {
+    i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost, age;
+} Form;
+
+/* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
+   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `result` is FITS, STRAY if none of its
+   pads is under its mask, ODD, or an error; `pad` is the pad that is, `count` entries from `first` on are its own, and the
+   last of them is the field. */
+typedef struct {
+    Field field;
+    i64 padded, layout, items, size, rows;
+    const i64 *bounds, *index;
+    i64 integers, hints, near, head, tail, columns, num_pads;
+    Trial pads[MOST_PADS];
+    Form form;
+    i64 result, pad, first, count;
+    Array row_pads;
+} Job;
+
+/* The rows of one body. `marks` says where they begin (maskpack_mark); without it, they are read one after the other. */
+typedef struct {
+    const Entry *entries;
+    const Layout *layouts;
+    const u8 *body;
+    i64 rows, dense_rows;
+    const i64 *marks;
+} Table;
+
+/* A part that is decoded: a table, which of its rows, and which rows of the result they are; NULL for all in order. */
+typedef struct {
+    Table table;
+    const i64 *taken, *places;
+    i64 count;
+} Given;
+
+/* A field to be decoded from one part: padded, or `packed` alone, whose rows lie as those of `field.layout`, -1 for rows of
+   one element. */
+typedef struct {
+    Field field;
+    i64 padded, entry, part;
+} Target;
+
+/* ------------------------------------------------------------------ decoding on a device (packed/cuda/job_table.py) */
+
+/* How its kernel finds a word. FROM_TABLE: the table itself. */
+enum { BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK, FROM_TABLE };
+
+typedef struct {
+    i64 tokens, longest, bounds, splits, starts, ends;
+} Axis;
+
+typedef struct {
+    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near;
+} Source;
+
+/* An entry that is decoded; `flat`: whether its words are found without their row. */
+typedef struct {
+    i64 entry, flat;
+} Wanted;
+
+/* ------------------------------------------------------------------ encoding on a device (packed/cuda/encode_job.py) */
+
+typedef struct {
+    i64 kind, words, size, items, stride, offset, rows, bounds, row_stride, counts, low, width, number, second, bytes;
+    i64 near, head, tail, bools, pad_mode, pad, b_size, c_size;
+} Unit;
+
+typedef struct {
+    i64 flags, total, low, high, least, most, hash;
+} Stat;
+
+enum { IS_MISFIT = 1, IS_ODD = 2, NEAR_USED = 4, IS_STRAY = 8 }; /* flags of a Stat */
+
+/* Where the parts of arrays a, b and c that belong to a row begin, and what becomes of the row: WRITTEN, LEFT_OUT, or it
+   equals the row with this number, unit * rows + row. */
+typedef struct {
+    i64 at[3], way;
+} Spot;
+
+enum { WRITTEN = -1, LEFT_OUT = -2 };
+
+/* A field: `units` units from `first` on, and the fields that it refers to, which are before it, or -1. `entry` is its entry
+   then, -1 if it does not fit. */
+typedef struct {
+    i64 kind, first, units, layout, items, size, near, head, tail, cost, entry;
+} Settled;
+
+/* An array that was written by the host: `nbytes` bytes from `from` on belong to the byte `at` of the body. */
+typedef struct {
+    i64 at, from, nbytes;
+} Small;

@@ -1,0 +1,401 @@
+/* A batch to a table and a body: jobs, one a field. */
+
+enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
+enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
+
+typedef struct {
+    Job *jobs;
+    const Layout *layouts;
+    Entry *slots;
+    Out *outs;
+} Work;
+
+/* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
+static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
+    const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
+    const u8 *values = job->field.packed ? job->field.packed : (const u8 *)&ZEROS; /* no words are no NULL, which says STRAY */
+    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, values, NULL, NULL, NULL, NULL};
+    if (!job->padded) return 1;
+    *field = job->field;
+    field->mode = NO_PAD;
+    rows->field = field;
+    rows->layout = layout;
+    rows->bounds = layout->bounds;
+    i64 most = 0;
+    for (i64 row = 0; row < job->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
+    return (rows->scratch = malloc((size_t)(most * job->size + 8))) != NULL;
+}
+
+/* Encodes packed values anew: columns, a dictionary or one entry, whichever takes fewest bytes. */
+static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *out, Entry *slots, i64 *count, Form *form) {
+    i64 start = out->used, total = total_words(rows), plain = total * rows->size, layout = slots->layout;
+    *count = 1;
+    int done = choose(rows, near, job->hints, (int)job->integers, out, slots, form);
+    if (done != FITS) return done;
+    i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
+    int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
+    if (!columns && !repeats) return FITS;
+    Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
+    int many = job->columns > FEW_COLUMNS;
+    u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
+    if (!tried || !memory) done = NO_MEMORY;
+    for (int way = 0; way < 2 && done == FITS; way++) {
+        if (way ? !repeats : !columns) continue;
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
+        i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
+        Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
+        int fits;
+        tried[0] = tried[1] = entry_of(PLAIN, layout, rows->items, rows->size);
+        if (way) fits = dictionary_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        else if (many) fits = columns_encode(rows, job->columns, &spare, tried);
+        else fits = columns_choose(rows, job->columns, (int)job->integers, &spare, tried);
+        /* some more bytes pay: many columns are taken without the others, and a codec makes fewer bytes of them */
+        if (!way && many) limit = best + best / 32 - (i64)sizeof(Entry) * entries;
+        for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
+        if (fits == NO_MEMORY) done = fits;
+        if (fits != FITS || bytes >= limit || adopt(out, start, &spare) != FITS) continue;
+        memcpy(slots, tried, sizeof(Entry) * (size_t)entries);
+        best = bytes;
+        *count = entries;
+        *form = found;
+    }
+    if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
+    form->cost = total ? best * COST_WORDS / total : 0;
+    free(tried);
+    free(memory);
+    return done;
+}
+
+/* A field that is encoded, to the `count` entries from `slots` on. */
+typedef struct {
+    Job *job;
+    const Rows *rows, *near; /* NULL for none */
+    Out *out;
+    Entry *slots;
+    i64 *count, total;
+} Task;
+
+/* Encodes in the form of the last time, of one entry or of many columns; MISFIT if another may be smaller. */
+static int encode_again(const Task *task) {
+    Job *job = task->job;
+    Form *form = &job->form;
+    Rows rows = *task->rows;
+    int many = form->kind == COLUMNS && job->columns > FEW_COLUMNS;
+    if (!many && !(has_kind(form->kind) && ENCODINGS[form->kind]->encode)) return MISFIT;
+    u64 *ends = rows.ends = form->inner_kind == NO_GAIN ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
+    int done;
+    if (many) done = columns_encode(&rows, job->columns, task->out, task->slots);
+    else done = encode_as(form->kind, form->number, form->bytes, &rows, task->near, task->out, task->slots);
+    if (many) *task->count = job->columns + 1;
+    if (done == FITS) {
+        Field unverified;
+        Rows quick = rows_verified(&rows, &unverified);
+        i64 bytes = 0, total = task->total, kind = many ? BLOCKS : form->kind;
+        for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
+        int larger = is_larger(bytes, form, total), other = form->kind == PLAIN || 2 * bytes * COST_WORDS < form->cost * total;
+        int looks = total * rows.size >= FEW_BYTES || other || ++form->age % SOME_BATCHES == 0;
+        int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes > total * rows.size && look_alike(&quick, ends);
+        if (larger || (looks && (repeats || is_better(&quick, many ? NULL : task->near, (int)job->integers, kind)))) done = MISFIT;
+    }
+    free(ends);
+    return done;
+}
+
+/* All values of a padded field, packed; NULL without memory or, with `*done` STRAY, for a pad that is none. */
+static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
+    u8 *values = malloc((size_t)(total_words(rows) * rows->size + 8)), *to = values;
+    *done = values && bounds ? FITS : NO_MEMORY;
+    for (i64 row = 0, end = 0; row < rows->rows && *done == FITS; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        if (words) memcpy(to, words, (size_t)(n * rows->size));
+        else *done = STRAY;
+        to += n * rows->size;
+        bounds[row] = end;
+        bounds[row + 1] = end += n / rows->items;
+    }
+    return values;
+}
+
+/* Encodes from packed values: a dictionary as the last time, or whichever form is best. */
+static int encode_packed(const Task *task) {
+    Job *job = task->job;
+    Form *form = &job->form;
+    Rows flat = *task->rows;
+    i64 start = task->out->used, *bounds = NULL;
+    u8 *values = NULL;
+    int done = FITS;
+    if (flat.field || flat.index) {
+        bounds = calloc((size_t)flat.rows + 1, sizeof(i64));
+        values = gathered(task->rows, bounds, &done);
+        flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL};
+    }
+    if (done == FITS && form->kind == DICTIONARY) {
+        done = dictionary_encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
+        *task->count = 2;
+        if (done == FITS && is_larger(bytes_of(task->slots) + bytes_of(task->slots + 1), form, task->total)) done = MISFIT;
+        if (done != FITS) task->out->used = start;
+    } else if (done == FITS) done = MISFIT;
+    if (done == MISFIT || done == FULL) {
+        *task->slots = entry_of(PLAIN, job->layout, job->items, job->size);
+        done = encode_anew(&flat, task->near, job, task->out, task->slots, task->count, form);
+    }
+    free(bounds);
+    free(values);
+    return done;
+}
+
+static int encode_field(Job *jobs, i64 at, const Layout *layouts, const Rows *rows, Out *out, Entry *slots, i64 *count) {
+    Job *job = jobs + at;
+    Rows near = {0}, head = {0}, tail = {0};
+    Field fields[3];
+    int has_near = job->near >= 0 && job->near < at, done;
+    *slots = entry_of(PLAIN, job->layout, job->items, job->size);
+    *count = 1;
+    if (!total_words(rows)) return encode_as(PLAIN, 0, 0, rows, NULL, out, slots); /* the pads are verified all the same */
+    if (job->head >= 0 && job->head < at && job->tail >= 0 && job->tail < at) {
+        int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
+        done = opened ? concat_encode(rows, &head, &tail) : NO_MEMORY;
+        free(head.scratch);
+        free(tail.scratch);
+        if (done == FITS) {
+            slots->kind = CONCAT;
+            slots->first = OF_JOB_HEAD;
+            slots->second = OF_JOB_TAIL;
+        }
+        if (done != MISFIT) return done;
+    }
+    if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
+    Task task = {job, rows, has_near ? &near : NULL, out, slots, count, total_words(rows)};
+    i64 start = out->used;
+    done = encode_again(&task);
+    if (done == MISFIT || done == FULL) {
+        out->used = start;
+        *count = 1;
+        *slots = entry_of(PLAIN, job->layout, job->items, job->size);
+        done = encode_packed(&task);
+    }
+    free(near.scratch);
+    return done;
+}
+
+/* Whether rows of bools have a byte other than 0 and 1. */
+static int has_odd_bools(const Rows *rows) {
+    u8 all = 0;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *bools = row_words(rows, row);
+        for (i64 i = 0; i < n; i++) all |= bools[i];
+    }
+    return all > 1;
+}
+
+/* Stores the pads of rows behind the entries of a job; equal ones once. */
+static int store_row_pads(Job *job, const Field *field, const Layout *layout, Out *out) {
+    i64 size = row_pad_size(field, layout), equal = 1;
+    const u8 *pads = field->row_pads;
+    for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(pads, pads + row * size, (size_t)size);
+    u8 *to = reserve(out, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
+    if (!to) return FULL;
+    memcpy(to, pads, (size_t)(size * job->row_pads.count));
+    for (i64 row = 0; row < job->rows && job->integers == BOOLS; row++)
+        if (pads[row] > 1) return ODD;
+    return FITS;
+}
+
+/* Encodes a job with the first of its pads that is under its mask. */
+static void encode_job(void *context, i64 at) {
+    Work *work = context;
+    Job *job = work->jobs + at;
+    Field field;
+    Rows rows;
+    i64 width = job->padded ? work->layouts[job->layout].width : 0;
+    u8 *row_pads = malloc((size_t)((width / 8 + 16) * job->rows + 16));
+    int done = row_pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
+    job->row_pads = (Array){0, 1, 0};
+    for (job->pad = 0; done == STRAY && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
+        work->outs[at].used = 0;
+        field.mode = job->pads[job->pad].mode;
+        memcpy(field.pad, job->pads[job->pad].pad, sizeof field.pad);
+        field.row_pads = row_pads;
+        done = encode_field(work->jobs, at, work->layouts, &rows, work->outs + at, work->slots + job->first, &job->count);
+    }
+    job->pad--;
+    if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= BY_ROW)
+        done = store_row_pads(job, &field, work->layouts + job->layout, work->outs + at);
+    if (done == FITS && job->integers == BOOLS) {
+        field.mode = NO_PAD;
+        if (has_odd_bools(&rows)) done = ODD;
+    }
+    if (row_pads) free(rows.scratch);
+    free(row_pads);
+    job->result = done;
+}
+
+static int same_bytes(const u8 *body, const Array *one, const Array *other) {
+    return one->size == other->size && one->count == other->count &&
+           !memcmp(body + one->at, body + other->at, (size_t)(one->size * one->count));
+}
+
+/* Whether two entries hold equal words in equal arrays. */
+static int same_entry(const u8 *body, const Entry *one, const Entry *other) {
+    return one->kind == other->kind && one->layout == other->layout && one->layout >= 0 && one->items == other->items &&
+           one->size == other->size && one->number == other->number && one->first == other->first &&
+           one->second == other->second && same_bytes(body, &one->a, &other->a) && same_bytes(body, &one->b, &other->b) &&
+           same_bytes(body, &one->c, &other->c);
+}
+
+/* Whether the `count` entries of a field, of which the last is its own, hold what entry `other` holds. */
+static int same_field(const u8 *body, const Entry *slots, i64 count, const Entry *entries, i64 other) {
+    Entry own = slots[count - 1];
+    const Entry *theirs = entries + other;
+    if (count > 1 && own.kind == theirs->kind) own.first = theirs->first;
+    if (!same_entry(body, &own, theirs)) return 0;
+    for (i64 part = 0; part < count - 1; part++)
+        if (!same_entry(body, slots + part, entries + theirs->first + part)) return 0;
+    return 1;
+}
+
+/* The entry that a made one refers to, from a number of it: one of its job's own, which go behind `before` others, or of
+   another field. */
+static i64 settled_number(i64 number, const Job *job, i64 before, const i64 *fields) {
+    if (number >= -1) return number < 0 ? number : before + number;
+    return fields[number == OF_JOB_NEAR ? job->near : number == OF_JOB_HEAD ? job->head : job->tail];
+}
+
+/* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
+   one takes its entry, unless that holds the stored rows of the dictionary behind it. Returns the entry of the field; `used`
+   bytes of the body are in use. */
+static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
+    Job *job = work->jobs + at;
+    Out *out = work->outs + at;
+    Entry *slots = work->slots + job->first;
+    i64 begin = (*used + 7) & ~(i64)7, moved = begin - out->base;
+    for (i64 i = 0; i < job->count; i++) {
+        Entry *entry = slots + i;
+        for (Array *array = &entry->a; array <= &entry->c; array++) array->at = array->count ? array->at + moved : 0;
+        entry->first = settled_number(entry->first, job, *num_entries, fields);
+        entry->second = settled_number(entry->second, job, *num_entries, fields);
+    }
+    memset(body + *used, 0, (size_t)(begin - *used));
+    memmove(body + begin, out->memory, (size_t)out->used);
+    if (job->row_pads.count) job->row_pads.at += moved;
+    for (i64 other = 0; other < *num_entries; other++) {
+        int inside = other + 1 < *num_entries && REFERENCES[entries[other + 1].kind][0] == OF_ROWS;
+        if (!inside && same_field(body, slots, job->count, entries, other)) {
+            i64 nbytes = job->row_pads.size * job->row_pads.count;
+            if (nbytes) {
+                memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
+                job->row_pads.at = begin;
+                *used = begin + nbytes;
+            }
+            return other;
+        }
+    }
+    memcpy(entries + *num_entries, slots, sizeof(Entry) * (size_t)job->count);
+    *num_entries += job->count;
+    if (out->used) *used = begin + out->used;
+    return *num_entries - 1;
+}
+
+/* The most bytes that a job takes in a body. */
+static i64 room_of(const Job *job, const Layout *layouts) {
+    const Layout *layout = layouts + job->layout;
+    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 16;
+    for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
+        if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 16;
+    return (elements * job->items * job->size + pads * job->rows + 4103) & ~(i64)7;
+}
+
+/* The packed batch that is made: the table of entries, and a body of `room` bytes. `slots` and `entries` have room for all
+   entries of all jobs, those of a job from its `first` on in `slots`; `fields` [n] are the entries of the fields. */
+typedef struct {
+    Entry *slots, *entries;
+    i64 *num_entries, *fields;
+    u8 *body;
+    i64 room;
+} Packed;
+
+static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Packed to, i64 threads) {
+    i64 room = 64;
+    for (i64 at = 0; at < m; at++) room += (24 * layouts[at].splits[layouts[at].rows] + 8 * layouts[at].rows + 64) & ~(i64)7;
+    i64 end = room;
+    for (i64 at = 0; at < n; at++) room += room_of(jobs + at, layouts);
+    if (room > to.room && (threads > 1 || !to.room)) return NO_ROOM - room;
+    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room);
+    Out *outs = calloc((size_t)n + 1, sizeof(Out));
+    Work work = {jobs, layouts, to.slots, outs};
+    int done = used < 0 ? FULL : outs ? FITS : NO_MEMORY;
+    *to.num_entries = 0;
+    if (threads > 1 && done == FITS) {
+        for (i64 at = 0; at < n; at++) {
+            i64 own = room_of(jobs + at, layouts);
+            outs[at] = (Out){to.body + end, end, 0, own};
+            end += own;
+        }
+        run_tasks(encode_job, &work, n, threads);
+    }
+    for (i64 at = 0; at < n && done == FITS; at++) {
+        if (threads <= 1) {
+            i64 base = (used + 7) & ~(i64)7;
+            outs[at] = (Out){to.body + base, base, 0, to.room - base};
+            encode_job(&work, at);
+        }
+        done = (int)jobs[at].result;
+        if (done == FITS) to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
+    }
+    free(outs);
+    return done == FITS ? used : done == FULL ? NO_ROOM - room : FAILED;
+}
+
+/* Encodes layouts, and fields of these layouts. A job must come after those that it refers to. Returns the bytes of the body
+   in use; FAILED if a job failed, whose result tells how; or NO_ROOM less the bytes that are enough in any case. */
+API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Entry *slots, Entry *entries,
+                        i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
+    return encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
+}
+
+static int scan_mask(const Mask *mask, Layout *out, i64 *misfit, i64 threads) {
+    i64 rows = mask->rows, alike[2];
+    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2));
+    RowScan *found = malloc(sizeof(RowScan) * (size_t)(rows + 1));
+    int fine = line && found;
+    if (fine) {
+        i64 *splits = line, *bounds = line + rows + 1;
+        i64 spans = maskpack_count_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found,
+                                         splits, bounds, alike, threads);
+        *misfit |= mask->uniform && !alike[0];
+        fine = new_layout(out, rows, mask->width, spans);
+        if (fine) {
+            memcpy((i64 *)out->splits, line, sizeof(i64) * (size_t)(2 * rows + 2));
+            maskpack_list_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
+                                (i64 *)out->starts, (i64 *)out->counts, threads);
+        }
+    }
+    free(line);
+    free(found);
+    return fine;
+}
+
+/* Scans masks, and encodes the layouts and the fields of a batch; returns what `maskpack_encode` does. */
+API i64 maskpack_compress(const Mask *masks, i64 num_masks, const Cut *cuts, Stored *stored, i64 m, Job *jobs, i64 n,
+                          Entry *slots, Entry *entries, i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
+    Layout *whole = calloc((size_t)(num_masks + 2 * m) + 1, sizeof(Layout));
+    i64 misfit = 0, used = FAILED;
+    if (!whole) {
+        if (n) jobs->result = NO_MEMORY;
+        return FAILED;
+    }
+    Layout *own = whole + num_masks, *layouts = own + m;
+    int fine = 1;
+    for (i64 at = 0; at < num_masks && fine; at++) fine = scan_mask(masks + at, whole + at, &misfit, threads);
+    for (i64 at = 0; at < m && fine; at++) {
+        if (cuts[at].low >= 0) fine = cut_layout(whole + cuts[at].mask, cuts[at].low, cuts[at].width, own + at);
+        layouts[at] = cuts[at].low < 0 ? whole[cuts[at].mask] : own[at];
+    }
+    if (!fine && n) jobs->result = NO_MEMORY;
+    if (fine && !misfit) used = encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
+    for (i64 at = 0; at < num_masks + m; at++) free_layout(whole + at);
+    free(whole);
+    return used;
+}

@@ -1,0 +1,176 @@
+/* The layouts of a table: stored, cut, read, checked. */
+
+static i64 mask_bytes(const Stored *stored, i64 rows) { return rows * ((stored->width + 7) / 8); }
+
+/* Stores layouts behind the first `used` bytes of a body; for AS_PART the caller has set `kind`, `parent` and `low`. Returns
+   the bytes in use, -1 if there is no room for them. */
+API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 *body, i64 used, i64 room) {
+    Out out = {body, 0, used, room};
+    for (i64 at = 0; at < n; at++) {
+        const Layout *layout = layouts + at;
+        Stored *to = stored + at;
+        to->width = layout->width;
+        to->a = to->b = to->c = (Array){0, 1, 0};
+        if (to->kind == AS_PART) continue;
+        i64 spans = layout->splits[layout->rows], before = out.used;
+        List each = {0};
+        int fits = 1;
+        for (i64 row = 0; row < layout->rows && fits; row++) fits = push(&each, layout->splits[row + 1] - layout->splits[row]);
+        List starts = {(i64 *)layout->starts, spans, spans}, counts = {(i64 *)layout->counts, spans, spans};
+        to->kind = AS_SPANS;
+        fits = fits && put_numbers(&out, &to->a, &starts) && put_numbers(&out, &to->b, &counts) && put_numbers(&out, &to->c, &each);
+        free(each.numbers);
+        if (!fits || out.used - before > mask_bytes(to, layout->rows) + 256) {
+            out.used = before;
+            to->kind = AS_MASK;
+            to->b = to->c = (Array){0, 1, 0};
+            u8 *bits = reserve(&out, &to->a, 1, mask_bytes(to, layout->rows));
+            if (!bits) return -1;
+            memset(bits, 0, (size_t)to->a.count);
+            for (i64 row = 0; row < layout->rows; row++, bits += (to->width + 7) / 8)
+                for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
+                    for (i64 i = layout->starts[span]; i < layout->starts[span] + layout->counts[span]; i++)
+                        bits[i >> 3] |= (u8)(1 << (i & 7));
+        }
+    }
+    return out.used;
+}
+
+/* The spans of a row, at most `room` of them, that rise within the width; how many there are, or may be without `starts`. */
+static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first, i64 *starts, i64 *counts, i64 room) {
+    i64 n = 0;
+    if (stored->kind == AS_SPANS) { /* those of a row differ in their starts */
+        i64 most = stored->a.count == 1 ? 1 : stored->a.count - first;
+        if (stored->b.count != 1 && stored->b.count - first < most) most = stored->b.count - first;
+        i64 there = most > 0 ? cut_to(number_at(body, &stored->c, row), most) : 0;
+        if (!starts) return there;
+        for (i64 low = 0; n < there && n < room && low < stored->width; n++) {
+            i64 start = number_at(body, &stored->a, first + n), count = number_at(body, &stored->b, first + n);
+            start = start < low ? low : cut_to(start, stored->width - 1);
+            count = count < 1 ? 1 : cut_to(count, stored->width - start);
+            starts[n] = start;
+            counts[n] = count;
+            low = start + count + 1;
+        }
+        return n;
+    }
+    const u8 *bits = body + stored->a.at + row * ((stored->width + 7) / 8);
+    for (i64 at = 0; at < stored->width && (n < room || !starts);) {
+        while (at < stored->width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
+        i64 start = at;
+        while (at < stored->width && bits[at >> 3] >> (at & 7) & 1) at++;
+        if (at > start && starts) {
+            starts[n] = start;
+            counts[n] = at - start;
+        }
+        n += at > start;
+    }
+    return n;
+}
+
+/* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left. With no `starts` they are
+   only counted, in splits and bounds [rows + 1]. */
+API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    i64 n = 0, tokens = 0;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < whole->rows; row++) {
+        for (i64 span = whole->splits[row]; span < whole->splits[row + 1]; span++) {
+            i64 begin = whole->starts[span] - low, end = begin + whole->counts[span];
+            begin = begin < 0 ? 0 : begin;
+            end = end > width ? width : end;
+            if (begin >= end) continue;
+            if (starts) {
+                starts[n] = begin;
+                counts[n] = end - begin;
+            }
+            n++;
+            tokens += end - begin;
+        }
+        splits[row + 1] = n;
+        bounds[row + 1] = tokens;
+    }
+    return n;
+}
+
+/* Reads a stored layout that is no AS_PART, in the same two steps; the second may find fewer spans than the first. */
+API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
+    i64 first = 0, n = 0;
+    if (!starts) {
+        splits[0] = 0;
+        for (i64 row = 0; row < rows; row++) splits[row + 1] = splits[row] + spans_of_row(stored, body, row, splits[row], NULL, NULL, 0);
+        return splits[rows];
+    }
+    bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 next = splits[row + 1], end = n + spans_of_row(stored, body, row, first, starts + n, counts + n, next - first);
+        bounds[row + 1] = bounds[row];
+        for (; n < end; n++) bounds[row + 1] += counts[n];
+        first = next;
+        splits[row + 1] = n;
+    }
+    return n;
+}
+
+/* ------------------------------------------------------------------ a batch to a table and a body, and back */
+
+/* A layout with arrays of its own, which `free_layout` frees; 0 without memory. */
+static int new_layout(Layout *out, i64 rows, i64 width, i64 spans) {
+    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2 + 2 * spans));
+    *out = (Layout){rows, width, line + 2 * rows + 2, line + 2 * rows + 2 + spans, line, line + rows + 1};
+    return line != NULL;
+}
+
+static void free_layout(const Layout *layout) { free((void *)layout->splits); }
+
+static int cut_layout(const Layout *whole, i64 low, i64 width, Layout *out) {
+    if (!new_layout(out, whole->rows, width, whole->splits[whole->rows])) return 0;
+    maskpack_cut(whole, low, width, (i64 *)out->splits, (i64 *)out->bounds, (i64 *)out->starts, (i64 *)out->counts);
+    return 1;
+}
+
+/* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width.
+   `spans` [index + 1] are counted; a AS_PART may have as many as its parent, and `most` in all are too many. */
+static int check_layout(const Stored *all, i64 index, const u8 *body, i64 nbytes, i64 rows, i64 most, i64 *spans) {
+    const Stored *stored = all + index;
+    i64 first = 0, empty = !stored->b.count && !stored->c.count;
+    if (stored->width < 0 || stored->width >= (i64)1 << 31 || stored->anchor < 0 || stored->anchor > stored->width) return 0;
+    if (!holds(&stored->a, nbytes, 8) || !holds(&stored->b, nbytes, 8) || !holds(&stored->c, nbytes, 8)) return 0;
+    if (stored->kind == AS_PART) {
+        if (stored->parent < 0 || stored->parent >= index || !empty || stored->a.count) return 0;
+        spans[index] = spans[stored->parent];
+        return spans[index] <= most && stored->low >= 0 && stored->low <= all[stored->parent].width - stored->width;
+    }
+    if (stored->parent || stored->low) return 0;
+    if (stored->kind == AS_MASK) {
+        if (stored->a.size != 1 || stored->a.count != mask_bytes(stored, rows) || !empty) return 0;
+        for (i64 row = 0; row < rows; row++) first += spans_of_row(stored, body, row, 0, NULL, NULL, 0);
+        spans[index] = first;
+        return first <= most;
+    }
+    if (stored->kind != AS_SPANS || !of_each(&stored->c, rows)) return 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = number_at(body, &stored->c, row), end = -1;
+        if (n < 0 || n > most - first) return 0;
+        if ((stored->a.count != 1 && first + n > stored->a.count) || (stored->b.count != 1 && first + n > stored->b.count)) return 0;
+        if (n && (!stored->a.count || !stored->b.count)) return 0;
+        for (i64 i = first; i < first + n; i++) {
+            i64 start = number_at(body, &stored->a, i), count = number_at(body, &stored->b, i);
+            if (start <= end || start > stored->width || count < 1 || count > stored->width - start) return 0;
+            end = start + count;
+        }
+        first += n;
+    }
+    spans[index] = first;
+    return of_each(&stored->a, first) && of_each(&stored->b, first);
+}
+
+/* Checks layouts, of `most` spans at most. Returns 0, or 1 + the first one that cannot be read. */
+API i64 maskpack_check_layouts(const Stored *stored, i64 m, const u8 *body, i64 nbytes, i64 rows, i64 most) {
+    i64 *spans = calloc((size_t)m + 1, sizeof(i64)), bad = spans ? 0 : 1;
+    for (i64 at = 0; at < m && !bad; at++) {
+        if (!check_layout(stored, at, body, nbytes, rows, most, spans)) bad = at + 1;
+        most -= spans[at];
+    }
+    free(spans);
+    return bad;
+}

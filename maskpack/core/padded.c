@@ -1,0 +1,184 @@
+/* Padded fields to packed values, and back. */
+
+typedef struct {
+    Field *fields;
+    const Layout *layouts;
+    i64 *tasks; /* field, first row, row behind the last */
+    i64 stream;
+} Pass;
+
+/* Whether n elements at p are equal to one element. */
+static int equal_elements(const u8 *p, i64 n, const u8 *element, i64 items, i64 size) {
+    if (items == 1) return equal_bytes(p, n * size, repeated(element, size)) == n * size;
+    i64 bytes = items * size;
+    for (i64 i = 0; i < n; i++)
+        if (memcmp(p + i * bytes, element, (size_t)bytes)) return 0;
+    return 1;
+}
+
+static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
+    i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
+    i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
+    u8 word[16] = {0};
+    if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if ((field->mode & ~TRUSTED) == BY_SIGN && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
+    memcpy(field->row_pads + row * size, word, (size_t)size);
+    return repeated(word, size);
+}
+
+/* Bytes of the pads of a row. */
+static i64 row_pad_size(const Field *field, const Layout *layout) {
+    return (field->mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : field->size;
+}
+
+/* Reads the signs of masked-out words; returns whether all of them are zeros. */
+static int read_signs(const u8 *words, i64 from, i64 to, i64 size, u8 *bits) {
+    u64 minus = 1ull << (8 * size - 1), others = 0;
+    for (i64 at = from; at < to; at++) {
+        u64 word = word_at(words + at * size, size);
+        others |= word & ~minus;
+        bits[at >> 3] |= (u8)((word >> (8 * size - 1)) << (7 - (at & 7)));
+    }
+    return !others;
+}
+
+static void write_signs(u8 *words, i64 from, i64 to, i64 size, const u8 *bits) {
+    for (i64 at = from; at < to; at++) words[(at + 1) * size - 1] |= (u8)(bits[at >> 3] << (at & 7) & 0x80);
+}
+
+/* Verifies the pads of a row and gathers its values to `values`, unless that is NULL; returns whether every masked-out
+   element is its pad. */
+static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
+    i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
+    i64 first = layout->splits[row], last = layout->splits[row + 1];
+    Pattern pad = repeated((const u8 *)field->pad, size);
+    i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
+    u8 *signs = (field->mode & ~TRUSTED) == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL;
+    if (signs) memset(signs, 0, (size_t)row_pad_size(field, layout));
+    else if ((field->mode & ~TRUSTED) >= BY_ROW) pad = pad_of_row(field, layout, row);
+    if (!element) return 1; /* there may be no memory to point to */
+    for (i64 slice = 0; slice < field->outer; slice++) {
+        const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
+        u8 *to = values ? values + slice * element : NULL;
+        const u8 *edge = first < last ? from + layout->starts[first] * element : NULL;
+        i64 at = 0;
+        for (i64 span = first; span <= last; span++) {
+            i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
+            if (signs) {
+                if (!read_signs(from, at, stop, size, signs) && mode) return 0;
+            } else if (mode == BY_EDGE && edge) {
+                if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
+            } else if (mode == BY_EDGE) {
+                if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
+            } else if (mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
+            if (span == last) break;
+            i64 n = layout->counts[span];
+            if (to) {
+                copy_apart(to, step, from + stop * element, element, n, element);
+                to += n * step;
+            }
+            at = stop + n;
+            edge = from + (at - 1) * element;
+        }
+    }
+    return 1;
+}
+
+/* Writes the pads of a row, and its values unless they lie there already (NULL; `outer` is 1 then). */
+static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *values, i64 stream) {
+    i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
+    i64 first = layout->splits[row], last = layout->splits[row + 1];
+    if (!element) return; /* there may be no memory to point to */
+    const u8 *signs = field->mode == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL;
+    Pattern pad = repeated(!signs && field->mode >= BY_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
+    for (i64 slice = 0; slice < field->outer; slice++) {
+        u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
+        const u8 *from = values ? values + slice * element : NULL, *edge = from;
+        if (first == last) edge = NULL;
+        else if (!values) edge = to + layout->starts[first] * element;
+        i64 at = 0;
+        for (i64 span = first; span <= last; span++) {
+            i64 stop = span < last ? layout->starts[span] : layout->width;
+            if (field->mode == BY_EDGE && edge && items > 1)
+                for (; at < stop; at++) memcpy(to + at * element, edge, (size_t)element);
+            else if (field->mode)
+                fill(to + at * element, (stop - at) * element, field->mode != BY_EDGE ? pad : edge ? repeated(edge, size) : ZEROS, stream);
+            if (signs) write_signs(to, at, stop, size, signs);
+            if (span == last) break;
+            i64 n = layout->counts[span];
+            if (values) {
+                copy_apart(to + stop * element, element, from, step, n, element);
+                from += n * step;
+            }
+            at = stop + n;
+            edge = to + (at - 1) * element;
+        }
+    }
+}
+
+static void read_task(void *context, i64 task) {
+    Pass *pass = context;
+    const i64 *rows = pass->tasks + 3 * task;
+    Field *field = pass->fields + rows[0];
+    const Layout *layout = pass->layouts + field->layout;
+    i64 step = field->outer * field->items * field->size;
+    for (i64 row = rows[1]; row < rows[2]; row++)
+        if (!read_row(field, layout, row, field->packed ? field->packed + layout->bounds[row] * step : NULL)) {
+            __atomic_store_n(&field->stray, row + 1, __ATOMIC_RELAXED);
+            return;
+        }
+}
+
+static void write_task(void *context, i64 task) {
+    Pass *pass = context;
+    const i64 *rows = pass->tasks + 3 * task;
+    const Field *field = pass->fields + rows[0];
+    const Layout *layout = pass->layouts + field->layout;
+    i64 step = field->outer * field->items * field->size;
+    for (i64 row = rows[1]; row < rows[2]; row++)
+        write_row(field, layout, row, field->packed + layout->bounds[row] * step, pass->stream);
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+/* Divides the rows of all fields into tasks: one a field for one thread, four a thread for several. */
+static i64 *divided(const Field *fields, i64 num_fields, const Layout *layouts, i64 threads, i64 *count) {
+    i64 *tasks = NULL;
+    for (int fill_in = 0; fill_in < 2; fill_in++) {
+        *count = 0;
+        for (i64 field = 0; field < num_fields; field++) {
+            const Layout *layout = layouts + fields[field].layout;
+            i64 block = threads == 1 ? layout->rows : layout->rows / (4 * threads) + 1;
+            for (i64 row = 0; row < layout->rows; row += block, ++*count)
+                if (fill_in) {
+                    i64 *task = tasks + 3 * *count, end = row + block;
+                    task[0] = field;
+                    task[1] = row;
+                    task[2] = end < layout->rows ? end : layout->rows;
+                }
+        }
+        if (!fill_in && !(tasks = malloc(sizeof(i64) * 3 * (size_t)(*count + 1)))) return NULL;
+    }
+    return tasks;
+}
+
+/* Gathers the packed values of padded fields and verifies their pads; returns 0, or -1 without memory for its tasks. */
+API i64 maskpack_read(Field *fields, i64 num_fields, const Layout *layouts, i64 threads) {
+    i64 count;
+    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), 0};
+    if (!pass.tasks) return -1;
+    run_tasks(read_task, &pass, count, threads);
+    free(pass.tasks);
+    return 0;
+}
+
+/* The inverse of `maskpack_read`. `stream`: whether pads are written past the cache. */
+API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64 stream, i64 threads) {
+    i64 count;
+    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), stream};
+    if (!pass.tasks) return -1;
+    run_tasks(write_task, &pass, count, threads);
+    free(pass.tasks);
+    return 0;
+}
