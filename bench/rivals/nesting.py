@@ -28,6 +28,11 @@ def axis_of(name: str) -> str:
     return "prompt" if name == "prompts" else "sequence" if name in _SEQUENCE else "response"
 
 
+def pad_of(name: str) -> int:
+    """The pad of a field of the workloads. That of position_ids is no constant."""
+    return PAD_ID if name in ("input_ids", "prompts", "responses") else 0
+
+
 def masks_of(batch: TensorDictBase) -> dict[str, Tensor]:
     """bool [B, S], [B, P], [B, R]: the masks of the three axes, from attention_mask."""
     sequence = batch["attention_mask"].bool()
@@ -90,8 +95,7 @@ def unnest(nested: TensorDictBase, masks: Mapping[str, Tensor], order: tuple[str
         if name == "position_ids":
             return (mask.cumsum(1) - 1).clamp_(min=0)
         values = nested[name].values()
-        pad = PAD_ID if name in ("input_ids", "prompts", "responses") else 0
-        out = torch.full(mask.shape, pad, dtype=values.dtype)
+        out = torch.full(mask.shape, pad_of(name), dtype=values.dtype)
         out[mask] = values
         return out
 

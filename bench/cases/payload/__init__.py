@@ -4,7 +4,8 @@ Bytes are those of a pickle (protocol 5), out-of-band buffers included. The riva
 mask-nested one of the usual code. Every variant must come back bit for bit, or the
 case raises. Times are processor time of one thread, which other processes disturb less than the clock on the wall,
 beside one read and one write of the padded bytes, a copy of the nested ones (harness.floors), and on workloads
-compressors over the padded buffers, in the same rounds.
+compressors over the padded buffers and over the valid values, in the same rounds. To encode valid values includes
+trimming the batch, without a check of its padding.
 
 Workloads are measured again with two threads, by the clock on the wall, and for the memory that compress takes; the
 reference one also with eight times as many rows, and in small batches.
@@ -37,14 +38,16 @@ from bench.harness.measure import (
 from bench.harness.registry import case
 from bench.harness.report import Ratio, Row, times, without_targets
 from bench.rivals import nesting
-from bench.rivals.compressors import RIVALS, encode_checked
+from bench.rivals.compressors import OF_PADDED, OF_VALUES, encode_checked
+from bench.rivals.valid_values import padded_batch, valid_values
 from bench.workloads import PAD_ID, VARIANTS, WORKLOADS, batch_of
 from maskpack.nesting.survey import dense_fields
 from maskpack.packed.sizes import figures
 
 _SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
 _SMALLER_WITH_CODEC = {"reference": ">= 66"}
-_FASTER, _SMALLER_THAN = {"zstd level 1": ">= 6"}, {"zstd level 1": "<= 0.69"}  # rival / maskpack, and bytes over its
+_ZSTD = "zstd level 1 of the padded buffers"
+_FASTER, _SMALLER_THAN = {_ZSTD: ">= 6"}, {_ZSTD: "<= 0.69"}  # rival / maskpack, and bytes over its
 _FILL = 0.084
 _MORE_ROWS = 8
 _ALWAYS, _NEVER = "compress, verify=always", "compress, verify=never"
@@ -57,7 +60,7 @@ _RATIOS = (
     (_PADDED, _WRITE, "<= 0.9"),
 )
 
-Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields
+Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields, or of their valid values
 
 
 @case(
@@ -89,7 +92,7 @@ def run(
             packed = maskpack.compress(batch, pad_token_id=PAD_ID)
             check_round_trip(name, batch, packed)
             check_round_trip(f"{name}, zstd", batch, replace(packed, codec="zstd"))
-            encoded = encode_checked(tensors(batch)) if variant in WORKLOADS else {}
+            encoded = _encoded(name, batch) if variant in WORKLOADS else {}
             report += _sizes(name, variant, batch, packed, encoded)
             report += _times(name, variant, batch, packed, encoded, rounds)
             if variant in WORKLOADS:
@@ -115,6 +118,13 @@ def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch)
     require_same(f"{case}, decompress nested, unnest", maskpack.unnest_batch_by_mask(nested), batch)
 
 
+def _encoded(case: str, batch: TensorDict) -> Encoded:
+    """Raises NotExact if a rival does not give back what it encodes, or the valid values do not give back the batch."""
+    values = valid_values(batch)
+    require_same(f"{case}, valid values, padded", padded_batch(values, batch), batch)
+    return encode_checked(OF_PADDED, tensors(batch)) | encode_checked(OF_VALUES, list(values.values()))
+
+
 def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded) -> list[Row]:
     rows = batch.batch_size[0]
     padded = wire_bytes(batch) / rows
@@ -136,8 +146,8 @@ def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBa
     for name, streams in encoded.items():
         rival = sum(map(len, streams)) / rows
         report += [
-            Row(case, f"{name} of the padded buffers", rival, "bytes/row"),
-            Row(case, f"maskpack / {name} of the padded buffers, bytes", ours / rival, "x", _SMALLER_THAN.get(name)),
+            Row(case, name, rival, "bytes/row"),
+            Row(case, f"maskpack / {name}, bytes", ours / rival, "x", _SMALLER_THAN.get(name)),
         ]
     if "routed_experts" in batch.keys():  # noqa: SIM118
         sizes = figures(packed, left=False).fields
@@ -169,11 +179,19 @@ def _times(
         _COPY: lambda: floors.copy(nested),
     }
     ratios: list[Ratio] = [(*names, target if variant == "reference" else None) for *names, target in _RATIOS]
+    values = valid_values(batch) if encoded else {}
     for name, streams in encoded.items():
-        encode, decode = f"{name} of the padded buffers, encode", f"{name} of the padded buffers, decode"
-        works[encode] = partial(RIVALS[name].encode_all, fields)
-        works[decode] = partial(RIVALS[name].decode_all, streams, fields)
-        ratios += [(encode, _ALWAYS, _FASTER.get(name)), (decode, _PADDED, _FASTER.get(name))]
+        encode, decode, to_padded = f"{name}, encode", f"{name}, decode", f"{name}, decode to padded"
+        if name in OF_PADDED:
+            works[encode] = partial(OF_PADDED[name].encode_all, fields)
+            works[decode] = partial(OF_PADDED[name].decode_all, streams, fields)
+            ratios += [(encode, _ALWAYS, _FASTER.get(name)), (decode, _PADDED, _FASTER.get(name))]
+        else:
+            decoded = partial(OF_VALUES[name].decode_all, streams, list(values.values()))
+            works[encode] = lambda rival=OF_VALUES[name]: rival.encode_all(list(valid_values(batch).values()))
+            works[decode] = decoded
+            works[to_padded] = lambda decoded=decoded: padded_batch(dict(zip(values, decoded(), strict=True)), batch)
+            ratios += [(encode, _NEVER, None), (decode, _NESTED, None), (to_padded, _PADDED, None)]
     return times(case, interleaved(works, rounds, time.process_time), ratios)
 
 
