@@ -9,24 +9,6 @@ static int is_larger(i64 bytes, const Form *form, i64 words) {
     return (bytes - 64) * COST_WORDS > form->cost * words + form->cost * words / 50;
 }
 
-/* The least number of bytes, of 1, 2, 4 or 8, for the words less a base; 0 words need one. */
-static void find_narrow(const Rows *rows, i64 *base, i64 *bytes) {
-    i64 size = rows->size, low = 0, high = 0, known = 0;
-    for (i64 row = 0; row < rows->rows; row++) {
-        i64 n = row_length(rows, row);
-        const u8 *words = row_words(rows, row);
-        for (i64 i = 0; words && i < n; i++) {
-            i64 word = signed_word(words + i * size, size);
-            low = !known || word < low ? word : low;
-            high = !known || word > high ? word : high;
-            known = 1;
-        }
-    }
-    u64 range = (u64)high - (u64)low;
-    *bytes = range < 1 << 8 ? 1 : range < 1 << 16 ? 2 : range < (u64)1 << 32 ? 4 : 8;
-    *base = low >= 0 && (u64)high < (*bytes == 8 ? ~0ull : 1ull << 8 * *bytes) ? 0 : low;
-}
-
 static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Rows *near, Out *out, Entry *entry) {
     *entry = entry_of(kind, entry->layout, entry->items, rows->size);
     entry->number = number;
@@ -46,25 +28,30 @@ static Rows sample_of(const Rows *rows, i64 most, i64 longest, u8 *words, i64 *b
         i64 row = i * rows->rows / count, n = row_length(rows, row);
         n = n < each ? n : each;
         const u8 *from = row_words(rows, row);
-        if (from) memcpy(words + bounds[i] * rows->size, from, (size_t)(n * rows->size));
+        i64 first = (row_length(rows, row) - n) / 2 * (i % 3); /* the begin, the middle and the end of rows by turns */
+        if (from) memcpy(words + bounds[i] * rows->size, from + first * rows->size, (size_t)(n * rows->size));
         bounds[i + 1] = bounds[i] + (from ? n : 0);
     }
     return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL};
 }
 
-/* Bytes of a sample of rows in each encoding, MOST if it does not fit, to sizes [NUM_KINDS]; the least of them. */
-static i64 try_sample(const Rows *rows, const Rows *near, int integers, i64 *sizes, i64 most, i64 longest) {
+/* Bytes of a sample of rows in each encoding, MOST if it does not fit, to sizes [NUM_KINDS]; the least of them. `sampled` words
+   are looked at; the number of `form` is known. */
+static i64 try_sample(const Rows *rows, const Rows *near, int integers, const Form *form, i64 *sizes, i64 *sampled, i64 most,
+                      i64 longest) {
     u8 words[8 * SAMPLE_WORDS], others[8 * SAMPLE_WORDS], memory[10 * SAMPLE_WORDS + 1024];
     i64 bounds[SAMPLE_ROWS + 1], other_bounds[SAMPLE_ROWS + 1], least = MOST;
     Rows sample = sample_of(rows, most, longest, words, bounds), beside;
     if (near) beside = sample_of(near, most, longest, others, other_bounds);
+    *sampled = total_words(&sample);
     for (i64 kind = 0; kind < NUM_KINDS; kind++) {
         Out out = {memory, 0, 0, sizeof memory};
         Entry entry = {0};
         i64 base = 0, bytes = 8;
         sizes[kind] = MOST;
         if (!integers && ENCODINGS[kind]->integers) continue;
-        if (kind == NARROW) find_narrow(&sample, &base, &bytes);
+        if (kind == form->kind) base = form->number, bytes = form->bytes;
+        else if (ENCODINGS[kind]->fit && kind != BLOCKS) ENCODINGS[kind]->fit(&sample, &base, &bytes);
         if (encode_as(kind, base, bytes, &sample, near ? &beside : NULL, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
         least = sizes[kind] < least ? sizes[kind] : least;
     }
@@ -83,9 +70,9 @@ static int adopt(Out *out, i64 start, const Out *spare) {
 
 /* Encodes rows of packed values in one entry. */
 static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entry, Form *form) {
-    i64 sizes[NUM_KINDS], total = total_words(rows), start = out->used, plain = total * rows->size, best = plain;
-    i64 least = try_sample(rows, near, integers, sizes, SAMPLE_WORDS, BLOCK), room = plain + 8 * rows->rows + 4096;
+    i64 sizes[NUM_KINDS], sampled, total = total_words(rows), start = out->used, plain = total * rows->size, best = plain;
     *form = (Form){PLAIN, 0, 0, -1, 0, 0, 0, 0};
+    i64 least = try_sample(rows, near, integers, form, sizes, &sampled, SAMPLE_WORDS, BLOCK), room = plain + 8 * rows->rows + 4096;
     u8 *memory = NULL;
     Entry header = *entry;
     for (i64 kind = PLAIN + 1; kind < NUM_KINDS && plain; kind++) {
@@ -95,7 +82,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room};
         Entry tried = header;
         i64 base = 0, wide = 8;
-        if (kind == NARROW) find_narrow(rows, &base, &wide);
+        if (ENCODINGS[kind]->fit) ENCODINGS[kind]->fit(rows, &base, &wide);
         int done = encode_as(kind, base, wide, rows, near, &spare, &tried);
         if (done == NO_MEMORY) {
             free(memory);
@@ -113,10 +100,13 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
 }
 
-/* Whether another form of a sample is clearly smaller than the one in use; false if the sample does not fit that one. */
-static int is_better(const Rows *rows, const Rows *near, int integers, i64 kind) {
-    i64 sizes[NUM_KINDS], least = try_sample(rows, near, integers, sizes, GLANCE_WORDS, FEW_WORDS);
-    return sizes[kind] < MOST && 100 * least + 1600 < 97 * sizes[kind];
+/* Whether one entry of another form is clearly smaller than the form in use, which takes so many bytes for so many words; as
+   far as a sample can tell, which may not fit that form. */
+static int is_better(const Rows *rows, const Rows *near, int integers, const Form *form, i64 bytes, i64 words) {
+    i64 sizes[NUM_KINDS], kind = form->kind == COLUMNS ? BLOCKS : form->kind, sampled;
+    i64 least = try_sample(rows, near, integers, form, sizes, &sampled, GLANCE_WORDS, FEW_WORDS);
+    i64 own = kind == DICTIONARY ? bytes * sampled / words : sizes[kind];
+    return own < MOST && 100 * least + 1600 < 97 * own;
 }
 
 /* Whether rows look alike at their ends, so that a dictionary may pay; `ends` are those of each, NULL if they are not known. */

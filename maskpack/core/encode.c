@@ -90,12 +90,12 @@ static int encode_again(const Task *task) {
     if (done == FITS) {
         Field unverified;
         Rows quick = rows_verified(&rows, &unverified);
-        i64 bytes = 0, total = task->total, kind = many ? BLOCKS : form->kind;
+        i64 bytes = 0, total = task->total;
         for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
-        int larger = is_larger(bytes, form, total), other = form->kind == PLAIN || 2 * bytes * COST_WORDS < form->cost * total;
-        int looks = total * rows.size >= FEW_BYTES || other || ++form->age % SOME_BATCHES == 0;
+        int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total; /* of another kind of data */
+        int looks = total * rows.size >= FEW_BYTES || form->kind == PLAIN || ++form->age % SOME_BATCHES == 0;
         int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes > total * rows.size && look_alike(&quick, ends);
-        if (larger || (looks && (repeats || is_better(&quick, many ? NULL : task->near, (int)job->integers, kind)))) done = MISFIT;
+        if (other || (looks && (repeats || is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total)))) done = MISFIT;
     }
     free(ends);
     return done;
@@ -133,7 +133,9 @@ static int encode_packed(const Task *task) {
     if (done == FITS && form->kind == DICTIONARY) {
         done = dictionary_encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
-        if (done == FITS && is_larger(bytes_of(task->slots) + bytes_of(task->slots + 1), form, task->total)) done = MISFIT;
+        i64 bytes = done == FITS ? bytes_of(task->slots) + bytes_of(task->slots + 1) : 0;
+        if (done == FITS && (is_larger(bytes, form, task->total) || is_better(&flat, task->near, (int)job->integers, form, bytes, task->total)))
+            done = MISFIT;
         if (done != FITS) task->out->used = start;
     } else if (done == FITS) done = MISFIT;
     if (done == MISFIT || done == FULL) {

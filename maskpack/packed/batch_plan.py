@@ -29,7 +29,10 @@ from maskpack.nesting.survey import Survey
 from maskpack.packed.table import JobTable, Table, check_memory, stored_before, wholes_first
 
 _PADDED, _PACKED = 0, 1
-_PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (abi.JOB.fields[name][1] // 8 for name in ("pad", "result", "row_pads", "rows"))  # type: ignore[index]
+_PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
+    int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
+    for name in ("pad", "result", "row_pads", "rows")
+)
 _AT, _ROWS = (native.Mask._fields.index(name) for name in ("at", "rows"))
 WHOLE = -1
 """The first column of a layout that is the whole mask."""

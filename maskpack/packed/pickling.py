@@ -69,8 +69,10 @@ def from_parts(
         body = np.array(body)
     body.flags.writeable = False
     rows, dense_rows, names, *parts = line
-    dtypes = abi.STORED, abi.ENTRY, np.int64, abi.ARRAY
-    stored, entries, fields, pads = (np.frombuffer(part, dtype) for part, dtype in zip(parts, dtypes, strict=True))
+    dtypes: tuple[Any, ...] = (abi.STORED, abi.ENTRY, np.int64, abi.ARRAY)
+    stored, entries, fields, pads = (
+        np.frombuffer(part, np.uint8).view(dtype) for part, dtype in zip(parts, dtypes, strict=True)
+    )
     table = Table(rows, dense_rows, names, stored, entries, fields, pads, body)
     if records is not None:
         squeezed, sizes = records

@@ -127,7 +127,7 @@ def encodings() -> Golden:
         "bitmap": rows_under(MASK, noise(12, 2), torch.bool),
         "bitmap_of_two": rows_under(MASK, [[2.5 - 4 * value for value in row] for row in noise(13, 2)], torch.float64),
         "rle": rows_under(MASK, made(lambda b, s: b - 3 * (s > 50)), i64),
-        "rle_one": rows_under(MASK, made(lambda b, s: 1), torch.float16),
+        "blocks_one": rows_under(MASK, made(lambda b, s: 1), torch.float16),
         "arange": rows_under(MASK, made(lambda b, s: 3 * s - b), i64),
         "arange_wraps": rows_under(MASK, made(lambda b, s: (27 * s + b + 128) % 256 - 128), torch.int8),
         "delta": rows_under(MASK, made(lambda b, s: 2**33 * b + s + 5 * (s > 30)), i64),

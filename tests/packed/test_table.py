@@ -347,7 +347,11 @@ def followed(packed: PackedBatch) -> None:
     """Raises where an entry refers to one that does not come before it, or to one that a reader refuses."""
     for at, entry in enumerate(packed.table.entries):
         kind, first, second = abi.KINDS[int(entry["kind"])], int(entry["first"]), int(entry["second"])
-        inner = {"concat": [first, second], "dictionary": [first], "columns": range(first, first + int(entry["number"]))}
+        inner = {
+            "concat": [first, second],
+            "dictionary": [first],
+            "columns": range(first, first + int(entry["number"])),
+        }
         for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):
             assert 0 <= other < at
             assert abi.KINDS[int(packed.table.entries[other]["kind"])] != "concat"

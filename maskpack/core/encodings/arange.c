@@ -26,7 +26,6 @@ static int arange_fits(const u8 *words, i64 n, i64 first, i64 step, i64 size) {
 }
 
 static int arange_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     i64 size = rows->size, known = 0, real = -1;
     List firsts = {0};
     int done = FITS;
@@ -61,7 +60,6 @@ static void arange_decode(Cursor *cursor, i64 n, u8 *out) {
 static void arange_cut(Entry *own, const Mark *from, const Mark *to) { array_cut_each(&own->a, from->row, to->row); }
 
 static int arange_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)total;
     const Entry *entry = check->table->entries + index;
     return entry->a.size <= entry->size && of_each(&entry->a, rows) && !entry->b.count && !entry->c.count;
 }
@@ -79,7 +77,6 @@ static int arange_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
 }
 
 static int arange_stage(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
-    (void)stage, (void)extent;
     source->kind = BY_PIECE;
     source->single = entry->a.count == 1;
     return 1;

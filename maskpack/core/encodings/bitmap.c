@@ -1,7 +1,6 @@
 /* BITMAP     a: one of two words, a bit each, every row from a new byte on; b: the two words */
 
 static int bitmap_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     i64 size = rows->size, nbytes = 0, known = 0;
     u64 pair[2] = {0, 0};
     for (i64 row = 0; row < rows->rows; row++) nbytes += (row_length(rows, row) + 7) / 8;
@@ -39,14 +38,12 @@ static void bitmap_decode(Cursor *cursor, i64 n, u8 *out) {
 static void bitmap_skip(Cursor *cursor, i64 n) { cursor->a += (n + 7) / 8; }
 
 static int bitmap_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)total;
     const Entry *entry = check->table->entries + index;
     if (entry->a.size != 1 || entry->a.count != count_pieces(check->table, entry, lengths, rows, 8)) return 0;
     return entry->b.size == entry->size && entry->b.count == 2 && !entry->c.count;
 }
 
 static int bitmap_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths, (void)rows;
     return array_is_odd(check->table->body, &check->table->entries[index].b);
 }
 

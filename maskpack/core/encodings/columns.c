@@ -46,6 +46,7 @@ typedef struct {
     i64 columns, items, way; /* items: words of an element in a column */
     int whole;               /* whether a tile is one block of each column */
     u8 *line, *low, *high;
+    i64 *bases, blocks; /* the least words of the blocks of each column, so many of them */
 } Tiles;
 
 /* The blocks of one column in n tokens of a row, which lie at `from`; the first of them is number `index`. False if its words are too far apart. */
@@ -59,17 +60,17 @@ static int column_encode(const Tiles *tiles, i64 column, const u8 *from, i64 n, 
     for (i64 word = 0; word < n * items; word += BLOCK, index++) {
         i64 count = n * items - word < BLOCK ? n * items - word : BLOCK, least;
         u8 *width = out->memory + (own->a.at - out->base) + index;
-        u8 *base = out->memory + (own->b.at - out->base) + index * size;
+        i64 *base = tiles->bases + column * tiles->blocks + index;
         u32 numbers[BLOCK];
         u64 most = 0;
         if (!direct) most = loops->above_least(size, tiles->line + word * size, count, &least, numbers);
-        else if (tiles->way) loops->less(size, from + column * items * size, element, n, signed_word(base, size), numbers);
+        else if (tiles->way) loops->less(size, from + column * items * size, element, n, *base, numbers);
         else most = loops->range(size, tiles->low + column * items * size, tiles->high + column * items * size, items, &least);
         if (tiles->way) pack_block(loops, numbers, count, *width, out->memory + (own->c.at - out->base) + 4 * own->c.count);
         else {
             fits &= bits_for(most) <= 32;
             *width = (u8)bits_for(most);
-            put_word(base, least, size);
+            *base = least;
         }
         own->c.count += block_numbers(count, *width);
     }
@@ -108,23 +109,25 @@ static int columns_encode(const Rows *rows, i64 columns, Out *out, Entry *slots)
     for (i64 column = 0; column < columns; column++) {
         Entry *own = slots + column;
         *own = entry_of(BLOCKS, layout, items, size);
-        if (!reserve(out, &own->a, 1, blocks) || !reserve(out, &own->b, size, blocks)) return FULL;
+        if (!reserve(out, &own->a, 1, blocks)) return FULL;
     }
     columns_close(slots, columns, layout, rows);
     i64 tile = tile_tokens(items);
     u8 *line = malloc((size_t)(tile * items * size + 2 * element)), *low = line + tile * items * size;
-    if (!line) return NO_MEMORY;
+    i64 *bases = malloc((size_t)(columns * blocks + 1) * sizeof(i64));
     Field field;
     Rows again = rows_verified(rows, &field);
-    Tiles tiles = {rows, block_loops(), out, slots, columns, items, 0, BLOCK % items == 0, line, low, low + element};
-    int done = tiles_encode(&tiles);
+    Tiles tiles = {rows, block_loops(), out, slots, columns, items, 0, BLOCK % items == 0, line, low, low + element, bases, blocks};
+    int done = line && bases ? tiles_encode(&tiles) : NO_MEMORY;
     for (i64 column = 0; column < columns && done == FITS; column++) {
-        if (!reserve(out, &slots[column].c, 4, slots[column].c.count)) done = FULL;
+        List own = {bases + column * blocks, blocks, blocks};
+        if (!put_signed(out, &slots[column].b, &own) || !reserve(out, &slots[column].c, 4, slots[column].c.count)) done = FULL;
         slots[column].c.count = 0; /* counted again, as it is written */
     }
     tiles.rows = &again;
     tiles.way = 1;
     if (done == FITS) done = tiles_encode(&tiles);
+    free(bases);
     free(line);
     return done;
 }
@@ -139,8 +142,8 @@ static int has_pieces(const Cursor *cursor) {
 static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
     u32 words[BLOCK];
     Block block = block_next(cursor, n * EIGHT);
-    if (n * EIGHT == BLOCK) prefetch(block.from, BLOCK / 8 * block.bits, 0, 1); /* as the next one is likely as long */
-    unpack_block(cursor->loops, block.from, n * EIGHT, block.bits, words);
+    if (n * EIGHT == BLOCK) prefetch(block.from, 4 * block.numbers, 0, 1); /* as the next one is likely as long */
+    block_words(cursor, &block, n * EIGHT, words);
     cursor->loops->more(cursor->entry->size, words, block.base, n, out, step);
 }
 
@@ -171,7 +174,6 @@ static void columns_decode(Cursor *cursor, i64 n, u8 *out) {
 }
 
 static int columns_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)rows, (void)total;
     const Entry *entry = check->table->entries + index, *own = check->table->entries + entry->first;
     if (entry->a.count || entry->b.count || entry->c.count || !entry->items || entry->items % entry->number) return 0;
     for (i64 column = 0; column < entry->number; column++, own++)
@@ -180,7 +182,6 @@ static int columns_check(Check *check, i64 index, const Array *lengths, i64 rows
 }
 
 static int columns_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths;
     const Entry *entry = check->table->entries + index;
     for (i64 column = 0; column < entry->number; column++)
         if (entry_is_odd(check, entry->first + column, NULL, rows)) return 1;

@@ -25,7 +25,6 @@ static void concat_decode(Cursor *cursor, i64 n, u8 *out) {
 
 /* Whether each row has as many words as the two that it is put together from. */
 static int concat_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)total;
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *a = table->entries + entry->first, *b = table->entries + entry->second;
     if (entry->a.count || entry->b.count || entry->c.count || a->size != entry->size || b->size != entry->size) return 0;
@@ -39,7 +38,6 @@ static int concat_check(Check *check, i64 index, const Array *lengths, i64 rows,
 }
 
 static int concat_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths;
     const Entry *entry = check->table->entries + index;
     return entry_is_odd(check, entry->first, NULL, rows) || entry_is_odd(check, entry->second, NULL, rows);
 }

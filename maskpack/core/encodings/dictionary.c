@@ -2,6 +2,7 @@
 
 static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entry, Form *form);
 static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Rows *near, Out *out, Entry *entry);
+static int is_better(const Rows *rows, const Rows *near, int integers, const Form *form, i64 bytes, i64 words);
 
 /* Which of the stored rows of a dictionary a row is; negative if it is none. */
 static i64 stored_row(const u8 *body, const Entry *entry, i64 row) {
@@ -66,6 +67,7 @@ static int dictionary_encode(const Rows *rows, i64 hints, int integers, Out *out
     Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0, 0};
     if (done == FITS) {
         done = again ? encode_as(inner.kind, inner.number, inner.bytes, &stored, NULL, out, entries) : MISFIT;
+        if (done == FITS && is_better(&stored, NULL, integers, &inner, bytes_of(entries), total_words(&stored))) done = MISFIT;
         if (done == MISFIT || done == FULL) {
             out->used = start;
             done = choose(&stored, NULL, hints, integers, out, entries, &inner);
@@ -78,7 +80,7 @@ static int dictionary_encode(const Rows *rows, i64 hints, int integers, Out *out
         index.count = 0;
         for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
         if (done == FITS && !put_numbers(out, &entries[1].b, &index)) done = FULL;
-        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, 0, 0};
+        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, form->cost, form->age};
     }
     free(index.numbers);
     free(firsts);
@@ -150,7 +152,6 @@ static i64 count_stored(const u8 *body, const Entry *entry, i64 rows) {
 }
 
 static int dictionary_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)total;
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
     const u8 *body = table->body;
@@ -183,7 +184,6 @@ static int dictionary_check(Check *check, i64 index, const Array *lengths, i64 r
 }
 
 static int dictionary_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths;
     const Entry *entry = check->table->entries + index;
     return entry_is_odd(check, entry->first, &entry->b, count_stored(check->table->body, entry, rows));
 }

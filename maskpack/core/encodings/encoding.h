@@ -7,7 +7,8 @@
    says is never trusted: other processes may write to a file that is mapped, after it was checked. A number is cut to what
    there is, wherever it is used. */
 
-enum { MARKED = 8 };                    /* rows from one mark to the next */
+enum { MARKED = 8 };                        /* rows from one mark to the next */
+enum { FIT_ROWS = 64, FIT_WORDS = 1 << 10 }; /* rows, and words of each, that are looked at to fit an encoding */
 static const i64 MANY = (i64)1 << 58; /* more words than memory holds */
 
 /* ------------------------------------------------------------------ arrays */
@@ -75,6 +76,8 @@ typedef struct {
 typedef struct {
     int integers; /* whether it is for integers only */
     int marked;   /* whether marks say where rows begin; else this follows from their bounds */
+    /* Finds `number` and the bytes of array a for rows of packed values; NULL if there is nothing to find. */
+    void (*fit)(const Rows *rows, i64 *number, i64 *bytes);
     /* Encodes rows in one entry, with `near` rows of another field; NULL if encode.c makes it of several. */
     int (*encode)(const Rows *rows, const Rows *near, Out *out, Entry *entry);
     /* Gets what a cursor needs to decode; false without memory. NULL if it needs no more than its parts. */

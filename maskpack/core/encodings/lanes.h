@@ -69,12 +69,22 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
      : (size) == 4 ? EXPANDED(name, 4, ISA)(__VA_ARGS__)        \
                    : EXPANDED(name, 8, ISA)(__VA_ARGS__))
 
+/* The widths of the four codes of words; each code stands for the words from its first on. */
+typedef struct {
+    u32 widths[4], firsts[4];
+    u64 end; /* what is behind the last word of the last code */
+} Codes;
+
+enum { MOST_CODED = 28 }; /* bits of a coded word: two of them are read at once */
+
 typedef struct {
     void (*pack)(const u32 *, u32 *, i64), (*unpack)(const u32 *, u32 *, i64);
     u64 (*above_least)(i64, const u8 *, i64, i64 *, u32 *), (*distances)(i64, const u8 *, const u8 *, i64, u32 *);
     void (*ends)(i64, const u8 *, i64, i64, u8 *, u8 *);
     u64 (*range)(i64, const u8 *, const u8 *, i64, i64 *);
     void (*less)(i64, const u8 *, i64, i64, i64, u32 *), (*more)(i64, const u32 *, i64, i64, u8 *, i64);
+    void (*count_codes)(const Codes *, const u32 *, i64 *), (*pack_codes)(const Codes *, const u32 *, i64, u8 *);
+    void (*unpack_codes)(const Codes *, const u8 *, i64, i64, u32 *);
     void (*add_least)(i64, const u32 *, i64, i64, u8 *), (*add_distances)(i64, const u32 *, const u8 *, i64, u8 *);
 } BlockLoops;
 
@@ -83,14 +93,14 @@ typedef struct {
 #include "loops.h"
 #if defined(__x86_64__)
 #define ISA avx2
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,bmi2")))
 #include "loops.h"
 #endif
 
 /* The loops for this processor: AVX2 packs three to four times as fast as SSE2. */
 static const BlockLoops *block_loops(void) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) return &loops_any_avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) return &loops_any_avx2;
 #endif
     return &loops_any_plain;
 }

@@ -1,7 +1,24 @@
 /* NARROW     a: words less `number`, in 1, 2 or 4 bytes */
 
+/* The least number of bytes, of 1, 2, 4 or 8, for the words less a base; 0 words need one. */
+static void narrow_fit(const Rows *rows, i64 *base, i64 *bytes) {
+    i64 size = rows->size, low = 0, high = 0, known = 0;
+    for (i64 row = 0; row < rows->rows; row++) {
+        i64 n = row_length(rows, row);
+        const u8 *words = row_words(rows, row);
+        for (i64 i = 0; words && i < n; i++) {
+            i64 word = signed_word(words + i * size, size);
+            low = !known || word < low ? word : low;
+            high = !known || word > high ? word : high;
+            known = 1;
+        }
+    }
+    u64 range = (u64)high - (u64)low;
+    *bytes = range < 1 << 8 ? 1 : range < 1 << 16 ? 2 : range < (u64)1 << 32 ? 4 : 8;
+    *base = low >= 0 && (u64)high < (*bytes == 8 ? ~0ull : 1ull << 8 * *bytes) ? 0 : low;
+}
+
 static int narrow_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     i64 narrow = entry->a.size, size = rows->size;
     if (narrow >= size || narrow == 8) return MISFIT;
     u8 *to = reserve(out, &entry->a, narrow, total_words(rows));
@@ -58,13 +75,11 @@ static void narrow_decode(Cursor *cursor, i64 n, u8 *out) {
 }
 
 static int narrow_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)rows;
     const Entry *entry = check->table->entries + index;
     return entry->a.size < entry->size && entry->a.count == total && !entry->b.count && !entry->c.count;
 }
 
 static int narrow_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)check, (void)index, (void)lengths, (void)rows;
     return 1; /* no word is narrower than a byte */
 }
 
@@ -74,6 +89,6 @@ static void narrow_place(Placing *placing, Placed *placed, Entry *entry) {
 }
 
 static const Encoding NARROW_ENCODING = {
-    .integers = 1, .encode = narrow_encode, .decode = narrow_decode, .skip = plain_skip, .cut = plain_cut,
+    .integers = 1, .fit = narrow_fit, .encode = narrow_encode, .decode = narrow_decode, .skip = plain_skip, .cut = plain_cut,
     .check = narrow_check, .is_odd = narrow_is_odd, .stage = plain_stage, .place = narrow_place,
 };

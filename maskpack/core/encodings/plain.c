@@ -1,7 +1,6 @@
 /* PLAIN      a: the words */
 
 static int plain_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     u8 *to = reserve(out, &entry->a, rows->size, total_words(rows));
     if (!to) return FULL;
     for (i64 row = 0; row < rows->rows; row++) {
@@ -27,18 +26,15 @@ static void plain_skip(Cursor *cursor, i64 n) { cursor->a += n; }
 static void plain_cut(Entry *own, const Mark *from, const Mark *to) { array_cut(&own->a, from->a, to->a); }
 
 static int plain_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)lengths, (void)rows;
     const Entry *entry = check->table->entries + index;
     return entry->a.size == entry->size && entry->a.count == total && !entry->b.count && !entry->c.count;
 }
 
 static int plain_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths, (void)rows;
     return array_is_odd(check->table->body, &check->table->entries[index].a);
 }
 
 static int plain_stage(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
-    (void)stage, (void)entry;
     source->begins = extent->table;
     source->begin_unit = extent->unit;
     return 1;

@@ -1,7 +1,6 @@
 /* SPARSE     a: words of each row that are not 0; b: their places in the row; c: the words */
 
 static int sparse_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     i64 size = rows->size;
     List each = {0}, places = {0}, values = {0};
     int done = FITS;
@@ -47,7 +46,6 @@ static void sparse_decode(Cursor *cursor, i64 n, u8 *out) {
 }
 
 static void sparse_skip(Cursor *cursor, i64 n) {
-    (void)n;
     cursor->b += sparse_stored(cursor);
 }
 
@@ -58,7 +56,6 @@ static void sparse_cut(Entry *own, const Mark *from, const Mark *to) {
 }
 
 static int sparse_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)total;
     const Entry *entry = check->table->entries + index;
     const u8 *body = check->table->body;
     i64 at = 0;
@@ -77,7 +74,6 @@ static int sparse_check(Check *check, i64 index, const Array *lengths, i64 rows,
 }
 
 static int sparse_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths, (void)rows;
     return array_is_odd(check->table->body, &check->table->entries[index].c);
 }
 

@@ -15,7 +15,6 @@ static i64 stretch_end(i64 kind, const u8 *words, i64 at, i64 n, i64 size, i64 *
 }
 
 static int stretches_encode(const Rows *rows, const Rows *near, Out *out, Entry *entry) {
-    (void)near;
     List stretches = {0}, counts = {0}, values = {0};
     int done = FITS;
     for (i64 row = 0; row < rows->rows && done == FITS; row++) {
@@ -88,7 +87,6 @@ static int stretches_fill(const u8 *body, const Entry *entry, i64 n, i64 at, i64
 }
 
 static int stretches_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
-    (void)total;
     const Entry *entry = check->table->entries + index;
     const u8 *body = check->table->body;
     i64 counts = 0, values = 0, times = 1;
@@ -107,7 +105,6 @@ static int stretches_check(Check *check, i64 index, const Array *lengths, i64 ro
 }
 
 static int rle_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
-    (void)lengths, (void)rows;
     return array_is_odd(check->table->body, &check->table->entries[index].c);
 }
 

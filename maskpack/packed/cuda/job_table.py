@@ -79,8 +79,8 @@ class JobSource(NamedTuple):
                 data[p] once for each place in the piece
     BY_BIT      more[bit]
     BY_SEARCH   more[...] where data, the places of a row, has this one; 0 elsewhere
-    BY_BLOCK    more[block], the least word, + the bits of the place in `numbers`; or the distance that they are, added
-                to the word of another source
+    BY_BLOCK    the least word of the block, in the table `more`, + the bits of the place in `numbers`, in coded blocks
+                those behind the words before it; or the distance that they are, added to the word of another source
     FROM_TABLE  the table itself
 
     Attributes:
@@ -89,8 +89,8 @@ class JobSource(NamedTuple):
         begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes,
             places or blocks; without it, row b begins at `b * begin_unit`.
         data, data_size: array, and bytes of an entry.
-        more: a second array: words.
-        number: a base, or a step.
+        more: a second array, or table: words.
+        number: a base, a step, or the widths of codes.
         single: 1 where `data` has one entry for all.
         pieces, counts, sums: of rows with several pieces: table [B + 1] of the first entry of each row in the other
             two; words before each piece but the last of a row, cumulated over all rows; and what they add up to. Of

@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.packed.cuda import job_table
 
 JOB = tl.constexpr(job_table.JOB)
 BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK = (tl.constexpr(kind) for kind in range(job_table.FROM_TABLE))
+BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
 (
@@ -132,13 +134,48 @@ def _by_search(body, source, size, first, count, place, mask):
 
 
 @triton.jit
-def _by_block(body, tables, source, size, first, place, mask):
+def _ones(bits):
+    """How many bits of a uint32 are 1, as int32."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _coded(source, numbers, first, n, place, mask):
+    """The words of coded blocks above the least: each has the width of its code, and lies behind those before it."""
+    second, third, fourth = place * 0, place * 0, place * 0
+    for number in range(BLOCK // CODES):
+        inside = mask & (number * CODES <= place)
+        codes = _number(numbers, 4, first + number, inside).to(tl.uint32, bitcast=False)
+        before = tl.minimum(place - number * CODES, CODES)
+        codes = tl.where(before < CODES, codes & ((tl.full([1], 1, tl.uint32) << (2 * before)) - 1), codes)
+        low, high = codes & 0x55555555, (codes >> 1) & 0x55555555
+        fourth += tl.where(inside, _ones(low & high), 0)
+        second += tl.where(inside, _ones(low & ~high), 0)
+        third += tl.where(inside, _ones(high & ~low), 0)
+    code = _number(numbers, 4, first + place // CODES, mask).to(tl.int32) >> (2 * (place & (CODES - 1))) & 3
+    widths = tl.load(source + NUMBER)
+    w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31
+    at = (place - second - third - fourth) * w0 + second * w1 + third * w2 + fourth * w3
+    width = tl.where(code == 0, w0, tl.where(code == 1, w1, tl.where(code == 2, w2, w3)))
+    one = tl.full([1], 1, tl.int64)
+    above = tl.where(code > 0, one << w0, 0) + tl.where(code > 1, one << w1, 0) + tl.where(code > 2, one << w2, 0)
+    number, shift = first + (n + CODES - 1) // CODES + (at >> 5), at & 31
+    low = _number(numbers, 4, number, mask & (width > 0))
+    high = _number(numbers, 4, number + 1, mask & (shift + width > 32))
+    return above + (((low >> shift) | (high << (32 - shift))) & ((one << width) - 1))
+
+
+@triton.jit
+def _by_block(body, tables, source, first, place, mask):
     """The words of blocks, or distances; and which are distances. Above FEW words, a block has eight lanes."""
     block = first + (place >> 8)
     place = place & 255
     info = tl.load(tables + tl.load(source + PIECES) + block, mask=mask, other=0)
     width = tl.load(body + tl.load(source + DATA) + block, mask=mask, other=0).to(tl.int32)
-    bits = width & 127
+    coded = mask & (width == CODED)
+    bits = width & (CODED - 1)
     lanes = (info & 511) >= 64
     step = tl.where(lanes, 8, 1)
     at = tl.where(lanes, place >> 3, place) * bits
@@ -149,8 +186,10 @@ def _by_block(body, tables, source, size, first, place, mask):
     high = _number(numbers, 4, number + step, mask & (shift + bits > 32))
     value = (low >> shift) | (high << (32 - shift))
     value = value & ((tl.full([1], 1, tl.int64) << bits.to(tl.int64)) - 1)
-    apart = width >= 128
-    base = _number(body + tl.load(source + MORE), size, block, mask)
+    if tl.max(coded.to(tl.int32)) > 0:
+        value = tl.where(coded, _coded(source, numbers, info >> 9, info & 511, place, coded), value)
+    apart = width >= NEAR_BIT
+    base = tl.load(tables + tl.load(source + MORE) + block, mask=mask, other=0)
     return tl.where(apart, (value >> 1) ^ -(value & 1), base + value), apart
 
 
@@ -176,7 +215,7 @@ def _of_source(body, tables, source, size, row, place, mask):
         count = _bound(tables, begins, unit, stored + 1) - first
         words = _by_search(body, source, size, first, count, place, mask)
     elif kind == BY_BLOCK:
-        words, apart = _by_block(body, tables, source, size, first, place, mask)
+        words, apart = _by_block(body, tables, source, first, place, mask)
     else:
         words = tl.load(tables + tl.load(source + DATA) + place, mask=mask, other=0)
     return words, apart

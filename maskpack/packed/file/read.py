@@ -112,7 +112,7 @@ class _MessageReader:
         if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
             fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
         counts = [*line[:3].tolist(), int(line[2])]
-        dtypes = abi.STORED, abi.ENTRY, np.dtype(np.int64), abi.ARRAY
+        dtypes: tuple[Any, ...] = (abi.STORED, abi.ENTRY, np.dtype(np.int64), abi.ARRAY)
         sizes = [count * dtype.itemsize // 8 for count, dtype in zip(counts, dtypes, strict=True)]
         if line.size != 3 + sum(sizes) or counts[0] != len(names):
             fail(
