@@ -24,8 +24,8 @@ enum { MOST_STEPS = 8 };   /* from a field to fields that it is near to, or that
 enum { FEW_COLUMNS = 16 }; /* words of an element that are a column each; of more, each index of its first dim is one */
 enum { BLOCK = 256, NEAR = 128 }; /* words of a block; the bit that says that they are distances */
 
-/* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that a
-   dictionary stores; that of the first of its columns; another field; the field that it is near to, or -1. */
+/* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that it stores;
+   that of the first of its columns; another field; the field that it is near to, or -1. */
 enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
 #define KINDS(X)              \
     X(PLAIN, NONE, NONE)      \
@@ -38,7 +38,8 @@ enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
     X(SPARSE, NONE, NONE)     \
     X(DICTIONARY, OF_ROWS, NONE) \
     X(COLUMNS, OF_COLUMNS, NONE) \
-    X(CONCAT, OF_FIELD, OF_FIELD)
+    X(CONCAT, OF_FIELD, OF_FIELD) \
+    X(PIECES, OF_ROWS, NONE)
 
 /* An array in a body: its first byte, bytes of a number, numbers. Where several equal numbers are needed, one may stand
    for all of them. */
