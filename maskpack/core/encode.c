@@ -132,6 +132,14 @@ static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
     return values;
 }
 
+/* Whether another form may be smaller than two entries in the form of the last time. */
+static int may_shrink(const Task *task, const Rows *flat) {
+    Form *form = &task->job->form;
+    i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
+    int due = ++form->age % SOME_BATCHES == 0, looks = total * flat->size >= FEW_BYTES || 2 * bytes * COST_WORDS < form->cost * total || due;
+    return is_larger(bytes, form, total) || (looks && is_better(flat, NULL, (int)task->job->integers, form->inner_kind));
+}
+
 /* Encodes from packed values: a dictionary or pieces as the last time, or whichever form is best. */
 static int encode_packed(const Task *task) {
     Job *job = task->job;
@@ -149,7 +157,7 @@ static int encode_packed(const Task *task) {
         int (*encode)(const Rows *, i64, int, Out *, Entry *, Form *, int) = form->kind == PIECES ? pieces_encode : dictionary_encode;
         done = encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
-        if (done == FITS && is_larger(bytes_of(task->slots) + bytes_of(task->slots + 1), form, task->total)) done = MISFIT;
+        if (done == FITS && may_shrink(task, &flat)) done = MISFIT;
         if (done != FITS) task->out->used = start;
     } else if (done == FITS) done = MISFIT;
     if (done == MISFIT || done == FULL) {

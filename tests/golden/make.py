@@ -139,14 +139,24 @@ def encodings() -> Golden:
             if real:
                 columns[b, s] = torch.tensor([fields["plain"][b, s].item() % 2**40, -3])
     fields["columns"] = columns
+    rows = noise(14, 2**63)
+    rows[1], rows[4] = rows[0][30:80] + rows[1][50:], rows[4][:20] + rows[0][:46]
+    fields["pieces"] = rows_under(MASK, rows, i64)
     fields["same"] = fields["plain"].clone()
     batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [len(MASK)])
     specs = under_mask(*fields)
     specs["near"] = MaskNestingSpec("mask", hints=("near:far",))
     specs["blocks"] = MaskNestingSpec("mask", -1)
     specs["columns"] = MaskNestingSpec("mask", hints=("columns",))
+    specs["pieces"] = MaskNestingSpec("mask", hints=("pieces",))
     kinds = {name: name.partition("_")[0].rstrip("1248") for name in fields}
-    kinds |= {"same": "plain", "far": "blocks", "near": "blocks", "columns": "columns plain arange"}
+    kinds |= {
+        "same": "plain",
+        "far": "blocks",
+        "near": "blocks",
+        "columns": "columns plain arange",
+        "pieces": "pieces plain",
+    }
     return Golden(batch, {"registry": specs}, kinds=kinds)
 
 

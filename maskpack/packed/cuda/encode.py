@@ -119,8 +119,8 @@ class KnownForms:
             entry = table.entries[at]
             if entry["kind"] == abi.CONCAT:
                 kinds[place] = abi.CONCAT
-            elif kinds[place] != int(entry["kind"]):
-                kinds[place] = _UNKNOWN  # of no words
+            elif kinds[place] != int(entry["kind"]) or entry["kind"] == abi.PIECES:
+                kinds[place] = _UNKNOWN  # of no words, or one that the kernels do not write
             inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
         return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
