@@ -143,7 +143,7 @@ def _alone(
 
 
 def table_of_rows(packed: PackedBatch) -> Table:
-    """The table of rows that lie in other tables. Consecutive rows of one table are cut from it, if they need few others
+    """The table of rows that lie in other tables. Consecutive rows of one table are cut from it if they need few others
     of it; others are encoded."""
     picked = packed.picked
     if picked.shown is not None:

@@ -170,8 +170,8 @@ class Table:
         return reached
 
     def fields_from_afar(self) -> list[int]:
-        """The numbers of the fields that need rows stored before the first one of the table, if these rows take more than
-        `SLACK` allows."""
+        """The numbers of the fields that need rows stored before those of the table, and of fields that share entries
+        with them, if these rows take more bytes than `SLACK` allows."""
         far: set[int] = set()
         nbytes = 0.0
         for at in self._reached:
@@ -184,7 +184,10 @@ class Table:
                 far.add(at)
         if nbytes <= (1 - 1 / SLACK) * self.nbytes:
             return []
-        return [number for number, at in enumerate(self.fields.tolist()) if far & self._reached_from([at])]
+        own, found = [self._reached_from([at]) for at in self.fields.tolist()], set[int]()
+        while far > found:  # and the fields that these refer to, or that refer to the same ones
+            found, far = far, far.union(*(reached for reached in own if reached & far))
+        return [number for number, reached in enumerate(own) if reached & far]
 
     def entry_places(self, at: int) -> list[Any]:
         """The PLACEs of an entry that hold numbers."""

@@ -311,11 +311,9 @@ def test_each_encoding_is_taken_for_what_it_is_for(kind: str, hinted: bool) -> N
             if kind == "near" and hinted:
                 assert found[f"near {dtype}"] == "blocks"
                 assert packed.table.entries[entry_of(packed, f"near {dtype}")]["second"] == entry_of(packed, name)
-            elif (kind in ("near", "concat", "columns") and not hinted) or (kind == "narrow" and size == 1):
+            elif kind in ("near", "concat", "columns") and not hinted:
                 continue
-            elif kind == "pieces" and size < 4:
-                continue
-            else:
+            elif size >= {"narrow": 2, "pieces": 4}.get(kind, 1):
                 assert found[name].split(" ")[0] == ("plain" if kind == "near" else kind), (name, found[name])
 
 
@@ -364,6 +362,7 @@ def followed(packed: PackedBatch) -> None:
         inner = {
             "concat": [first, second],
             "dictionary": [first],
+            "pieces": [first],
             "columns": range(first, first + int(entry["number"])),
         }
         for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):

@@ -48,7 +48,7 @@ def check_codec(codec: str | None, call: str) -> None:
 
 
 def as_sent(table: Table, codec: str | None) -> Table:
-    """A table with a body of its own, and for a codec with plain words in place of blocks of bits and of pieces, where a
+    """A table with a body of its own, and for a codec with plain words in place of blocks of bits and of pieces where a
     sample says that the codec makes fewer bytes of them."""
     if codec is None:
         return table.compacted()
