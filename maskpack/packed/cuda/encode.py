@@ -119,8 +119,8 @@ class KnownForms:
             entry = table.entries[at]
             if entry["kind"] == abi.CONCAT:
                 kinds[place] = abi.CONCAT
-            elif kinds[place] != int(entry["kind"]) or entry["kind"] == abi.PIECES:
-                kinds[place] = _UNKNOWN  # of no words, or one that the kernels do not write
+            elif kinds[place] != int(entry["kind"]):
+                kinds[place] = _UNKNOWN  # of no words
             inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
         return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
@@ -150,6 +150,15 @@ class KnownForms:
             self._recipes[key] = self._new_recipe(set(key[0]), key[1], out, rows, dense_rows)
         return self._recipes[key]
 
+    def _left_to_host(self) -> set[int]:
+        """The jobs of pieces, which the kernels do not write, and those that a concat joins to them."""
+        left = {place for place, kind in enumerate(self.kinds) if kind == abi.PIECES}
+        concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
+        joined = [{place, *map(int, self.jobs[["head", "tail"]][place])} for place in concats]
+        while (more := left.union(*(own for own in joined if own & left))) > left:
+            left = more
+        return left
+
     def _new_recipe(
         self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
     ) -> EncodeRecipe:
@@ -158,6 +167,7 @@ class KnownForms:
         lines: list[tuple[int, ...]] = []
         number_of: dict[int, int] = {}  # of a job among the fields
         taken: list[int] = []
+        out = {*out, *self._left_to_host()}
         for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
             kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
             near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
