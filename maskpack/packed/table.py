@@ -174,15 +174,15 @@ class Table:
         with them, if these rows take more bytes than `SLACK` allows."""
         far: set[int] = set()
         nbytes = 0.0
-        for at in self._reached:
-            entry = self.entries[at]
-            if entry["kind"] == abi.PIECES and entry["number"]:
-                lengths = self.array(entry["b"]).view(f"u{entry['b']['size']}")
-                lengths = np.broadcast_to(lengths, self.rows + int(entry["number"])).astype(np.int64)
+        for at in np.flatnonzero((self.entries["kind"] == abi.PIECES) & (self.entries["number"] > 0)).tolist():
+            if at in self._reached:
+                entry, before = self.entries[at], int(self.entries["number"][at])
+                lengths = self.array(entry["b"]).view(f"u{entry['b']['size']}").astype(np.int64)
+                lengths = np.broadcast_to(lengths, self.rows + before)
                 inner = native.bytes_of(self.entries[[int(entry["first"])]])
-                nbytes += inner * int(lengths[: entry["number"]].sum()) / max(int(lengths.sum()), 1)
+                nbytes += inner * int(lengths[:before].sum()) / max(int(lengths.sum()), 1)
                 far.add(at)
-        if nbytes <= (1 - 1 / SLACK) * self.nbytes:
+        if not far or nbytes <= (1 - 1 / SLACK) * self.nbytes:
             return []
         own, found = [self._reached_from([at]) for at in self.fields.tolist()], set[int]()
         while far > found:  # and the fields that these refer to, or that refer to the same ones

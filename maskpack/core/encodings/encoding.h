@@ -89,7 +89,7 @@ typedef struct {
     int (*check)(Check *check, i64 index, const Array *lengths, i64 rows, i64 total);
     /* Whether bools have other bytes than 0 and 1; the entry was checked. */
     int (*is_odd)(Check *check, i64 index, const Array *lengths, i64 rows);
-    /* Where the decode kernel finds the words (stage.c); false without memory. */
+    /* Where the decode kernel finds the words (stage.c); false without memory. NULL if it does not read this encoding. */
     int (*stage)(Stage *stage, const Entry *entry, const Extent *extent, Source *source);
     /* Where the encode kernel writes its arrays (place.c); NULL if it does not write this encoding. */
     void (*place)(Placing *placing, Placed *placed, Entry *entry);
