@@ -1053,7 +1053,7 @@ def test_no_entry_refers_to_a_concat() -> None:
     made = encodings_of_others()
     blocks = made.put([128, 128, 128]), made.put([0, 0, 0]), (0, 4, 0)
     made.field(made.entry("blocks", *blocks, layout=1, second=made.fields[-1]))
-    refused(made.joined(), 'field "f6"', CANNOT)
+    refused(made.joined(), 'field "f7"', CANNOT)
     nothing = Made(1 << 24)
     entry = nothing.entry("plain", items=0)
     for _ in range(8):

@@ -319,12 +319,12 @@ def encodings_of_others() -> Made:
     made.field(made.entry("columns", layout=0, items=2, first=column, number=2))
     wide = [made.entry("plain", made.put(range(20)), layout=0, items=2) for _ in range(2)]
     made.field(made.entry("columns", layout=0, items=4, first=wide[0], number=2))
-    made.field(made.entry("concat", layout=1, first=plain, second=plain))
     stored = made.entry("plain", made.put(range(8)), layout=0)
     copies = made.put([1, 2, 1, 1, 0, 2, 2, 1, 1, 1, 0, 1])  # of row 0: 1 new word, 2 copied, 1 new; ...
     made.field(
         made.entry("pieces", made.put([1, 1, 1]), made.put([3, 2, 0, 3]), copies, layout=0, number=1, first=stored)
     )
+    made.field(made.entry("concat", layout=1, first=plain, second=plain))
     return made
 
 
