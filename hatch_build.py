@@ -1,7 +1,7 @@
 """The build hook: compiles the core into the package, for wheels and editable installs (maskpack/core/build.py).
 
-A machine that has no compiler gets ziglang from the package index, for the build only. The wheel is for the machine that
-built it.
+A machine that has no compiler gets ziglang from the package index, for the build only. The wheel is for the machine
+that built it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ enum { FEW_COLUMNS = 16 }; /* words of an element that are a column each; of mor
 enum { BLOCK = 256, NEAR = 128, CODED = 64 }; /* words of a block; bits that say that they are distances, or coded */
 enum { CODES = 16 };                          /* codes of words in a number */
 
-/* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that a
-   dictionary stores; that of the first of its columns; another field; the field that it is near to, or -1. */
+/* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that it stores;
+   that of the first of its columns; another field; the field that it is near to, or -1. */
 enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
 #define KINDS(X)              \
     X(PLAIN, NONE, NONE)      \
@@ -39,7 +39,8 @@ enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
     X(SPARSE, NONE, NONE)     \
     X(DICTIONARY, OF_ROWS, NONE) \
     X(COLUMNS, OF_COLUMNS, NONE) \
-    X(CONCAT, OF_FIELD, OF_FIELD)
+    X(CONCAT, OF_FIELD, OF_FIELD) \
+    X(PIECES, OF_ROWS, NONE)
 
 /* An array in a body: its first byte, bytes of a number, numbers. Where several equal numbers are needed, one may stand
    for all of them. */

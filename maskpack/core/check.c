@@ -9,7 +9,7 @@ static int refers(Check *check, i64 index, i64 other, i64 steps) {
 }
 
 /* Whether an entry can be decoded: its arrays lie in the body, what it refers to may be, and its encoding finds every number
-   in its range. `lengths` are those of stored rows of a dictionary. */
+   in its range. `lengths` are those of rows that another entry stores. */
 static int entry_check(Check *check, i64 index, const Array *lengths, i64 rows) {
     const Entry *entry = check->table->entries + index;
     i64 size = entry->size, total, first = REFERENCES[entry->kind][0];
@@ -75,7 +75,7 @@ static int entries_check(Check *check, i64 n, i64 *bad) {
 }
 
 /* Checks the fields of a table whose layouts were checked and read: `fields` are entries that are there, `bools` [num_fields]
-   says which may hold only 0 and 1; NULL for rows that may be taken in place, of a table that was checked before. Rows of dictionaries
+   says which may hold only 0 and 1; NULL for rows that may be taken in place, of a table that was checked before. Stored rows
    may take `most` bytes more than the rows that they stand for. Returns 0, or 1 + the first field that cannot be decoded
    (1 + num_fields for an entry that no field needs), or -1 - the first one of other bytes. */
 API i64 maskpack_check_fields(const Entry *entries, i64 n, const Layout *layouts, i64 m, const u8 *body, i64 nbytes, i64 rows,

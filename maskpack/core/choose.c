@@ -105,7 +105,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
 static int is_better(const Rows *rows, const Rows *near, int integers, const Form *form, i64 bytes, i64 words) {
     i64 sizes[NUM_KINDS], kind = form->kind == COLUMNS ? BLOCKS : form->kind, sampled;
     i64 least = try_sample(rows, near, integers, form, sizes, &sampled, GLANCE_WORDS, FEW_WORDS);
-    i64 own = kind == DICTIONARY ? bytes * sampled / words : sizes[kind];
+    i64 own = !ENCODINGS[kind]->encode && words ? bytes * sampled / words : sizes[kind];
     return own < MOST && 100 * least + 1600 < 97 * own;
 }
 

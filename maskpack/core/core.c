@@ -49,6 +49,7 @@
 #include "encodings/arange.c"
 #include "encodings/sparse.c"
 #include "encodings/dictionary.c"
+#include "encodings/pieces.c"
 #include "encodings/columns.c"
 #include "encodings/concat.c"
 

@@ -1,7 +1,8 @@
 /* A batch to a table and a body: jobs, one a field. */
 
-enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike, but a dictionary takes no fewer bytes */
+enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike or have copies, but a dictionary or pieces take no fewer bytes */
 enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
+enum { SEEN_WORDS = 1 << 15 };               /* most words that copies are looked for in, to tell whether there are any */
 
 typedef struct {
     Job *jobs;
@@ -26,7 +27,14 @@ static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *f
     return (rows->scratch = malloc((size_t)(most * job->size + 8))) != NULL;
 }
 
-/* Encodes packed values anew: columns, a dictionary or one entry, whichever takes fewest bytes. */
+/* Whether rows that take `bytes` in one entry may take fewer as pieces: in a part of their words there are copies. */
+static int may_copy(const Rows *rows, const Job *job, i64 bytes, i64 part) {
+    i64 total = total_words(rows), most = total / part < SEEN_WORDS ? total / part : SEEN_WORDS;
+    if (job->integers != INTEGERS || (rows->size != 4 && rows->size != 8) || (rows->items > 1 && job->layout >= 0)) return 0;
+    return 8 * bytes > total * rows->size && bytes >= FEW_BYTES / 4 && has_copies(rows, most > FEW_BYTES ? most : FEW_BYTES);
+}
+
+/* Encodes packed values anew: columns, a dictionary, pieces or one entry, whichever takes fewest bytes. */
 static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *out, Entry *slots, i64 *count, Form *form) {
     i64 start = out->used, total = total_words(rows), plain = total * rows->size, layout = slots->layout;
     *count = 1;
@@ -34,23 +42,28 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     if (done != FITS) return done;
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
-    if (!columns && !repeats) return FITS;
+    int copies = job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
+    int ways[] = {columns, repeats, copies}; /* columns, a dictionary, pieces */
+    if (!columns && !repeats && !copies) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     int many = job->columns > FEW_COLUMNS;
     u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
     if (!tried || !memory) done = NO_MEMORY;
-    for (int way = 0; way < 2 && done == FITS; way++) {
-        if (way ? !repeats : !columns) continue;
+    for (int way = 0; way < 3 && done == FITS; way++) {
+        if (!ways[way]) continue;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
         i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
         Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
         int fits;
         tried[0] = tried[1] = entry_of(PLAIN, layout, rows->items, rows->size);
-        if (way) fits = dictionary_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        if (way == 1) fits = dictionary_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        else if (way == 2) fits = pieces_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
         else if (many) fits = columns_encode(rows, job->columns, &spare, tried);
         else fits = columns_choose(rows, job->columns, (int)job->integers, &spare, tried);
         /* some more bytes pay: many columns are taken without the others, and a codec makes fewer bytes of them */
         if (!way && many) limit = best + best / 32 - (i64)sizeof(Entry) * entries;
+        /* fewer bytes pay less: kernels do not read pieces */
+        if (way == 2 && !(job->hints >> PIECES & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
         for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
         if (fits == NO_MEMORY) done = fits;
         if (fits != FITS || bytes >= limit || adopt(out, start, &spare) != FITS) continue;
@@ -59,7 +72,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *count = entries;
         *form = found;
     }
-    if (repeats && form->kind != DICTIONARY) form->inner_kind = NO_GAIN;
+    if ((repeats || copies) && form->kind != DICTIONARY && form->kind != PIECES) form->inner_kind = NO_GAIN;
     form->cost = total ? best * COST_WORDS / total : 0;
     free(tried);
     free(memory);
@@ -93,8 +106,10 @@ static int encode_again(const Task *task) {
         i64 bytes = 0, total = task->total;
         for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
         int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total; /* of another kind of data */
-        int looks = total * rows.size >= FEW_BYTES || form->kind == PLAIN || ++form->age % SOME_BATCHES == 0;
-        int repeats = looks && form->inner_kind != NO_GAIN && 8 * bytes > total * rows.size && look_alike(&quick, ends);
+        int due = ++form->age % SOME_BATCHES == 0, looks = total * rows.size >= FEW_BYTES || form->kind == PLAIN || due;
+        int tried = !looks || form->inner_kind == NO_GAIN;
+        int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
+        repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
         if (other || (looks && (repeats || is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total)))) done = MISFIT;
     }
     free(ends);
@@ -117,7 +132,16 @@ static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
     return values;
 }
 
-/* Encodes from packed values: a dictionary as the last time, or whichever form is best. */
+/* Whether another form may be smaller than two entries in the form of the last time. */
+static int may_shrink(const Task *task, const Rows *flat) {
+    Form *form = &task->job->form;
+    i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
+    int due = ++form->age % SOME_BATCHES == 0, looks = total * flat->size >= FEW_BYTES || due;
+    int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
+    return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
+}
+
+/* Encodes from packed values: a dictionary or pieces as the last time, or whichever form is best. */
 static int encode_packed(const Task *task) {
     Job *job = task->job;
     Form *form = &job->form;
@@ -130,12 +154,11 @@ static int encode_packed(const Task *task) {
         values = gathered(task->rows, bounds, &done);
         flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL};
     }
-    if (done == FITS && form->kind == DICTIONARY) {
-        done = dictionary_encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
+    if (done == FITS && (form->kind == DICTIONARY || form->kind == PIECES)) {
+        int (*encode)(const Rows *, i64, int, Out *, Entry *, Form *, int) = form->kind == PIECES ? pieces_encode : dictionary_encode;
+        done = encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
-        i64 bytes = done == FITS ? bytes_of(task->slots) + bytes_of(task->slots + 1) : 0;
-        if (done == FITS && (is_larger(bytes, form, task->total) || is_better(&flat, task->near, (int)job->integers, form, bytes, task->total)))
-            done = MISFIT;
+        if (done == FITS && may_shrink(task, &flat)) done = MISFIT;
         if (done != FITS) task->out->used = start;
     } else if (done == FITS) done = MISFIT;
     if (done == MISFIT || done == FULL) {
@@ -266,7 +289,7 @@ static i64 settled_number(i64 number, const Job *job, i64 before, const i64 *fie
 }
 
 /* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
-   one takes its entry, unless that holds the stored rows of the dictionary behind it. Returns the entry of the field; `used`
+   one takes its entry, unless that holds the stored rows of the entry behind it. Returns the entry of the field; `used`
    bytes of the body are in use. */
 static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
     Job *job = work->jobs + at;

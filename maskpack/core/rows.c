@@ -1,17 +1,14 @@
 /* The rows of a table: where they begin, and parts of them, without decoding. */
 
-/* The numbers that the marks of an entry take: of a dictionary the rows that it stores and their bounds, else a, b and c of
-   every row that is MARKED; none where these follow from the bounds of the rows. */
-static i64 count_marks(const Entry *entry, i64 rows) {
-    if (REFERENCES[entry->kind][0] == OF_ROWS) return rows + 2;
-    return ENCODINGS[entry->kind]->marked ? 3 * (rows / MARKED + 1) : 0;
-}
+/* The numbers that the marks of an entry take, without those of rows that it stores: a, b and c of every row that is MARKED;
+   none where these follow from the bounds of the rows. */
+static i64 count_marks(const Entry *entry, i64 rows) { return ENCODINGS[entry->kind]->marked ? 3 * (rows / MARKED + 1) : 0; }
 
 typedef struct {
     i64 *numbers, used, room;
 } Marks;
 
-/* Marks the rows of an entry; `stored` are the bounds of rows that a dictionary stores. */
+/* Marks the rows of an entry; `stored` are the bounds of rows that another entry stores. */
 static void mark_rows(Marks *marks, const Table *table, i64 index, const i64 *stored, i64 rows) {
     i64 own = marks->used, count = count_marks(table->entries + index, rows);
     marks->used += count;
@@ -28,16 +25,18 @@ static void mark_rows(Marks *marks, const Table *table, i64 index, const i64 *st
     }
 }
 
-/* Marks a dictionary and the rows that it stores; false without memory. */
-static int mark_dictionary(Marks *marks, const Table *table, i64 index) {
+/* Marks an entry that stores rows, and behind it how many these are and their bounds; then these rows. False without memory. */
+static int mark_stored(Marks *marks, const Table *table, i64 index) {
     const Entry *entry = table->entries + index;
-    i64 *bounds = NULL, own = marks->used, stored = stored_rows(table->entries, entry, table->body, table->rows, &bounds);
+    i64 *bounds = NULL, own = marks->used, stored = stored_rows(table, entry, &bounds);
     if (stored < 0) return 0;
-    marks->used += count_marks(entry, stored);
+    mark_rows(marks, table, index, NULL, entry_rows(table, entry));
+    i64 at = marks->used;
+    marks->used += stored + 2;
     if (marks->used <= marks->room) {
         marks->numbers[index] = own;
-        marks->numbers[own] = stored;
-        memcpy(marks->numbers + own + 1, bounds, sizeof(i64) * (size_t)(stored + 1));
+        marks->numbers[at] = stored;
+        memcpy(marks->numbers + at + 1, bounds, sizeof(i64) * (size_t)(stored + 1));
     }
     mark_rows(marks, table, entry->first, bounds, stored);
     free(bounds);
@@ -54,7 +53,7 @@ API i64 maskpack_mark(const Entry *entries, i64 n, const Layout *layouts, const 
     for (i64 at = 0; at < n && at < room; at++) numbers[at] = -1;
     for (i64 at = 0; at < n && fine; at++) inside[REFERENCES[entries[at].kind][0] == OF_ROWS ? entries[at].first : n] = 1;
     for (i64 at = 0; at < n && fine; at++) {
-        if (REFERENCES[entries[at].kind][0] == OF_ROWS) fine = mark_dictionary(&marks, &table, at);
+        if (REFERENCES[entries[at].kind][0] == OF_ROWS) fine = mark_stored(&marks, &table, at);
         else if (!inside[at]) mark_rows(&marks, &table, at, NULL, entries[at].layout < 0 ? dense_rows : rows);
     }
     free(inside);
@@ -65,6 +64,7 @@ API i64 maskpack_mark(const Entry *entries, i64 n, const Layout *layouts, const 
 static void split_entry(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
     if (entry->kind == DICTIONARY) dictionary_split(table, index, cuts, parts, out, n);
+    if (entry->kind == PIECES) pieces_split(table, index, cuts, parts, out, n);
     if (!ENCODINGS[entry->kind]->cut) return;
     Cursor cursor = cursor_of(table, index, NULL);
     for (i64 part = 0; part < parts; part++, out += n) {
@@ -78,7 +78,7 @@ static void split_entry(const Table *table, i64 index, const i64 *cuts, i64 part
 API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m, const Layout *layouts, const u8 *body, i64 rows,
                        const i64 *marks, const i64 *cuts, i64 parts, Entry *out, Stored *out_stored) {
     Table table = {entries, layouts, body, rows, rows, marks};
-    u8 *inside = calloc((size_t)n + 1, 1); /* stored rows of dictionaries, which are taken with these */
+    u8 *inside = calloc((size_t)n + 1, 1); /* rows that an entry stores, which are taken with it */
     if (!inside) return -1;
     for (i64 part = 0; part < parts; part++) {
         memcpy(out + part * n, entries, sizeof(Entry) * (size_t)n);

@@ -143,7 +143,8 @@ def _alone(
 
 
 def table_of_rows(packed: PackedBatch) -> Table:
-    """The table of rows that lie in other tables. Consecutive rows of one table are cut from it; others are encoded."""
+    """The table of rows that lie in other tables. Consecutive rows of one table are cut from it if they need few others
+    of it; others are encoded."""
     picked = packed.picked
     if picked.shown is not None:
         table = picked.shown.batch.table.like(known=dict(picked.shown.layouts))
@@ -153,8 +154,18 @@ def table_of_rows(packed: PackedBatch) -> Table:
     places: dict[Path, tuple[int, int]] = {}
     for columns in picked.columns:
         forms = [packed.forms[path] for path in columns.paths]
-        places |= {form.path: (len(tables), number) for number, form in enumerate(forms)}
-        tables.append(_cut(packed, columns) or _encoded(packed, forms))
+        cut = _cut(packed, columns)
+        far = [] if cut is None else cut.fields_from_afar()
+        near = [number for number in range(len(forms)) if number not in far]
+        if cut is None or len(far) == len(forms) > 0:
+            near, parts = [*range(len(forms))], [_encoded(packed, forms)]
+        elif far:
+            parts = [cut.select(near), _encoded(packed, [forms[number] for number in far])]
+        else:
+            parts = [cut]
+        for part, numbers in zip(parts, (near, far), strict=False):
+            places |= {forms[number].path: (len(tables), place) for place, number in enumerate(numbers)}
+            tables.append(part)
     if len(tables) == 1 and [*places] == [form.path for form in packed.tensors]:
         return tables[0]
     return merge(tables, [places[form.path] for form in packed.tensors])

@@ -124,8 +124,8 @@ class Table:
 
     @cached_property
     def references(self) -> list[list[int]]:
-        """The entries that each entry refers to: the stored rows of a dictionary, columns, the head and tail of a
-        concat, the field that blocks are near to."""
+        """The entries that each entry refers to: the rows that a dictionary or pieces store, columns, the head and tail
+        of a concat, the field that blocks are near to."""
         out: list[list[int]] = []
         numbers = (self.entries[name].tolist() for name in ("kind", "number", "first", "second"))
         for kind, number, first, second in zip(*numbers, strict=True):
@@ -142,28 +142,52 @@ class Table:
         return " ".join([abi.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
 
     def own_entries(self, field: int) -> list[int]:
-        """The entries that a field alone is stored in: its own, and the parts of a dictionary or of columns."""
+        """The entries that a field alone is stored in: its own, and the parts of a dictionary, of pieces or of
+        columns."""
         return self._own_entries(int(self.fields[field]))
 
     def _own_entries(self, at: int) -> list[int]:
         return [*(own for part in self.parts(at) if part != at for own in self._own_entries(part)), at]
 
     def parts(self, at: int) -> list[int]:
-        """The entries that an entry is made of: the stored rows of a dictionary, columns, or itself."""
+        """The entries that an entry is made of: the rows that it stores, columns, or itself."""
         is_made = abi.REFERENCES[int(self.entries["kind"][at])][0] in (abi.OF_ROWS, abi.OF_COLUMNS)
         return self.references[at] if is_made else [at]
 
     @cached_property
     def _reached(self) -> list[int]:
         """The entries that some field needs, each once, rising."""
+        return sorted(self._reached_from(self.fields.tolist()))
+
+    def _reached_from(self, left: list[int]) -> set[int]:
+        """Some entries, and those that they refer to."""
         reached: set[int] = set()
-        left: list[int] = self.fields.tolist()
         while left:
             at = left.pop()
             if at not in reached:
                 reached.add(at)
                 left += self.references[at]
-        return sorted(reached)
+        return reached
+
+    def fields_from_afar(self) -> list[int]:
+        """The numbers of the fields that need rows stored before those of the table, and of fields that share entries
+        with them, if these rows take more bytes than `SLACK` allows."""
+        far: set[int] = set()
+        nbytes = 0.0
+        for at in np.flatnonzero((self.entries["kind"] == abi.PIECES) & (self.entries["number"] > 0)).tolist():
+            if at in self._reached:
+                entry, before = self.entries[at], int(self.entries["number"][at])
+                lengths = self.array(entry["b"]).view(f"u{entry['b']['size']}").astype(np.int64)
+                lengths = np.broadcast_to(lengths, self.rows + before)
+                inner = native.bytes_of(self.entries[[int(entry["first"])]])
+                nbytes += inner * int(lengths[:before].sum()) / max(int(lengths.sum()), 1)
+                far.add(at)
+        if not far or nbytes <= (1 - 1 / SLACK) * self.nbytes:
+            return []
+        own, found = [self._reached_from([at]) for at in self.fields.tolist()], set[int]()
+        while far > found:  # and the fields that these refer to, or that refer to the same ones
+            found, far = far, far.union(*(reached for reached in own if reached & far))
+        return [number for number, reached in enumerate(own) if reached & far]
 
     def entry_places(self, at: int) -> list[Any]:
         """The PLACEs of an entry that hold numbers."""

@@ -139,14 +139,24 @@ def encodings() -> Golden:
             if real:
                 columns[b, s] = torch.tensor([fields["plain"][b, s].item() % 2**40, -3])
     fields["columns"] = columns
+    rows = noise(14, 2**63)
+    rows[1], rows[4] = rows[0][30:80] + rows[1][50:], rows[4][:20] + rows[0][:46]
+    fields["pieces"] = rows_under(MASK, rows, i64)
     fields["same"] = fields["plain"].clone()
     batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [len(MASK)])
     specs = under_mask(*fields)
     specs["near"] = MaskNestingSpec("mask", hints=("near:far",))
     specs["blocks"] = MaskNestingSpec("mask", -1)
     specs["columns"] = MaskNestingSpec("mask", hints=("columns",))
+    specs["pieces"] = MaskNestingSpec("mask", hints=("pieces",))
     kinds = {name: name.partition("_")[0].rstrip("1248") for name in fields}
-    kinds |= {"same": "plain", "far": "blocks", "near": "blocks", "columns": "columns plain arange"}
+    kinds |= {
+        "same": "plain",
+        "far": "blocks",
+        "near": "blocks",
+        "columns": "columns plain arange",
+        "pieces": "pieces plain",
+    }
     return Golden(batch, {"registry": specs}, kinds=kinds)
 
 
@@ -158,7 +168,7 @@ def repeated_rows() -> Golden:
     lines["delta"] = [[2**40 * b + s * (s > 20) for s in range(length)] for b, length in enumerate(LENGTHS)]
     fields = {name: rows_under(mask, [rows[row] for row in order], torch.int64) for name, rows in lines.items()}
     batch = TensorDict({"mask": torch.tensor(mask, dtype=torch.bool), **fields, "dense": torch.ones(7, 3)}, [7])
-    kinds = {name: f"dictionary {name}" for name in fields} | {"dense": "rle"}
+    kinds = {name: f"dictionary {name}" for name in fields} | {"dense": "blocks"}
     specs = {name: MaskNestingSpec("mask", hints=("dictionary",)) for name in fields} | under_mask()
     return Golden(batch, {"registry": specs}, kinds=kinds)
 

@@ -122,6 +122,36 @@ def test_columns_of_several_words_with_the_width_behind_them() -> None:
         oracle.assert_same_batch(decompress(packed, device=DEVICE).to("cpu"), batch.to("cpu"))
 
 
+@kernel_test
+def test_pieces_and_what_refers_to_them_take_the_hosts_way() -> None:
+    rng = torch.Generator().manual_seed(3)
+    text = torch.randint(0, 50_000, (8, 300), generator=rng)
+    x = torch.cat([text[:1].repeat(8, 1), text], 1)
+    fields = {"x": x, "both": torch.cat([x, text], 1), "y": text}
+    fields |= {f"mask {name}": torch.ones(fields[name].shape) for name in fields}
+    fields["near"] = x + torch.randint(0, 3, x.shape, generator=rng)
+    batch = TensorDict(fields, [8])
+    hints = {"x": "pieces", "near": "near:x", "both": "concat:x,y", "y": "blocks"}
+    registry = {
+        name: MaskNestingSpec(f"mask {'x' if name == 'near' else name}", hints=(hints[name],)) for name in hints
+    }
+    registry |= {name: MaskNestingSpec(name) for name in fields if name.startswith("mask")}
+    with at("kernels") as here:
+        for _ in range(3):
+            packed = compress(batch.to(here.device), registry=registry)
+            kinds = {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
+            assert (kinds["x"].split()[0], kinds["both"], kinds["near"]) == ("pieces", "concat", "blocks")
+            at_near = packed.table.entries[packed.table.fields[packed.numbers["near",]]]
+            assert at_near["second"] == packed.table.fields[packed.numbers["x",]]
+            for name in ("x", "near", "both"):
+                number = packed.numbers[name,]
+                assert not jobs.parts_of(packed, packed.table, packed.tensors[number], number, True)
+            oracle.assert_same_batch(decompress(packed, device=DEVICE).to("cpu"), batch.to("cpu"))
+            oracle.assert_same_batch(decompress(packed[3:5], device=DEVICE).to("cpu"), batch[3:5].to("cpu"))
+            taken = batch[torch.tensor([7, 2])].to("cpu")
+            oracle.assert_same_batch(decompress(packed[[7, 2]], device=DEVICE).to("cpu"), taken)
+
+
 @pytest.fixture
 def bodies(monkeypatch: pytest.MonkeyPatch, by_kernels: Place) -> list[int]:
     """The addresses that launches of the decode kernel read from."""

@@ -17,7 +17,7 @@ from samples import assert_same, received, sent
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
-from maskpack import PackedBatch, compress, decompress
+from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 CODECS = [None, "zstd"]
@@ -156,6 +156,33 @@ def test_a_slice_carries_its_own_bytes() -> None:
     assert carried(packed[50:50]) < 100
     split = [carried(part) for part in packed.chunk(8)]
     assert sum(split) < 1.1 * whole + 8 * 200
+
+
+@pytest.mark.parametrize("hints", [(), ("concat:head,tail",)], ids=["pieces", "concat of pieces"])
+@pytest.mark.parametrize("far", [False, True], ids=["few far words", "many"])
+def test_a_slice_carries_few_words_that_it_copies_from_others(far: bool, hints: tuple[str, ...]) -> None:
+    """Rows begin with one text; texts of the first half come again in the second one, or twice in a row."""
+    rng = torch.Generator().manual_seed(5)
+    head, tail = torch.randint(0, 50_000, (1, 400), generator=rng), torch.randint(0, 50_000, (80, 600), generator=rng)
+    if far:
+        tail[40:, :300] = tail[:40, 200:500]
+    else:
+        tail[:, 300:] = tail[:, :300]
+    head = torch.cat([head.repeat(80, 1), torch.randint(0, 50_000, (80, 60), generator=rng)], 1)
+    masks = {f"mask_{name}": torch.ones(x.shape) for name, x in (("head", head), ("tail", tail))}
+    both = torch.cat([head, tail], 1)
+    batch = TensorDict({**masks, "mask": torch.ones(both.shape), "head": head, "tail": tail, "both": both}, [80])
+    registry = {name: MaskNestingSpec(name) for name in (*masks, "mask")}
+    registry |= {name: MaskNestingSpec(f"mask_{name}", hints=("pieces",)) for name in ("head", "tail")}
+    registry["both"] = MaskNestingSpec("mask", hints=("pieces", *hints))
+    packed = compress(batch, registry=registry)
+    kinds = [packed.table.kind(packed.numbers[name,]) for name in ("head", "tail", "both")]
+    assert [kind.split(" ")[0] for kind in kinds] == ["pieces", "pieces", "concat" if hints else "pieces"]
+    for rows in (slice(1, 80), slice(3, 9), slice(40, 41), slice(38, 60), slice(79, 80), slice(5, 5)):
+        for part in (packed[rows], received(packed)[rows], received(packed[rows])):
+            assert carried(part) <= 1.2 * carried(compress(batch[rows], registry=registry)) + 200
+            assert_same(decompress(received(part)), batch[rows])
+    assert_same(decompress(packed.take([70, 3, 3])), batch[torch.tensor([70, 3, 3])])
 
 
 # -------------------------------------------------------------------- who may write, who keeps what alive

@@ -77,6 +77,17 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
     width = int(rng.integers(2, min(bits, 8) - 1))
     step = rng.choice(np.array([1, -1, 0, 3, noise(1)[0]], dtype))
     pool = [noise(max([1, *lengths])) for _ in range(2)]
+    wholes: dict[tuple[int, int], np.ndarray] = {}
+
+    def patched(n: int) -> np.ndarray:
+        out, at = noise(n), 0
+        while at < n:
+            begin, count = int(rng.integers(0, n)), int(rng.integers(1, 200))
+            part = pool[rng.integers(0, 2)][begin : begin + count][: n - at]
+            out[at : at + part.size] = part
+            at += part.size + int(rng.integers(0, 12))
+        return out
+
     makers: dict[str, Callable[[int], np.ndarray]] = {
         "narrow": lambda n: base + small(n, 256),
         "blocks": lambda n: np.minimum(base, info.max - 128) + small(n, 1 << width),
@@ -85,7 +96,8 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
         "arange": lambda n: noise(1) + np.arange(n).astype(dtype) * step,
         "delta": lambda n: np.cumsum(np.repeat(noise(n), 100)[:n], dtype=dtype),
         "sparse": lambda n: np.where(rng.random(n) < 0.03, noise(n), 0),
-        "dictionary": lambda n: pool[rng.integers(0, 2)][:n],
+        "dictionary": lambda n: wholes.setdefault((n, int(rng.integers(0, 2))), noise(n)),
+        "pieces": patched,
     }
     return [makers.get(kind, noise)(n).astype(dtype) for n in lengths]
 
@@ -294,14 +306,14 @@ def test_each_encoding_is_taken_for_what_it_is_for(kind: str, hinted: bool) -> N
                 for place in packed.table.entry_places(at)
             )
             assert own <= packed.words_nbytes((name,))
-            if kind not in ("concat", "dictionary", "columns"):
+            if kind not in ("concat", "dictionary", "columns", "pieces"):
                 assert entry_of(packed, f"same {dtype}") == entry_of(packed, name)
             if kind == "near" and hinted:
                 assert found[f"near {dtype}"] == "blocks"
                 assert packed.table.entries[entry_of(packed, f"near {dtype}")]["second"] == entry_of(packed, name)
-            elif (kind in ("near", "concat", "columns") and not hinted) or (kind == "narrow" and size == 1):
+            elif kind in ("near", "concat", "columns") and not hinted:
                 continue
-            else:
+            elif size >= {"narrow": 2, "pieces": 4}.get(kind, 1):
                 assert found[name].split(" ")[0] == ("plain" if kind == "near" else kind), (name, found[name])
 
 
@@ -350,6 +362,7 @@ def followed(packed: PackedBatch) -> None:
         inner = {
             "concat": [first, second],
             "dictionary": [first],
+            "pieces": [first],
             "columns": range(first, first + int(entry["number"])),
         }
         for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):

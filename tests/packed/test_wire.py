@@ -842,6 +842,41 @@ def test_indices_of_dictionaries_do_not_wrap() -> None:
     refused(dictionary(1, 1, 2**64 - 1), CANNOT)
 
 
+def test_copies_of_words_that_are_not_stored() -> None:
+    def pieces(
+        copies: Iterable[int] = (1, 2, 1, 0),
+        each: Iterable[int] = (0, 1),
+        stored: Iterable[int] = (3, 1),
+        number: int = 0,
+    ) -> bytes:
+        made = of_rows(3, 3)
+        made.entry("plain", made.put(range(1, 1 + sum(stored))), layout=0)
+        places = made.put(each), made.put(stored), made.put(copies)
+        made.field(made.entry("pieces", *places, layout=0, first=0, number=number))
+        return made.joined()
+
+    packed = PackedBatch.from_bytes(pieces())
+    for rows in (slice(0, 2), slice(1, 2), slice(0, 1), slice(0, 0)):
+        for part in (packed[rows], PackedBatch.from_bytes(packed[rows].to_bytes()), packed[rows].own()):
+            assert decompress(part)["f0"].values().tolist() == [1, 2, 3, 4, 1, 2][3 * rows.start : 3 * rows.stop]
+    one_more = pieces((1, 2, 2, 0), (0, 1), (2, 3, 1), 1)  # a row that was stored before these
+    assert decompress(PackedBatch.from_bytes(one_more))["f0"].values().tolist() == [3, 4, 5, 6, 1, 2]
+    for copy in ((2, 2, 1, 0), (1, 2, 2, 0), (1, 2, 1, 2), (1, 0, 1, 0), (1, 3, 1, 0), (1, 2, 1), (1, 2, 255, 0)):
+        refused(pieces(copy), 'field "f0"', CANNOT)
+    refused(pieces((1, 2, 1, 0) * 2), CANNOT)
+    refused(pieces(each=(1, 1)), CANNOT)
+    refused(pieces(stored=(3, 2)), CANNOT)
+    refused(pieces(stored=(3, 1, 1)), CANNOT)
+    refused(pieces(number=-1), CANNOT)
+    refused(pieces(number=1), CANNOT)
+    for number in (1 << 20, 2**63 - 1):
+        idle = of_rows(1)
+        zeros = idle.entry("arange", idle.put([0]), layout=0)
+        copy = idle.put([0, 1, number, 0], 8)
+        idle.field(idle.entry("pieces", idle.put([1]), idle.put([1]), copy, layout=0, first=zeros, number=number))
+        refused(idle.joined(), CANNOT, max_bytes=1 << 20)
+
+
 def test_signs_and_names() -> None:
     def zeros(change: Callable[[Any], Any]) -> bytes:
         return manifest(change, "zeros")
@@ -865,6 +900,7 @@ MANY_ROWS: dict[str, Callable[[Made], int]] = {
     "sparse": lambda m: m.entry("sparse", m.put([0])),
     "blocks": lambda m: m.entry("blocks", (0, 1, 0), (0, 1, 0), (0, 4, 0), items=0),
     "dictionary": lambda m: m.entry("dictionary", m.put([0]), m.put([1]), first=m.entry("plain", m.put([1]))),
+    "pieces": lambda m: m.entry("pieces", m.put([0]), m.put([1]), first=zeros(m)),
     "columns": lambda m: m.entry("columns", items=2, first=[zeros(m), zeros(m)][0], number=2),
     "concat": lambda m: m.entry("concat", items=2, first=zeros(m), second=zeros(m)),
 }
@@ -1017,7 +1053,7 @@ def test_no_entry_refers_to_a_concat() -> None:
     made = encodings_of_others()
     blocks = made.put([128, 128, 128]), made.put([0, 0, 0]), (0, 4, 0)
     made.field(made.entry("blocks", *blocks, layout=1, second=made.fields[-1]))
-    refused(made.joined(), 'field "f6"', CANNOT)
+    refused(made.joined(), 'field "f7"', CANNOT)
     nothing = Made(1 << 24)
     entry = nothing.entry("plain", items=0)
     for _ in range(8):

@@ -24,8 +24,8 @@ CORE = Path(__file__).parents[2] / "maskpack/core/_core.so"
 abi = runpy.run_path(str(CORE.with_name("abi.py")))  # an import of the package would load torch
 ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "TARGET"))
 CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
-DICTIONARY = (abi["DICTIONARY"], *[0] * 7)
-"""A form: a dictionary of plain rows."""
+OF_ROWS = [(abi[name], *[0] * 7) for name in ("DICTIONARY", "PIECES")]
+"""Forms: a dictionary of plain rows, pieces of them."""
 LIBRARY = list[str]()
 MARGIN = 16
 """Words behind every output, which stay as they are."""
@@ -83,8 +83,19 @@ def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], it
         lambda: (rng.random(n) < 0.02) * rng.integers(1, 99, n),
         lambda: np.full(n, rng.integers(info.min, info.max, dtype=dtype)),
         lambda: np.concatenate([[], *(np.arange(m * items) % 50 * rng.integers(1, 3) for m in lengths)]),
+        lambda: copied(rng, n),
     ]
     return kinds[rng.integers(len(kinds))]().astype(dtype)
+
+
+def copied(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Words that repeat others in stretches of any length."""
+    out = rng.integers(0, 150_000, n)
+    for _ in range(n // 40):
+        begin, end = sorted(rng.integers(0, n, 2).tolist())
+        length = min(int(rng.integers(1, 300)), n - end)
+        out[end : end + length] = out[begin : begin + length]
+    return out
 
 
 class Table(NamedTuple):
@@ -260,9 +271,9 @@ def run(core: Core, seed: int) -> None:
         trials = [(mode, (pad, 0))] if rng.random() < 0.7 else [(CONSTANT, (77, 0)), (mode, (pad, 0))]
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials
-    for threads in (1, 3, 2):  # then in the forms that were chosen before, then as dictionaries, which may not fit
+    for threads in (1, 3, 2):  # then in the forms that were chosen before, then in others, which may not fit
         if threads == 2:
-            jobs["form"] = DICTIONARY
+            jobs["form"] = OF_ROWS[rng.integers(2)]
         table = core.encode(jobs, mask, threads)
         fields = table.fields
         targets, outs = np.zeros(jobs.size, TARGET), []

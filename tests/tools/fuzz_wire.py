@@ -115,7 +115,8 @@ def integers(raw: bytes, size: int) -> list[int]:
 
 
 NONE = (0, 1, 0)
-KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "concat")
+KINDS = ("plain", "narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse")
+KINDS += ("dictionary", "columns", "concat", "pieces")
 Place = Sequence[int]
 
 
@@ -318,6 +319,11 @@ def encodings_of_others() -> Made:
     made.field(made.entry("columns", layout=0, items=2, first=column, number=2))
     wide = [made.entry("plain", made.put(range(20)), layout=0, items=2) for _ in range(2)]
     made.field(made.entry("columns", layout=0, items=4, first=wide[0], number=2))
+    stored = made.entry("plain", made.put(range(8)), layout=0)
+    copies = made.put([1, 2, 1, 1, 0, 2, 2, 1, 1, 1, 0, 1])  # of row 0: 1 new word, 2 copied, 1 new; ...
+    made.field(
+        made.entry("pieces", made.put([1, 1, 1]), made.put([3, 2, 0, 3]), copies, layout=0, number=1, first=stored)
+    )
     made.field(made.entry("concat", layout=1, first=plain, second=plain))
     return made
 

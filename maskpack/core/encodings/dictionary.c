@@ -15,16 +15,52 @@ static i64 most_stored(const Entry *entries, const Entry *entry, i64 rows) {
     return rows + entry->b.count + inner->a.count + inner->b.count + inner->c.count;
 }
 
-/* The bounds of the stored rows of a dictionary; how many there are, or -1 without memory. */
-static i64 stored_rows(const Entry *entries, const Entry *entry, const u8 *body, i64 rows, i64 **bounds) {
-    i64 stored = 0, most = most_stored(entries, entry, rows) - 1, words = MANY / (entry->items ? entry->items : 1);
-    for (i64 row = 0; row < rows; row++) {
-        i64 index = cut_to(stored_row(body, entry, row), most);
+/* How many rows an entry has. */
+static i64 entry_rows(const Table *table, const Entry *entry) { return entry->layout < 0 ? table->dense_rows : table->rows; }
+
+/* The bounds of the rows that an entry stores, in elements of these; how many there are, or -1 without memory. */
+static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
+    const Entry *inner = table->entries + entry->first;
+    i64 rows = entry_rows(table, entry), stored = entry->kind == DICTIONARY ? 0 : rows + entry->number;
+    i64 most = most_stored(table->entries, entry, rows) - 1, words = MANY / (inner->items ? inner->items : 1);
+    for (i64 row = 0; row < rows && entry->kind == DICTIONARY; row++) {
+        i64 index = cut_to(stored_row(table->body, entry, row), most);
         stored = index + 1 > stored ? index + 1 : stored;
     }
     if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
-    for (i64 i = 0; i < stored; i++) (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(body, &entry->b, i), words - (*bounds)[i]);
+    for (i64 i = 0; i < stored; i++)
+        (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(table->body, &entry->b, i), words - (*bounds)[i]);
     return stored;
+}
+
+/* What marks say of the rows that an entry stores: how many there are, and their bounds. */
+static const i64 *stored_marks(const Table *table, i64 index) {
+    const Entry *entry = table->entries + index;
+    return table->marks + table->marks[index] + (entry->kind == DICTIONARY ? 0 : 3 * (entry_rows(table, entry) / MARKED + 1));
+}
+
+/* The bounds of the rows that the entry of a cursor stores, which are counted if they are not marked; NULL without memory. */
+static const i64 *stored_bounds(Cursor *cursor, i64 **counted) {
+    const i64 *marks = cursor->marks ? stored_marks(cursor->table, cursor->entry - cursor->table->entries) : NULL;
+    cursor->stored = marks ? *marks : stored_rows(cursor->table, cursor->entry, counted);
+    if (cursor->stored >= 0) cursor->own = calloc((size_t)cursor->stored + 1, sizeof(i64));
+    return !cursor->own ? NULL : marks ? marks + 1 : *counted;
+}
+
+/* Decodes the stored rows that rows use, whose number `cursor->own` has at 1 more; others take no memory. */
+static int open_stored(Cursor *cursor, const i64 *bounds) {
+    const Table *table = cursor->table;
+    i64 *own = cursor->own, stored = cursor->stored, element = table->entries[cursor->entry->first].items * cursor->entry->size;
+    for (i64 i = 0; i < stored; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
+    if (!(cursor->rows = malloc((size_t)(own[stored] * element + 8)))) return 0;
+    Cursor inner = cursor_of(table, cursor->entry->first, bounds); /* its rows are in arrays of its own */
+    for (i64 i = 0; i < stored; i++) {
+        if (own[i + 1] == own[i] && table->marks) continue;
+        if (table->marks) row_seek(&inner, i);
+        if (own[i + 1] > own[i]) row_decode(&inner, cursor->rows + own[i] * element);
+        else row_skip(&inner);
+    }
+    return 1;
 }
 
 /* The number of the first row that each row equals, among the rows that differ; `firsts` are these rows. The count of
@@ -55,24 +91,31 @@ static i64 find_repeated(const Rows *rows, List *index, i64 *firsts) {
     return found;
 }
 
+/* Rows that another entry stores, in one entry: `again` in the form of the last time, or in the one that is best. `form` is that
+   of the other entry then. */
+static int stored_encode(const Rows *stored, i64 hints, int integers, Out *out, Entry *entry, Form *form, int again) {
+    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0, 0};
+    i64 start = out->used;
+    int done = again ? encode_as(inner.kind, inner.number, inner.bytes, stored, NULL, out, entry) : MISFIT;
+    if (done == FITS && is_better(stored, NULL, integers, &inner, bytes_of(entry), total_words(stored))) done = MISFIT;
+    if (done == MISFIT || done == FULL) {
+        out->used = start;
+        done = choose(stored, NULL, hints, integers, out, entry, &inner);
+    }
+    *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, form->cost, form->age};
+    return done;
+}
+
 /* Rows of packed values as a dictionary: two entries. MISFIT if every row differs. */
 static int dictionary_encode(const Rows *rows, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
     List index = {0};
-    i64 *firsts = malloc(sizeof(i64) * (size_t)(rows->rows + 1)), start = out->used;
+    i64 *firsts = malloc(sizeof(i64) * (size_t)(rows->rows + 1));
     i64 found = firsts ? find_repeated(rows, &index, firsts) : -1;
     int done = found < 0 ? NO_MEMORY : found == rows->rows ? MISFIT : FITS;
     Rows stored = *rows;
     stored.index = firsts;
     stored.rows = found;
-    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0, 0};
-    if (done == FITS) {
-        done = again ? encode_as(inner.kind, inner.number, inner.bytes, &stored, NULL, out, entries) : MISFIT;
-        if (done == FITS && is_better(&stored, NULL, integers, &inner, bytes_of(entries), total_words(&stored))) done = MISFIT;
-        if (done == MISFIT || done == FULL) {
-            out->used = start;
-            done = choose(&stored, NULL, hints, integers, out, entries, &inner);
-        }
-    }
+    if (done == FITS) done = stored_encode(&stored, hints, integers, out, entries, form, again);
     if (done == FITS) {
         entries[1] = entry_of(DICTIONARY, entries->layout, entries->items, rows->size);
         entries[1].first = 0;
@@ -80,33 +123,20 @@ static int dictionary_encode(const Rows *rows, i64 hints, int integers, Out *out
         index.count = 0;
         for (i64 i = 0; i < found; i++) push(&index, row_length(rows, firsts[i]) / rows->items); /* there is room */
         if (done == FITS && !put_numbers(out, &entries[1].b, &index)) done = FULL;
-        *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, form->cost, form->age};
     }
     free(index.numbers);
     free(firsts);
     return done;
 }
 
-/* Decodes the stored rows of a dictionary that rows use; others take no memory. */
 static int dictionary_open(Cursor *cursor) {
-    const Table *table = cursor->table;
-    const Entry *entry = cursor->entry;
-    i64 *counted = NULL, element = entry->items * entry->size;
-    i64 stored = cursor->stored = cursor->marks ? *cursor->marks : stored_rows(table->entries, entry, table->body, table->rows, &counted);
-    const i64 *bounds = cursor->marks ? cursor->marks + 1 : counted;
-    i64 *own = cursor->own = stored < 0 ? NULL : calloc((size_t)stored + 1, sizeof(i64));
-    int fine = own != NULL;
-    for (i64 i = 0; i < cursor->part->count && fine; i++)
-        own[1 + cut_to(stored_row(table->body, entry, taken_row(cursor->part, i)), stored - 1)] = 1;
-    for (i64 i = 0; i < stored && fine; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
-    fine = fine && (cursor->rows = malloc((size_t)(own[stored] * element + 8)));
-    Cursor inner = cursor_of(table, entry->first, bounds); /* its rows are in arrays of its own */
-    for (i64 i = 0; i < stored && fine; i++) {
-        if (own[i + 1] == own[i] && table->marks) continue;
-        if (table->marks) row_seek(&inner, i);
-        if (own[i + 1] > own[i]) row_decode(&inner, cursor->rows + own[i] * element);
-        else row_skip(&inner);
+    i64 *counted = NULL;
+    const i64 *bounds = stored_bounds(cursor, &counted);
+    for (i64 i = 0; i < cursor->part->count && bounds; i++) {
+        i64 row = stored_row(cursor->table->body, cursor->entry, taken_row(cursor->part, i));
+        cursor->own[1 + cut_to(row, cursor->stored - 1)] = 1;
     }
+    int fine = bounds && open_stored(cursor, bounds);
     free(counted);
     return fine;
 }
@@ -122,7 +152,7 @@ static void dictionary_decode(Cursor *cursor, i64 n, u8 *out) {
 /* Cuts a dictionary, and the rows that it stores to those from the first to the last that each part uses. */
 static void dictionary_split(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
-    const i64 *marks = table->marks + table->marks[index];
+    const i64 *marks = stored_marks(table, index);
     i64 stored = *marks;
     Cursor cursor = cursor_of(table, entry->first, marks + 1);
     for (i64 part = 0; part < parts; part++, out += n) {

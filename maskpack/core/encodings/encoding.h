@@ -92,7 +92,7 @@ typedef struct {
     int (*check)(Check *check, i64 index, const Array *lengths, i64 rows, i64 total);
     /* Whether bools have other bytes than 0 and 1; the entry was checked. */
     int (*is_odd)(Check *check, i64 index, const Array *lengths, i64 rows);
-    /* Where the decode kernel finds the words (stage.c); false without memory. */
+    /* Where the decode kernel finds the words (stage.c); false without memory. NULL if it does not read this encoding. */
     int (*stage)(Stage *stage, const Entry *entry, const Extent *extent, Source *source);
     /* Where the encode kernel writes its arrays (place.c); NULL if it does not write this encoding. */
     void (*place)(Placing *placing, Placed *placed, Entry *entry);
@@ -153,7 +153,7 @@ struct Cursor {
     i64 row, a, b, c;
     Cursor *parts; /* of the entries that this one refers to */
     i64 num_parts;
-    u8 *rows;     /* of DICTIONARY: its stored rows that are used, decoded, and the bounds of all, which are empty otherwise */
+    u8 *rows;     /* the stored rows that are used, decoded, and the bounds of all, which are empty otherwise */
     i64 *own, stored;
     u8 *scratch; /* a row of a part */
     const BlockLoops *loops;
@@ -404,17 +404,17 @@ static int put_signed(Out *out, Array *array, const List *list) { return put_lis
 
 /* ------------------------------------------------------------------ checks of entries from elsewhere, before they are used */
 
-enum { INSIDE = 1, CHECKED = 2, COLUMN = 4 }; /* INSIDE: the stored rows of a dictionary. CHECKED: for other bytes than 0 and 1 */
+enum { INSIDE = 1, CHECKED = 2, COLUMN = 4 }; /* INSIDE: rows that another entry stores. CHECKED: for other bytes than 0 and 1 */
 
 struct Check {
     const Table *table;
     i64 nbytes, num_layouts, dense_rows;
-    i64 left;          /* bytes left for rows of dictionaries beyond those of their fields */
+    i64 left;          /* bytes left for stored rows beyond those of their fields */
     u8 *marks, *steps; /* of each entry */
     i64 align;         /* of arrays; 1 for those of rows that were taken in place */
 };
 
-/* Elements of a row; `lengths` has those of the stored rows of a dictionary. */
+/* Elements of a row; `lengths` has those of stored rows. */
 static i64 row_elements(const Table *table, const Entry *entry, const Array *lengths, i64 row) {
     if (lengths) return cut_to(number_at(table->body, lengths, row), MANY / (entry->items ? entry->items : 1));
     const i64 *bounds = entry->layout < 0 ? NULL : table->layouts[entry->layout].bounds;

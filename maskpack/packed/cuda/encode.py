@@ -154,6 +154,15 @@ class KnownForms:
             self._recipes[key] = self._new_recipe(set(key[0]), key[1], out, rows, dense_rows)
         return self._recipes[key]
 
+    def _left_to_host(self) -> set[int]:
+        """The jobs of pieces, which the kernels do not write, and those that a concat joins to them."""
+        left = {place for place, kind in enumerate(self.kinds) if kind == abi.PIECES}
+        concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
+        joined = [{place, *map(int, self.jobs[["head", "tail"]][place])} for place in concats]
+        while (more := left.union(*(own for own in joined if own & left))) > left:
+            left = more
+        return left
+
     def _new_recipe(
         self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
     ) -> EncodeRecipe:
@@ -162,6 +171,7 @@ class KnownForms:
         lines: list[tuple[int, ...]] = []
         number_of: dict[int, int] = {}  # of a job among the fields
         taken: list[int] = []
+        out = {*out, *self._left_to_host()}
         for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
             kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
             near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))

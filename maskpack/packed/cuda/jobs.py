@@ -56,7 +56,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
         own = entries[one]
-        if _is_near_columns(entries, one) or own["kind"] == abi.CONCAT or own["items"] != items:
+        if _needs_host(entries, one) or own["kind"] == abi.CONCAT or own["items"] != items:
             return []
         group = _words_of_column(own)
         if own["kind"] == abi.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
@@ -67,13 +67,13 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
 
 
-def _is_near_columns(entries: Any, at: int) -> bool:
-    """Whether a chain of near fields leads to columns, which have a job each."""
+def _needs_host(entries: Any, at: int) -> bool:
+    """Whether an entry is pieces, or a chain of near fields leads to some, or to columns, which have a job each."""
     while entries[at]["kind"] == abi.BLOCKS and entries[at]["second"] >= 0:
         at = entries[at]["second"]
         if entries[at]["kind"] in (abi.COLUMNS, abi.CONCAT):
             return True
-    return False
+    return entries[at]["kind"] == abi.PIECES
 
 
 def _words_of_column(entry: Any) -> int:

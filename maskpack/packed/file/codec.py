@@ -48,18 +48,21 @@ def check_codec(codec: str | None, call: str) -> None:
 
 
 def as_sent(table: Table, codec: str | None) -> Table:
-    """A table with a body of its own, and for a codec with plain words in place of blocks of bits where a sample says
-    that the codec makes fewer bytes of them."""
+    """A table with a body of its own, and for a codec with plain words in place of blocks of bits and of pieces where a
+    sample says that the codec makes fewer bytes of them."""
     if codec is None:
         return table.compacted()
     plain: dict[int, Words] = {}
     for field in range(len(table.fields)):
         at = int(table.fields[field])
-        if at not in plain and table.kind(field) in ("blocks", "columns blocks"):
-            own = table.own_entries(field)[:-1] or [at]
+        kind, made = table.kind(field), table.own_entries(field)
+        in_pieces = kind.startswith("pieces ")
+        if at not in plain and (kind in ("blocks", "columns blocks") or in_pieces):
+            own = made[:-1] if kind == "columns blocks" else [at]
             some = {one: _narrow(table.words_of(one)) for one in own[:: -(-len(own) // _COLUMNS)]}
             least = sum(max(_share(words), 1 / MOST) * words.nbytes for words in some.values())  # more is paid for
-            if least < sum(_share(array) * array.nbytes for one in some for array in table.arrays_of(one)):
+            instead = made if in_pieces else some
+            if least < sum(_share(array) * array.nbytes for one in instead for array in table.arrays_of(one)):
                 plain |= some
                 plain |= {one: _narrow(table.words_of(one)) for one in own if one not in some}
     return table.with_plain(plain).compacted()
