@@ -2,7 +2,7 @@
 
     padded tensors, packed values --jobs--> encode --> Table --> take, split, cat --> decode --> tensors
 
-The compiled core writes and reads the body (core.c describes the encodings); here are the jobs that it is given. A
+The compiled core writes and reads the body (core/encodings describes them); here are the jobs that it is given. A
 table is never changed; tables of some rows share the body of the whole.
 """
 

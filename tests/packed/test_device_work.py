@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack.core import abi
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.errors import LayoutError, WireFormatError
@@ -352,7 +353,7 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
     out = torch.full((words + job_table.SPAN,), 77, dtype=torch.uint8, device="cuda")
     spans = -(-words // job_table.SPAN)
     target = job_table.JobTarget(spans, job_table.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
-    job = [0, *target, *job_table.JobSource(job_table.BY_PIECE, begin_unit=0, data=0, data_size=1, single=1)]
+    job = [0, *target, *job_table.JobSource(abi.BY_PIECE, begin_unit=0, data=0, data_size=1, single=1)]
     body = torch.full((1,), 9, dtype=torch.uint8, device="cuda")
     kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
     assert int((out[:words] != 9).sum()) == 0

@@ -17,6 +17,7 @@ import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
 from maskpack.core.pads import EDGE, Pad, pad_words
@@ -25,9 +26,8 @@ from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
 from maskpack.packed.batch_plan import WHOLE, cuts_of
-from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
-from maskpack.packed.cuda.encode_job import ODD, Unit
+from maskpack.packed.cuda.encode_job import Unit
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
 
@@ -81,7 +81,7 @@ class DevicePlan:
             assert line is not None
             if layout >= 0:
                 mask_of[at], low, width = cuts[layout]
-                line = line if own.offset == 0 else line | {"pad_mode": encode_job.UNSEEN}  # once for all columns
+                line = line if own.offset == 0 else line | {"pad_mode": abi.NO_PAD}  # once for all columns
                 units[at] = own._replace(low=max(low, 0), width=width, **line)
         return cls(
             schema,
@@ -112,7 +112,7 @@ class DevicePlan:
         even = 3 * rows + rows % 2
         stats, copies = encoder.measured(*(own[:even] for own in counts))
         flags, of_rows = stats[:, :, 0], [own[: 3 * rows].reshape(3, rows) for own in copies]
-        if (flags & (ODD | encode_job.STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
+        if (flags & (abi.IS_ODD | abi.IS_STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
             return None
         found = encoder.written(stats, self._layouts(of_rows, entries), rows, {})
         if found.left:
@@ -146,6 +146,6 @@ def _line(form: FieldForm, x: Tensor, trusted: bool) -> dict[str, int] | None:
     if trusted:
         return line
     if pad is EDGE:
-        return line | {"pad_mode": encode_job.BY_EDGE}
+        return line | {"pad_mode": abi.BY_EDGE}
     held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-    return line | {"pad_mode": encode_job.CONSTANT, "pad": held[0]} if held is not None and len(held) == 1 else None
+    return line | {"pad_mode": abi.CONSTANT, "pad": held[0]} if held is not None and len(held) == 1 else None

@@ -27,7 +27,7 @@ from maskpack.core.native import Structs
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import encode_job
-from maskpack.packed.cuda.encode_job import ODD, Stat, Unit
+from maskpack.packed.cuda.encode_job import Stat, Unit
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {
@@ -366,7 +366,7 @@ class Encoder:
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
         sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
         encode_kernel.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
-        odd = (stats[:, :, 0] & ODD).any(1) & (units[:, _BOOLS] != 0)
+        odd = (stats[:, :, 0] & abi.IS_ODD).any(1) & (units[:, _BOOLS] != 0)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]
         body[: head.nbytes] = head

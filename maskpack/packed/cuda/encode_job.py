@@ -1,6 +1,6 @@
 """What the encode kernels are told and what they say: units, one for each field (or column of one) that is encoded.
 
-A unit is a row of int64, the names of `Unit`. The host lays out the arrays between the two launches (core.c).
+A unit is a row of int64, the names of `Unit`. The host lays out the arrays between the two launches (place.c).
 
     measure   a program for each row of each unit   words --> Stat, which say what the form of the field takes
     write     the same                              words --> the arrays of the form, where the host says
@@ -10,25 +10,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from maskpack.core import abi
+
 CHUNK = 1024
 """Words that a program reads at once: whole blocks of the encoding BLOCKS."""
-BLOCK, NEAR_BIT = 256, 128
-"""Words of a block, and the bit of blocks of distances. (core.c)"""
-MISFIT, ODD, NEAR_USED, STRAY = 1, 2, 4, 8
-"""Flags of a row: its words do not fit the form; bytes of bools are not 0 and 1; some block has distances; something
-under the mask is not the pad."""
-WRITTEN, LEFT_OUT = -1, -2
-"""What becomes of a row: it is written; it is not; else it must equal the row with this number, of those of all
-units."""
-UNSEEN, CONSTANT, BY_EDGE = range(3)
-"""What is under a mask: it is not looked at; a constant; the edge of the row."""
 
 
 class Unit(NamedTuple):
-    """The words of a field, or of one of its columns, and their form. (core.c)
+    """The words of a field, or of one of its columns, and their form. (abi.h)
 
     Attributes:
-        kind: as numbers of core.c; of DICTIONARY, the form of the stored rows.
+        kind: as numbered in abi.h; of DICTIONARY, the form of the stored rows.
         words, size: address of the tensor, and bytes of its words.
         items, stride, offset: words of an element that the unit has, words of the whole element, and the first of them.
         rows: how many.
@@ -73,7 +65,8 @@ class Stat(NamedTuple):
     """What is known of a row of a unit.
 
     Attributes:
-        flags: of the above.
+        flags: of abi.h: IS_MISFIT, its words do not fit the form; IS_ODD, bytes of bools are not 0 and 1; NEAR_USED,
+            some block has distances; IS_STRAY, something under the mask is not the pad.
         total: numbers of the bits of all blocks; stretches of RLE and DELTA; words of SPARSE that are not 0.
         low, high: least and largest word of the stretches; of ARANGE and BITMAP, `low` is the first word of the row.
         least, most: of the lengths of all stretches but the last of the row; `most` is the last place of SPARSE.
@@ -87,3 +80,6 @@ class Stat(NamedTuple):
     least: int
     most: int
     hash: int
+
+
+assert (Unit._fields, Stat._fields) == (abi.UNIT.names, abi.STAT.names)

@@ -31,14 +31,14 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
         abi.SPARSE, abi.CONCAT,
     )
 )  # fmt: skip
-BLOCK, NEAR_BIT = tl.constexpr(encode_job.BLOCK), tl.constexpr(encode_job.NEAR_BIT)
+BLOCK, NEAR_BIT = tl.constexpr(abi.BLOCK), tl.constexpr(abi.NEAR)
 MISFIT, ODD, NEAR_USED = (
-    tl.constexpr(encode_job.MISFIT),
-    tl.constexpr(encode_job.ODD),
-    tl.constexpr(encode_job.NEAR_USED),
+    tl.constexpr(abi.IS_MISFIT),
+    tl.constexpr(abi.IS_ODD),
+    tl.constexpr(abi.NEAR_USED),
 )
-STRAY, BY_EDGE = tl.constexpr(encode_job.STRAY), tl.constexpr(encode_job.BY_EDGE)
-WRITTEN, LEFT_OUT = tl.constexpr(encode_job.WRITTEN), tl.constexpr(encode_job.LEFT_OUT)
+STRAY, BY_EDGE = tl.constexpr(abi.IS_STRAY), tl.constexpr(abi.BY_EDGE)
+WRITTEN, LEFT_OUT = tl.constexpr(abi.WRITTEN), tl.constexpr(abi.LEFT_OUT)
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _WARPS = 4

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK, FROM_TABLE = range(6)
-"""How a word is found; the first five are also in core.c."""
+from maskpack.core import abi
+
 HEAD, TAIL = 1, 2
 CHUNK = 1024
 """Words that a program writes at once."""
@@ -72,7 +72,7 @@ class JobTarget(NamedTuple):
 
 
 class JobSource(NamedTuple):
-    """How a word is found.
+    """How a word is found; `Source` in abi.h.
 
     BY_PLACE    data[begin + place] + number
     BY_PIECE    piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and
@@ -115,5 +115,6 @@ class JobSource(NamedTuple):
     near: int = -1
 
 
+assert JobSource._fields == abi.SOURCE.names
 JOB = 1 + len(JobTarget._fields) + len(JobSource._fields)
 """Entries of a job."""

@@ -1,6 +1,6 @@
 """What the decode kernel does for the fields of a batch: its jobs.
 
-    entry of a field ------(core.c)--> JobSource
+    entry of a field ------(stage.c)--> JobSource
     form of a field  ----------------> JobTarget: the tensor, its layout, its pads      both together are a job
 
 A field whose words lie in columns has a job for each column; one that joins two fields has one for each of them. A
@@ -182,7 +182,7 @@ class _RecipeWriter:
         self._job(
             copy,
             {"spans": ("sizes", 0), "unit": ("sizes", 0), "out": ("sizes", 1)},
-            JobSource(job_table.FROM_TABLE, data=0),
+            JobSource(abi.FROM_TABLE, data=0),
         )
         self._rows.append((True, False))
         taken: list[FieldForm] = []

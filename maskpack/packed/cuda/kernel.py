@@ -19,7 +19,7 @@ from maskpack.core import abi
 from maskpack.packed.cuda import job_table
 
 JOB = tl.constexpr(job_table.JOB)
-BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK = (tl.constexpr(kind) for kind in range(job_table.FROM_TABLE))
+BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
 BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
