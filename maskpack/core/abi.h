@@ -23,6 +23,7 @@ enum { MOST_PADS = 4 };
 enum { MOST_STEPS = 8 };   /* from a field to fields that it is near to, or that it is put together from */
 enum { FEW_COLUMNS = 16 }; /* words of an element that are a column each; of more, each index of its first dim is one */
 enum { BLOCK = 256, NEAR = 128, CODED = 64 }; /* words of a block; bits that say that they are distances, or coded */
+enum { COST_WORDS = 1048576 }; /* words that the cost of a form is for */
 enum { CODES = 16 };                          /* codes of words in a number */
 
 /* The encodings, and what the numbers `first` and `second` of an entry are: nothing; the entry of the rows that it stores;

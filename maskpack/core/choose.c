@@ -1,7 +1,6 @@
 /* The choice of an encoding: the one that takes fewest bytes, as far as a sample can tell. */
 
 enum { SAMPLE_ROWS = 64, SAMPLE_WORDS = 2048, GLANCE_WORDS = 512 }; /* a glance has less of more rows */
-enum { COST_WORDS = 1 << 20 };
 static const i64 MOST = (i64)1 << 62; /* bytes of what does not fit */
 
 /* Whether so many bytes for so many words are 2 % more than when a form was chosen. */

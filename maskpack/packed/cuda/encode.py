@@ -61,11 +61,16 @@ class UnitForm(NamedTuple):
         if kind == abi.BITMAP:
             first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
             return cls(kind, first, second)
-        return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
+        return cls(kind, 0 if kind == abi.BLOCKS else int(entry["number"]), 0, int(entry["a"]["size"]))
 
-    @property
-    def is_coded(self) -> bool:
-        return self.kind == abi.BLOCKS and self.number != 0
+
+def _cost_of_kernels(table: Table, at: int, cost: int) -> int:
+    """What the blocks of a field cost more where kernels write them: whole words as bases, and no codes, which save less
+    than a quarter."""
+    blocks = [own for own in table.entries[table.parts(at)] if own["kind"] == abi.BLOCKS]
+    bases = sum(int(own["a"]["count"] * own["size"] - own["b"]["count"] * own["b"]["size"]) for own in blocks)
+    more = cost // 3 if any(own["number"] for own in blocks) else 0
+    return more + bases * abi.COST_WORDS // max(table.count_words(at), 1)
 
 
 class EncodeRecipe(NamedTuple):
@@ -119,6 +124,7 @@ class KnownForms:
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
         inner: list[list[UnitForm]] = [[] for _ in kinds]
+        kernels = jobs.copy()
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
             if entry["kind"] == abi.CONCAT:
@@ -126,7 +132,8 @@ class KnownForms:
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
             inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
-        return cls(jobs.copy(), order.tolist(), names, kinds, inner)
+            kernels["form"]["cost"][place] += _cost_of_kernels(table, int(at), int(jobs["form"]["cost"][place]))
+        return cls(kernels, order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
@@ -189,9 +196,6 @@ class KnownForms:
             of_fields = (*numbers, -1, -1) if kind == abi.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
             number_of[place] = len(taken)
             cost = int(row["form"]["cost"])
-            if any(form.is_coded for form in inner):  # the kernel writes no codes, which save less than a quarter
-                cost = cost * 4 // 3
-                inner = [form._replace(number=0) if form.is_coded else form for form in inner]
             lines.append((kind, len(units), len(inner), layout, items, size, *of_fields, cost, _UNKNOWN))
             owners += [len(taken)] * len(inner)
             taken.append(tensor)
