@@ -69,3 +69,15 @@ static void place_counts(Placing *placing, const Placed *placed, Array *array) {
     for (i64 i = 0; i < placed->n; i++) placing->numbers[i] = placed->stats[placed->index ? placed->index[i] : i].total;
     place_numbers(placing, array, placed->n, 0);
 }
+
+/* Places `total` numbers between two of them, equal ones once; the bytes of one if the kernel writes them, else 0. */
+static i64 place_between(Placing *placing, Array *array, i64 total, i64 low, i64 high, int is_signed) {
+    i64 size = bytes_between(low, high, is_signed);
+    if (total > 1 && low != high) {
+        place_array(placing, array, size, total);
+        return size;
+    }
+    placing->numbers[0] = low;
+    place_numbers(placing, array, total > 0, is_signed);
+    return 0;
+}

@@ -272,11 +272,10 @@ static int blocks_stage(Stage *stage, const Entry *entry, const Extent *extent, 
 
 static void blocks_place(Placing *placing, Placed *placed, Entry *entry) {
     placed->each[0] = 1;
-    placed->each[1] = entry->size;
     placed->each[2] = 4;
     place_array(placing, &entry->a, 1, placed->sums[0]);
-    place_array(placing, &entry->b, entry->size, placed->sums[0]);
     place_array(placing, &entry->c, 4, placed->sums[2]);
+    placed->each[1] = place_between(placing, &entry->b, placed->sums[0], placed->low, placed->high, 1);
 }
 
 static const Encoding BLOCKS_ENCODING = {

@@ -173,23 +173,11 @@ static int stretches_stage(Stage *stage, const Entry *entry, const Extent *exten
     return 1;
 }
 
-/* Places `total` numbers between two of them, equal ones once; the bytes of one if the kernel writes them, else 0. */
-static i64 stretches_place_array(Placing *placing, Array *array, i64 total, i64 low, i64 high, int is_signed) {
-    i64 size = bytes_between(low, high, is_signed);
-    if (total > 1 && low != high) {
-        place_array(placing, array, size, total);
-        return size;
-    }
-    placing->numbers[0] = low;
-    place_numbers(placing, array, total > 0, is_signed);
-    return 0;
-}
-
 static void stretches_place(Placing *placing, Placed *placed, Entry *entry) {
     i64 *sums = placed->sums, *each = placed->each;
     place_counts(placing, placed, &entry->a);
-    each[1] = stretches_place_array(placing, &entry->b, sums[1], sums[1] ? placed->least : 0, placed->most, 0);
-    each[2] = stretches_place_array(placing, &entry->c, sums[2], placed->low, placed->high, 1);
+    each[1] = place_between(placing, &entry->b, sums[1], sums[1] ? placed->least : 0, placed->most, 0);
+    each[2] = place_between(placing, &entry->c, sums[2], placed->low, placed->high, 1);
     if (!each[1] && !each[2]) placed->way = LEFT_OUT;
 }
 

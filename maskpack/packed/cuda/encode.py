@@ -61,16 +61,7 @@ class UnitForm(NamedTuple):
         if kind == abi.BITMAP:
             first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
             return cls(kind, first, second)
-        return cls(kind, 0 if kind == abi.BLOCKS else int(entry["number"]), 0, int(entry["a"]["size"]))
-
-
-def _cost_of_kernels(table: Table, at: int, cost: int) -> int:
-    """What the blocks of a field cost more where kernels write them: whole words as bases, and no codes, which save less
-    than a quarter."""
-    blocks = [own for own in table.entries[table.parts(at)] if own["kind"] == abi.BLOCKS]
-    bases = sum(int(own["a"]["count"] * own["size"] - own["b"]["count"] * own["b"]["size"]) for own in blocks)
-    more = cost // 3 if any(own["number"] for own in blocks) else 0
-    return more + bases * abi.COST_WORDS // max(table.count_words(at), 1)
+        return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
 
 
 class EncodeRecipe(NamedTuple):
@@ -124,7 +115,6 @@ class KnownForms:
         (jobs, order, names), table = encoded.jobs, encoded.table
         kinds = jobs["form"]["kind"].tolist()
         inner: list[list[UnitForm]] = [[] for _ in kinds]
-        kernels = jobs.copy()
         for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
             entry = table.entries[at]
             if entry["kind"] == abi.CONCAT:
@@ -132,8 +122,9 @@ class KnownForms:
             elif kinds[place] != int(entry["kind"]):
                 kinds[place] = _UNKNOWN  # of no words
             inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
-            kernels["form"]["cost"][place] += _cost_of_kernels(table, int(at), int(jobs["form"]["cost"][place]))
-        return cls(kernels, order.tolist(), names, kinds, inner)
+            if any(form.kind == abi.BLOCKS and form.number for form in inner[place]):
+                kinds[place] = _UNKNOWN  # of words with codes
+        return cls(jobs.copy(), order.tolist(), names, kinds, inner)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""

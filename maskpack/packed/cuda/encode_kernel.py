@@ -284,10 +284,12 @@ def _measure_row(units, tables, stat, number, row, rows, CHUNK: tl.constexpr):
             others = words
             if near >= 0:
                 others = _words(beside, size, items, others_stride, at, inside)
-            _, blocks_of, bits, _, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
+            _, blocks_of, bits, bases, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
             used = used | tl.max((bits > 32).to(tl.int32)) * MISFIT
             used = used | tl.max(by_distance.to(tl.int32)) * NEAR_USED
             numbers += tl.sum(_numbers(blocks_of, bits))
+            low = tl.minimum(low, tl.min(tl.where(blocks_of > 0, bases, _MOST)))
+            high = tl.maximum(high, tl.max(tl.where(blocks_of > 0, bases, -_MOST - 1)))
         elif (kind == RLE) | (kind == DELTA):
             values, starts, ends, last = _stretches(
                 address, size, items, stride, at, n, words, kind == DELTA, stretch
@@ -340,7 +342,7 @@ def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _write_blocks(
-    body, widths, bases, numbers_at, numbers, count, bits, low, by_distance, size, before, CHUNK: tl.constexpr
+    body, widths, bases, numbers_at, numbers, count, bits, low, by_distance, b_size, before, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Writes blocks behind the `before` u32 numbers of the row; how many they have."""
     blocks: tl.constexpr = CHUNK // BLOCK
@@ -349,7 +351,8 @@ def _write_blocks(
     first = before + tl.cumsum(own, 0) - own
     some = count > 0
     tl.store(body + widths + block, tl.where(by_distance, bits | NEAR_BIT, bits).to(tl.uint8), mask=some)
-    _store(body + bases, size, block, low, some)
+    if b_size > 0:
+        _store(body + bases, b_size, block, low, some)
     place = tl.arange(0, BLOCK)[None, :]
     in_lanes = (count >= _FEW)[:, None]
     bit = tl.where(in_lanes, place // _LANES, place) * bits[:, None]
@@ -396,7 +399,7 @@ def _write_row(units, tables, places, body, number, row, rows, CHUNK: tl.constex
             numbers, count, bits, low, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
             index = (begin // BLOCK).to(tl.int64)
             before += _write_blocks(
-                body, a + index, b + index * size, c, numbers, count, bits, low, by_distance, size, before, CHUNK
+                body, a + index, b + index * b_size, c, numbers, count, bits, low, by_distance, b_size, before, CHUNK
             )
         elif kind == BITMAP:
             byte = begin // 8 + tl.arange(0, CHUNK // 8)
