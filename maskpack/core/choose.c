@@ -50,7 +50,8 @@ static i64 try_sample(const Rows *rows, const Rows *near, int integers, const Fo
         sizes[kind] = MOST;
         if (!integers && ENCODINGS[kind]->integers) continue;
         if (kind == form->kind) base = form->number, bytes = form->bytes;
-        else if (ENCODINGS[kind]->fit && kind != BLOCKS) ENCODINGS[kind]->fit(&sample, &base, &bytes);
+        else if (ENCODINGS[kind]->fit && kind != BLOCKS) /* to find codes takes longer than a sample may */
+            ENCODINGS[kind]->fit(&sample, &base, &bytes);
         if (encode_as(kind, base, bytes, &sample, near ? &beside : NULL, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
         least = sizes[kind] < least ? sizes[kind] : least;
     }

@@ -127,6 +127,9 @@ def encodings() -> Golden:
         "bitmap": rows_under(MASK, noise(12, 2), torch.bool),
         "bitmap_of_two": rows_under(MASK, [[2.5 - 4 * value for value in row] for row in noise(13, 2)], torch.float64),
         "rle": rows_under(MASK, made(lambda b, s: b - 3 * (s > 50)), i64),
+        "blocks_coded": rows_under(
+            MASK, [[2 ** (value % 17) + value // 17 for value in row] for row in noise(15, 999)], i64
+        ),
         "blocks_one": rows_under(MASK, made(lambda b, s: 1), torch.float16),
         "arange": rows_under(MASK, made(lambda b, s: 3 * s - b), i64),
         "arange_wraps": rows_under(MASK, made(lambda b, s: (27 * s + b + 128) % 256 - 128), torch.int8),

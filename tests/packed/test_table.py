@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
-KINDS = (*abi.KINDS, "near")
+KINDS = (*abi.KINDS, "near", "coded")
 """The encodings, and blocks of distances to another field."""
 WIDTHS = (0, 1, 7, 8, 64, 257)
 ANY_HINT = (
@@ -74,7 +74,7 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
         return rng.integers(0, most, size).astype(dtype)
 
     base, pair = noise(1), noise(2)
-    width = int(rng.integers(2, min(bits, 8) - 1))
+    width, few = int(rng.integers(2, min(bits, 8) - 1)), min(bits - 2, 20)
     step = rng.choice(np.array([1, -1, 0, 3, noise(1)[0]], dtype))
     pool = [noise(max([1, *lengths])) for _ in range(2)]
     wholes: dict[tuple[int, int], np.ndarray] = {}
@@ -91,6 +91,7 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
     makers: dict[str, Callable[[int], np.ndarray]] = {
         "narrow": lambda n: base + small(n, 256),
         "blocks": lambda n: np.minimum(base, info.max - 128) + small(n, 1 << width),
+        "coded": lambda n: np.minimum(base, info.max - 2**few) + (2 ** (rng.random(n) * few)).astype(dtype),
         "bitmap": lambda n: rng.choice(pair, n),
         "rle": lambda n: np.repeat(noise(n), rng.integers(1, 90, n))[:n],
         "arange": lambda n: noise(1) + np.arange(n).astype(dtype) * step,
@@ -147,6 +148,7 @@ class Form:
         specs = {"m": MaskNestingSpec("m"), "hm": MaskNestingSpec("hm"), "tm": MaskNestingSpec("tm")}
         for dtype in self.dtypes:
             hints = {"concat": f"concat:head {dtype},tail {dtype}", "plain": "sparse", "near": "dictionary"}
+            hints["coded"] = "blocks"
             for name, own, hint in (
                 ("x", "m", hints.get(self.kind, self.kind)),
                 ("same", "m", "rle"),
@@ -314,7 +316,10 @@ def test_each_encoding_is_taken_for_what_it_is_for(kind: str, hinted: bool) -> N
             elif kind in ("near", "concat", "columns") and not hinted:
                 continue
             elif size >= {"narrow": 2, "pieces": 4}.get(kind, 1):
-                assert found[name].split(" ")[0] == ("plain" if kind == "near" else kind), (name, found[name])
+                assert found[name].split(" ")[0] == {"near": "plain", "coded": "blocks"}.get(kind, kind), (
+                    name,
+                    found[name],
+                )
 
 
 @pytest.mark.parametrize("variant", ["reference", "multi-turn", "negative-zeros"])
@@ -477,6 +482,47 @@ def test_hints_change_no_bit(case: Case, data: st.DataObject) -> None:
     followed(packed)
     assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), case.batch)
     assert_same_batch(unnest(decompress(packed, format="nested")), case.batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_token_ids_are_coded(dtype: torch.dtype) -> None:
+    """Each block takes what its words take in the widths that the entry names, or in one width if that is about as
+    few bits."""
+    rng = np.random.default_rng(3)
+    few = 14 if dtype is torch.int16 else 20
+    lengths = [700, 256, 63, 64, 1, 0, 511, 257]
+    ids = [(-5 + 2 ** (rng.random(n) * few)).astype(np.int64) for n in lengths]
+    ids[3] = np.full(64, 2**few - 6)  # of one width
+    x = torch.zeros(8, 700, dtype=dtype)
+    for row, line in enumerate(ids):
+        x[row, : line.size] = torch.tensor(line)
+    batch = TensorDict({"m": torch.arange(700) < torch.tensor(lengths)[:, None], "x": x}, [8])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
+    packed = compress(batch, registry=registry)
+    entry = packed.table.entries[entry_of(packed, "x")]
+    assert kinds_of(packed)["x"] == "blocks"
+    widths = [int(entry["number"]) >> 8 * code & 255 for code in range(4)]
+    assert widths == sorted(widths)
+    assert widths[3] <= few + 1
+    said, numbers, expected = packed.table.array(entry["a"]).tolist(), 0, list[int]()
+    for line in ids:
+        for block in (line[at : at + 256] for at in range(0, line.size, 256)):
+            above, bits = (block - block.min()).tolist(), int(block.max() - block.min()).bit_length()
+            ends = list(itertools.accumulate(2**width for width in widths))
+            coded = sum(next(width for width, end in zip(widths, ends, strict=True) if one < end) for one in above)
+            coded = -(-len(above) // 16) + -(-coded // 32)
+            lanes, places = (1, len(above)) if len(above) < 64 else (8, -(-len(above) // 8))
+            plain = -(-places * bits // 32) * lanes
+            expected.append(64 if 16 * coded < 15 * plain else bits)
+            numbers += coded if expected[-1] == 64 else plain
+    assert said == expected
+    assert 4 < said.count(64) < len(said)
+    assert int(entry["c"]["count"]) == numbers
+    assert_rows(packed, batch)
+    for rows in ([7, 0, 3], [6], [4, 5, 2, 2]):
+        assert_rows(packed.take(rows), oracle.take_rows(batch, rows))
+    for low, high in ((1, 7), (2, 3), (6, 8), (5, 5)):
+        assert_rows(packed[low:high], oracle.take_rows(batch, range(low, high)))
 
 
 # -------------------------------------------------------------------- what is remembered, and who works

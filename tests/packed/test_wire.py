@@ -1021,6 +1021,30 @@ def test_a_field_claims_a_byte_for_each_row() -> None:
     refused(made.joined(), "bytes in memory, padded", max_bytes=claimed - 1)
 
 
+def test_coded_blocks_as_another_writer_may_store_them() -> None:
+    def made(number: int = fuzz_wire.WIDTHS, **places: Callable[[Made], Any]) -> bytes:
+        out = of_rows(4, 2, 4)
+        a, b, c = fuzz_wire.coded(out)
+        a, c = (change(out) if (change := places.get(name)) else own for name, own in (("a", a), ("c", c)))
+        out.field(out.entry("blocks", a, b, c, layout=0, number=number))
+        return out.joined()
+
+    rows = [[1, 3, 6, 13], [15, 2], [3, 3, 3, 3]]
+    assert [row.tolist() for row in decompress(PackedBatch.from_bytes(made()))["f0"].unbind()] == rows
+    wide, short = [0b11100100, 0b101_10_1, 0b0011, 0b110, 0b11], [0b11100100, 0b101_10_1, 0b0011]
+    for data in (
+        made(0),
+        made(29 << 24),
+        made(1 << 32 | fuzz_wire.WIDTHS),
+        made(-1),
+        *(made(a=lambda m, said=said: m.put([64, said, 64])) for said in (65, 96, 192, 33, 127)),
+        made(c=lambda m: m.put(wide, 4)),
+        *(made(c=lambda m, n=n: m.put(short[:n], 4)) for n in range(4)),
+        made(c=lambda m: m.put([*wide[:4], 0, 0], 4)),
+    ):
+        refused(data, 'field "f0"', CANNOT)
+
+
 def test_hints_that_name_each_other_in_a_long_chain() -> None:
     made = of_rows(1, 1, 1)
     entry = made.entry("plain", made.put([1, 2, 3]), layout=0)

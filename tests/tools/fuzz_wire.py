@@ -285,6 +285,15 @@ def of_rows(*lengths: int) -> Made:
     return made
 
 
+WIDTHS = 0 | 1 << 8 | 2 << 16 | 3 << 24
+"""Of the codes of a coded block."""
+
+
+def coded(made: Made) -> list[Place]:
+    """Coded blocks of rows of 4, 2 and 4 words, above 1, 2 and 3: 0, 1 + 1, 3 + 2 and 7 + 5; 7 + 6 and 0; 0."""
+    return [made.put([64, 64, 64]), made.put([1, 2, 3]), made.put([0b11100100, 0b101_10_1, 0b0011, 0b110, 0], 4)]
+
+
 def simple_encodings() -> Made:
     """Each kind of layout, and each kind of entry that refers to no other; pads of rows."""
     made = of_rows(4, 2, 4)
@@ -301,6 +310,7 @@ def simple_encodings() -> Made:
     made.field(made.entry("sparse", made.put([1, 0, 2]), made.put([3, 0, 1]), made.put([7, 8, 9]), layout=0))
     blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
     made.field(made.entry("blocks", *blocks, layout=0))
+    made.field(made.entry("blocks", *coded(made), layout=0, number=WIDTHS))
     return made
 
 
