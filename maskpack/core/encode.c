@@ -154,9 +154,8 @@ static int encode_packed(const Task *task) {
         values = gathered(task->rows, bounds, &done);
         flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL};
     }
-    if (done == FITS && (form->kind == DICTIONARY || form->kind == PIECES)) {
-        int (*encode)(const Rows *, i64, int, Out *, Entry *, Form *, int) = form->kind == PIECES ? pieces_encode : dictionary_encode;
-        done = encode(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
+    if (done == FITS && has_kind(form->kind) && ENCODINGS[form->kind]->encode_stored) {
+        done = ENCODINGS[form->kind]->encode_stored(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
         if (done == FITS && may_shrink(task, &flat)) done = MISFIT;
         if (done != FITS) task->out->used = start;

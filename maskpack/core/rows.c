@@ -63,8 +63,7 @@ API i64 maskpack_mark(const Entry *entries, i64 n, const Layout *layouts, const 
 /* The parts of an entry between the rows `cuts` [parts + 1], in the same arrays: part p goes to out[p * n]. */
 static void split_entry(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n) {
     const Entry *entry = table->entries + index;
-    if (entry->kind == DICTIONARY) dictionary_split(table, index, cuts, parts, out, n);
-    if (entry->kind == PIECES) pieces_split(table, index, cuts, parts, out, n);
+    if (ENCODINGS[entry->kind]->split) ENCODINGS[entry->kind]->split(table, index, cuts, parts, out, n);
     if (!ENCODINGS[entry->kind]->cut) return;
     Cursor cursor = cursor_of(table, index, NULL);
     for (i64 part = 0; part < parts; part++, out += n) {

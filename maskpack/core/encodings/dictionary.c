@@ -18,15 +18,19 @@ static i64 most_stored(const Entry *entries, const Entry *entry, i64 rows) {
 /* How many rows an entry has. */
 static i64 entry_rows(const Table *table, const Entry *entry) { return entry->layout < 0 ? table->dense_rows : table->rows; }
 
-/* The bounds of the rows that an entry stores, in elements of these; how many there are, or -1 without memory. */
-static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
-    const Entry *inner = table->entries + entry->first;
-    i64 rows = entry_rows(table, entry), stored = entry->kind == DICTIONARY ? 0 : rows + entry->number;
-    i64 most = most_stored(table->entries, entry, rows) - 1, words = MANY / (inner->items ? inner->items : 1);
-    for (i64 row = 0; row < rows && entry->kind == DICTIONARY; row++) {
+static i64 dictionary_count(const Table *table, const Entry *entry) {
+    i64 rows = entry_rows(table, entry), most = most_stored(table->entries, entry, rows) - 1, stored = 0;
+    for (i64 row = 0; row < rows; row++) {
         i64 index = cut_to(stored_row(table->body, entry, row), most);
         stored = index + 1 > stored ? index + 1 : stored;
     }
+    return stored;
+}
+
+/* The bounds of the rows that an entry stores, in elements of these; how many there are, or -1 without memory. */
+static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
+    i64 items = table->entries[entry->first].items, words = MANY / (items ? items : 1);
+    i64 stored = ENCODINGS[entry->kind]->count_stored(table, entry);
     if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
     for (i64 i = 0; i < stored; i++)
         (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(table->body, &entry->b, i), words - (*bounds)[i]);
@@ -36,7 +40,7 @@ static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
 /* What marks say of the rows that an entry stores: how many there are, and their bounds. */
 static const i64 *stored_marks(const Table *table, i64 index) {
     const Entry *entry = table->entries + index;
-    return table->marks + table->marks[index] + (entry->kind == DICTIONARY ? 0 : 3 * (entry_rows(table, entry) / MARKED + 1));
+    return table->marks + table->marks[index] + (ENCODINGS[entry->kind]->marked ? 3 * (entry_rows(table, entry) / MARKED + 1) : 0);
 }
 
 /* The bounds of the rows that the entry of a cursor stores, which are counted if they are not marked; NULL without memory. */
@@ -240,6 +244,7 @@ static int dictionary_stage(Stage *stage, const Entry *entry, const Extent *exte
 }
 
 static const Encoding DICTIONARY_ENCODING = {
+    .encode_stored = dictionary_encode, .count_stored = dictionary_count, .split = dictionary_split,
     .open = dictionary_open, .decode = dictionary_decode, .check = dictionary_check, .is_odd = dictionary_is_odd,
     .stage = dictionary_stage,
 };

@@ -194,6 +194,8 @@ static int pieces_encode(const Rows *rows, i64 hints, int integers, Out *out, En
 
 /* ------------------------------------------------------------------ the other way */
 
+static i64 pieces_count(const Table *table, const Entry *entry) { return entry_rows(table, entry) + entry->number; }
+
 /* The first of the stored rows that the row at the cursor needs; `used`, if there, gets 1 for each that it needs. */
 static i64 first_needed(const Cursor *cursor, i64 *used) {
     i64 own = cursor->row + cursor->entry->number, first = own;
@@ -322,5 +324,6 @@ static int pieces_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
 }
 
 static const Encoding PIECES_ENCODING = {
-    .marked = 1, .open = pieces_open, .decode = pieces_decode, .skip = pieces_skip, .check = pieces_check, .is_odd = pieces_is_odd,
+    .marked = 1, .encode_stored = pieces_encode, .count_stored = pieces_count, .split = pieces_split, .open = pieces_open,
+    .decode = pieces_decode, .skip = pieces_skip, .check = pieces_check, .is_odd = pieces_is_odd,
 };
