@@ -26,6 +26,8 @@ from maskpack.ops.logits import Curve
 _BLOCK, _WARPS = 4096, 8
 _ROW_BLOCK, _ROW_WARPS = 8192, 16
 """Of reduce_rows: one program for each processor, so that few rows are read at a time and stay in the cache."""
+_EXACT = {"enable_fp_fusion": False}
+"""A logit times `scale` is rounded before something is taken from it, so that the highest less itself is 0."""
 _UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
 
 
@@ -209,6 +211,7 @@ def reduce_rows(
             BLOCK=block,
             BLOCKS=triton.cdiv(vocabulary, block),
             num_warps=_ROW_WARPS,
+            **_EXACT,
         )
 
 
@@ -236,6 +239,7 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
             CAPPED=slopes.curve.inner is not None,
             BLOCK=block,
             num_warps=_WARPS,
+            **_EXACT,
         )
 
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 SCALE = 0.4
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="tensors of the host; tests/gpu/test_cuda_prefix.py has others")
 
 
 class Plain:
@@ -195,7 +196,7 @@ def head_major(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=[*kernels, interpreted])])
 @pytest.mark.parametrize("turned", [[0], [1], [2], [0, 1, 2]], ids=["queries", "keys", "values", "all"])
 @pytest.mark.parametrize("rows", ["groups", "a deep trie"])
 def test_queries_keys_and_values_may_be_head_major(
