@@ -13,8 +13,8 @@ enum { NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN, BY_SIGNS };
 enum { TRUSTED = 8 }; /* added to one of these: the pads of rows are read, but not verified */
 
 /* What becomes of a field that is encoded. STRAY: a masked-out value is not its pad. FULL: the form fits, but takes too
-   many bytes. ODD: bools of other bytes than 0 and 1. */
-enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD };
+   many bytes. ODD: bools of other bytes than 0 and 1. KEPT: it stays padded, because a masked-out value is not its pad. */
+enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD, KEPT };
 enum { FAILED = -1, NO_ROOM = -2 };
 enum { FLOATS, INTEGERS, BOOLS };
 enum { AS_SPANS, AS_MASK, AS_PART }; /* how a layout is stored */
@@ -79,18 +79,21 @@ typedef struct {
     i64 starts[FEW_SPANS], counts[FEW_SPANS];
 } RowScan;
 
-/* A mask; `uniform` if the batch does not fit where its valid words differ. A word is valid if it has one of the
-   significant bits. */
+/* Where a layout of a batch comes from: the valid words of a mask [rows, width]; all words of a row up to its last valid
+   one; the i64 offsets [rows + 1] of jagged values, of which there are `limit`; or a Layout. A word is valid if it has one of
+   the significant bits. `uniform` if the batch does not fit where the valid words of a mask differ. */
+enum { OF_MASK, OF_PREFIX, OF_OFFSETS, OF_LAYOUT };
+
 typedef struct {
-    const u8 *words;
+    const void *at;
     i64 size, rows, width, row_stride;
     u64 significant;
-    i64 uniform;
-} Mask;
+    i64 way, uniform, limit;
+} Origin;
 
-/* A layout of a batch: the tokens of a mask, or those in some of its columns if `low` is not negative. */
+/* A layout of a batch: the tokens of an origin, or those in some of its columns if `low` is not negative. */
 typedef struct {
-    i64 mask, low, width;
+    i64 origin, low, width;
 } Cut;
 
 /* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
@@ -117,15 +120,18 @@ typedef struct {
     i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost, age;
 } Form;
 
+enum { MAY = 1, DID = 2 }; /* stay padded */
+
 /* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
-   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `result` is FITS, STRAY if none of its
-   pads is under its mask, ODD, or an error; `pad` is the pad that is, `count` entries from `first` on are its own, and the
-   last of them is the field. */
+   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `keeps`: whether it may stay padded, MAY or
+   DID the last time; it is contiguous then. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an
+   error; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
+
 typedef struct {
     Field field;
     i64 padded, layout, items, size, rows;
     const i64 *bounds, *index;
-    i64 integers, hints, near, head, tail, columns, num_pads;
+    i64 integers, hints, near, head, tail, columns, keeps, num_pads;
     Trial pads[MOST_PADS];
     Form form;
     i64 result, pad, first, count;

@@ -9,6 +9,7 @@ typedef struct {
     const Layout *layouts;
     Entry *slots;
     Out *outs;
+    u8 *kept; /* of each job: whether it stays padded */
 } Work;
 
 /* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
@@ -169,15 +170,19 @@ static int encode_packed(const Task *task) {
     return done;
 }
 
-static int encode_field(Job *jobs, i64 at, const Layout *layouts, const Rows *rows, Out *out, Entry *slots, i64 *count) {
-    Job *job = jobs + at;
+/* Whether a job may refer to another one: one before it that did not stay padded. */
+static int may_refer(const Work *work, i64 at, i64 other) { return other >= 0 && other < at && !work->kept[other]; }
+
+static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, Entry *slots, i64 *count) {
+    Job *jobs = work->jobs, *job = jobs + at;
+    const Layout *layouts = work->layouts;
     Rows near = {0}, head = {0}, tail = {0};
     Field fields[3];
-    int has_near = job->near >= 0 && job->near < at, done;
+    int has_near = may_refer(work, at, job->near), done;
     *slots = entry_of(PLAIN, job->layout, job->items, job->size);
     *count = 1;
     if (!total_words(rows)) return encode_as(PLAIN, 0, 0, rows, NULL, out, slots); /* the pads are verified all the same */
-    if (job->head >= 0 && job->head < at && job->tail >= 0 && job->tail < at) {
+    if (may_refer(work, at, job->head) && may_refer(work, at, job->tail)) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
         done = opened ? concat_encode(rows, &head, &tail) : NO_MEMORY;
         free(head.scratch);
@@ -227,6 +232,41 @@ static int store_row_pads(Job *job, const Field *field, const Layout *layout, Ou
     return FITS;
 }
 
+/* Whether no pad of a job is under its mask. */
+static int is_stray(const Job *job, const Rows *rows, Field *field) {
+    for (i64 pad = 0; pad < job->num_pads; pad++) {
+        i64 row = 0;
+        field->mode = job->pads[pad].mode;
+        memcpy(field->pad, job->pads[pad].pad, sizeof field->pad);
+        while (row < job->rows && row_words(rows, row)) row++;
+        if (row == job->rows) return 0;
+    }
+    return 1;
+}
+
+/* Encodes a field that stays padded: rows of one element, all its words. It refers to no other. */
+static int encode_kept(Work *work, i64 at) {
+    Job *job = work->jobs + at, own = *job;
+    Work alone = {&own, work->layouts, work->slots + job->first, work->outs + at, work->kept};
+    Field field;
+    Rows rows;
+    own.padded = own.hints = own.columns = 0;
+    own.layout = own.near = own.head = own.tail = -1;
+    own.items *= work->layouts[job->layout].width;
+    own.field.packed = job->field.padded;
+    own.bounds = NULL;
+    if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
+    open_rows(&rows, &own, work->layouts, &field);
+    alone.outs->used = 0;
+    int done = encode_field(&alone, 0, &rows, alone.outs, alone.slots, &job->count);
+    if (done == FITS && own.integers == BOOLS && has_odd_bools(&rows)) done = ODD;
+    job->form = own.form;
+    job->keeps = DID;
+    job->pad = 0;
+    job->result = done == FITS ? KEPT : done;
+    return done;
+}
+
 /* Encodes a job with the first of its pads that is under its mask. */
 static void encode_job(void *context, i64 at) {
     Work *work = context;
@@ -237,12 +277,16 @@ static void encode_job(void *context, i64 at) {
     u8 *row_pads = malloc((size_t)((width / 8 + 16) * job->rows + 16));
     int done = row_pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
     job->row_pads = (Array){0, 1, 0};
-    for (job->pad = 0; done == STRAY && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
+    field.row_pads = row_pads;
+    if (done == STRAY && job->keeps == DID && job->padded && !is_stray(job, &rows, &field)) {
+        job->keeps = MAY;
+        job->form = (Form){.kind = -1, .inner_kind = -1};
+    }
+    for (job->pad = 0; done == STRAY && job->keeps != DID && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
         work->outs[at].used = 0;
         field.mode = job->pads[job->pad].mode;
         memcpy(field.pad, job->pads[job->pad].pad, sizeof field.pad);
-        field.row_pads = row_pads;
-        done = encode_field(work->jobs, at, work->layouts, &rows, work->outs + at, work->slots + job->first, &job->count);
+        done = encode_field(work, at, &rows, work->outs + at, work->slots + job->first, &job->count);
     }
     job->pad--;
     if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= BY_ROW)
@@ -326,6 +370,7 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
 static i64 room_of(const Job *job, const Layout *layouts) {
     const Layout *layout = layouts + job->layout;
     i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 16;
+    if (job->result == STRAY && job->keeps) elements = layout->rows * layout->width;
     for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
         if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 16;
     return (elements * job->items * job->size + pads * job->rows + 4103) & ~(i64)7;
@@ -340,35 +385,62 @@ typedef struct {
     i64 room;
 } Packed;
 
+/* Encodes each job in a part of the body of its own. */
+static void encode_apart(Work *work, i64 n, u8 *body, i64 begin, i64 threads) {
+    for (i64 at = 0; at < n; at++) {
+        i64 own = room_of(work->jobs + at, work->layouts);
+        work->outs[at] = (Out){body + begin, begin, 0, own};
+        begin += own;
+    }
+    run_tasks(encode_job, work, n, threads);
+}
+
+/* Encodes a job in the rest of the body if it was not yet, or if it refers to one that stays padded; `room` grows by what
+   this takes. */
+static int encode_rest(Work *work, i64 at, Out rest, int anew, i64 *room) {
+    Job *job = work->jobs + at;
+    i64 others[3] = {job->near, job->head, job->tail};
+    int again = 0;
+    for (int i = 0; i < 3 && !anew; i++) again |= others[i] >= 0 && work->kept[others[i]];
+    if (again) *room += room_of(job, work->layouts);
+    if (again || anew) {
+        work->outs[at] = rest;
+        encode_job(work, at);
+    }
+    work->kept[at] = job->result == STRAY && job->keeps;
+    return work->kept[at] ? FITS : (int)job->result;
+}
+
 static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Packed to, i64 threads) {
     i64 room = 64;
     for (i64 at = 0; at < m; at++) room += (24 * layouts[at].splits[layouts[at].rows] + 8 * layouts[at].rows + 64) & ~(i64)7;
-    i64 end = room;
-    for (i64 at = 0; at < n; at++) room += room_of(jobs + at, layouts);
+    i64 begin = room;
+    for (i64 at = 0; at < n; at++) {
+        jobs[at].result = FITS;
+        room += room_of(jobs + at, layouts);
+    }
     if (room > to.room && (threads > 1 || !to.room)) return NO_ROOM - room;
-    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room);
-    Out *outs = calloc((size_t)n + 1, sizeof(Out));
-    Work work = {jobs, layouts, to.slots, outs};
-    int done = used < 0 ? FULL : outs ? FITS : NO_MEMORY;
+    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room), end = room;
+    Work work = {jobs, layouts, to.slots, calloc((size_t)n + 1, sizeof(Out)), calloc((size_t)n + 1, 1)};
+    int done = used < 0 ? FULL : work.outs && work.kept ? FITS : NO_MEMORY;
     *to.num_entries = 0;
-    if (threads > 1 && done == FITS) {
-        for (i64 at = 0; at < n; at++) {
-            i64 own = room_of(jobs + at, layouts);
-            outs[at] = (Out){to.body + end, end, 0, own};
-            end += own;
-        }
-        run_tasks(encode_job, &work, n, threads);
+    if (threads > 1 && done == FITS) encode_apart(&work, n, to.body, begin, threads);
+    for (i64 at = 0; at < n && done == FITS; at++) {
+        i64 base = threads > 1 ? end : (used + 7) & ~(i64)7;
+        done = encode_rest(&work, at, (Out){to.body + base, base, 0, to.room - base}, threads <= 1, &room);
+        if (done == FITS && !work.kept[at])
+            to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
     }
     for (i64 at = 0; at < n && done == FITS; at++) {
-        if (threads <= 1) {
-            i64 base = (used + 7) & ~(i64)7;
-            outs[at] = (Out){to.body + base, base, 0, to.room - base};
-            encode_job(&work, at);
-        }
-        done = (int)jobs[at].result;
+        if (!work.kept[at]) continue;
+        i64 base = (used + 7) & ~(i64)7;
+        room += room_of(jobs + at, layouts);
+        work.outs[at] = (Out){to.body + base, base, 0, to.room - base};
+        done = encode_kept(&work, at);
         if (done == FITS) to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
     }
-    free(outs);
+    free(work.outs);
+    free(work.kept);
     return done == FITS ? used : done == FULL ? NO_ROOM - room : FAILED;
 }
 
@@ -379,20 +451,21 @@ API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *
     return encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
 }
 
-static int scan_mask(const Mask *mask, Layout *out, i64 *misfit, i64 threads) {
+/* A scanned layout of a mask; `misfit` if its valid words must be equal and are not. */
+static int scan_mask(const Origin *mask, Layout *out, i64 *misfit, i64 threads) {
     i64 rows = mask->rows, alike[2];
     i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2));
     RowScan *found = malloc(sizeof(RowScan) * (size_t)(rows + 1));
     int fine = line && found;
     if (fine) {
         i64 *splits = line, *bounds = line + rows + 1;
-        i64 spans = maskpack_count_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found,
+        i64 spans = maskpack_count_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found,
                                          splits, bounds, alike, threads);
         *misfit |= mask->uniform && !alike[0];
         fine = new_layout(out, rows, mask->width, spans);
         if (fine) {
             memcpy((i64 *)out->splits, line, sizeof(i64) * (size_t)(2 * rows + 2));
-            maskpack_list_spans(mask->words, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
+            maskpack_list_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
                                 (i64 *)out->starts, (i64 *)out->counts, threads);
         }
     }
@@ -401,25 +474,75 @@ static int scan_mask(const Mask *mask, Layout *out, i64 *misfit, i64 threads) {
     return fine;
 }
 
-/* Scans masks, and encodes the layouts and the fields of a batch; returns what `maskpack_encode` does. */
-API i64 maskpack_compress(const Mask *masks, i64 num_masks, const Cut *cuts, Stored *stored, i64 m, Job *jobs, i64 n,
+/* A layout of rows from position 0 on. `ends`: where each ends; or, if `offsets`, that of the rows before, too. */
+static int lead_layout(const i64 *ends, int offsets, i64 rows, i64 width, Layout *out) {
+    if (!new_layout(out, rows, width, rows)) return 0;
+    i64 *splits = (i64 *)out->splits, *bounds = (i64 *)out->bounds;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = offsets ? ends[row + 1] - ends[row] : ends[row];
+        ((i64 *)out->starts)[splits[row]] = 0;
+        ((i64 *)out->counts)[splits[row]] = n;
+        splits[row + 1] = splits[row] + (n > 0);
+        bounds[row + 1] = bounds[row] + n;
+        out->width = offsets && n > out->width ? n : out->width;
+    }
+    return 1;
+}
+
+/* The layout up to the last valid word of each row of a mask. */
+static int lead_of_mask(const Origin *mask, Layout *out, i64 *misfit, i64 threads) {
+    Layout whole = {0};
+    i64 *ends = malloc(sizeof(i64) * (size_t)(mask->rows + 1));
+    int fine = ends && scan_mask(mask, &whole, misfit, threads);
+    for (i64 row = 0; fine && row < mask->rows; row++) {
+        i64 last = whole.splits[row + 1] - 1;
+        ends[row] = last < whole.splits[row] ? 0 : whole.starts[last] + whole.counts[last];
+    }
+    fine = fine && lead_layout(ends, 0, mask->rows, mask->width, out);
+    free_layout(&whole);
+    free(ends);
+    return fine;
+}
+
+/* The layout of offsets; `misfit` if they are none, or of more than their values. */
+static int layout_of_offsets(const Origin *origin, Layout *out, i64 *misfit) {
+    const i64 *offsets = origin->at;
+    i64 rows = origin->rows, fine = !offsets[0] && offsets[rows] <= origin->limit;
+    for (i64 row = 0; row < rows; row++) fine &= offsets[row] <= offsets[row + 1];
+    *misfit |= !fine;
+    return fine ? lead_layout(offsets, 1, rows, 0, out) : new_layout(out, 0, 0, 0);
+}
+
+static int layout_of_origin(const Origin *origin, Layout *out, i64 *misfit, i64 threads) {
+    if (origin->way == OF_MASK) return scan_mask(origin, out, misfit, threads);
+    if (origin->way == OF_PREFIX) return lead_of_mask(origin, out, misfit, threads);
+    if (origin->way == OF_OFFSETS) return layout_of_offsets(origin, out, misfit);
+    const Layout *given = origin->at;
+    return cut_layout(given, 0, given->width, out);
+}
+
+/* Makes layouts from origins, and encodes them and the fields of a batch; returns what `maskpack_encode` does. */
+API i64 maskpack_compress(const Origin *origins, i64 num_origins, const Cut *cuts, Stored *stored, i64 m, Job *jobs, i64 n,
                           Entry *slots, Entry *entries, i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
-    Layout *whole = calloc((size_t)(num_masks + 2 * m) + 1, sizeof(Layout));
+    Layout *whole = calloc((size_t)(num_origins + 2 * m) + 1, sizeof(Layout));
     i64 misfit = 0, used = FAILED;
     if (!whole) {
         if (n) jobs->result = NO_MEMORY;
         return FAILED;
     }
-    Layout *own = whole + num_masks, *layouts = own + m;
+    Layout *own = whole + num_origins, *layouts = own + m;
     int fine = 1;
-    for (i64 at = 0; at < num_masks && fine; at++) fine = scan_mask(masks + at, whole + at, &misfit, threads);
-    for (i64 at = 0; at < m && fine; at++) {
-        if (cuts[at].low >= 0) fine = cut_layout(whole + cuts[at].mask, cuts[at].low, cuts[at].width, own + at);
-        layouts[at] = cuts[at].low < 0 ? whole[cuts[at].mask] : own[at];
+    for (i64 at = 0; at < num_origins && fine; at++) fine = layout_of_origin(origins + at, whole + at, &misfit, threads);
+    for (i64 at = 0; at < m && fine && !misfit; at++) {
+        if (cuts[at].low >= 0) fine = cut_layout(whole + cuts[at].origin, cuts[at].low, cuts[at].width, own + at);
+        layouts[at] = cuts[at].low < 0 ? whole[cuts[at].origin] : own[at];
     }
-    if (!fine && n) jobs->result = NO_MEMORY;
+    for (i64 at = 0; at < n && fine && !misfit; at++)
+        if (!jobs[at].padded && !jobs[at].index && jobs[at].layout >= 0) jobs[at].bounds = layouts[jobs[at].layout].bounds;
+    if (n) jobs->result = fine ? FITS : NO_MEMORY;
     if (fine && !misfit) used = encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
-    for (i64 at = 0; at < num_masks + m; at++) free_layout(whole + at);
+    for (i64 at = 0; at < num_origins + m; at++) free_layout(whole + at);
     free(whole);
     return used;
 }

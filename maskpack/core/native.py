@@ -239,10 +239,10 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> E
 
 
 class BatchSource(NamedTuple):
-    """What a batch is encoded from, in one array: each Mask and whether it must be uniform; each layout, as its mask,
-    its first column or -1 for all, and its width; their STOREDs; the JOBs. `slots`: entries that these may take."""
+    """What a batch is encoded from, in one array: ORIGINs; each layout, as its origin, its first column or -1 for all,
+    and its width; their STOREDs; the JOBs. `slots`: entries that these may take."""
 
-    masks: int
+    origins: int
     layouts: int
     jobs: int
     slots: int
@@ -250,19 +250,19 @@ class BatchSource(NamedTuple):
     @property
     def places(self) -> tuple[int, int, int, int]:
         """Where each part begins but the first, and the end."""
-        cuts = self.masks * abi.MASK_NUMBERS
+        cuts = self.origins * abi.ORIGIN_NUMBERS
         stored = cuts + self.layouts * abi.CUT_NUMBERS
         jobs = stored + self.layouts * (abi.STORED.itemsize // 8)
         return cuts, stored, jobs, jobs + self.jobs * abi.JOB_NUMBERS
 
 
 def compress(source: BatchSource, given: IntArray, room: int, threads: int) -> tuple[EncodedArrays | None, IntArray]:
-    """Scans masks, and encodes the layouts and the fields of a batch; None if it does not fit. `room`: bytes of the
-    body; with more it is tried again. Also returns what is given, changed as `encode` changes its jobs."""
+    """Makes layouts from origins, and encodes them and the fields of a batch; None if it does not fit. `room`: bytes of
+    the body; with more it is tried again. Also returns what is given, changed as `encode` changes its jobs."""
     line: IntArray = np.array(given)
     first = address(line)
     cuts, stored, jobs, _ = (first + 8 * place for place in source.places)
-    call = first, source.masks, cuts, stored, source.layouts, jobs, source.jobs
+    call = first, source.origins, cuts, stored, source.layouts, jobs, source.jobs
 
     def run(*places: int) -> int:
         line[:] = given

@@ -35,6 +35,23 @@ class Axis:
         return f'mask "{self.name}" is {size}'
 
 
+@dataclass(frozen=True)
+class Origins:
+    """Where the layouts of a batch come from, whatever its values are.
+
+    Attributes:
+        masks: the layout of each mask that was scanned, and whether all its valid words are equal.
+        prefixes: by the mask, the layouts up to the last valid token of each row.
+        given: the layouts of another batch with the same rows, by name.
+        jagged: by the first field of each, the layouts of jagged fields that have no mask.
+    """
+
+    masks: Mapping[Path, tuple[RowLayout, bool]]
+    prefixes: Mapping[Path, RowLayout]
+    given: Mapping[str, RowLayout]
+    jagged: Mapping[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
+
+
 @dataclass
 class Axes:
     """Computes the axes of one batch on demand. `call` is the public function that errors name."""
@@ -47,9 +64,10 @@ class Axes:
     _found: dict[tuple[Path, Key], Axis | None] = field(default_factory=dict[tuple[Path, Key], Axis | None])
     _masks: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
     _values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    _prefixes: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
 
     def __post_init__(self) -> None:
-        self._masks_alone = not self.carried and not self.stand_in
+        self._by_value = bool(self.carried)
 
     def find(self, mask: Key, path: Path) -> Axis | None:
         """The axis of `mask` for the field at `path`; None if the batch does not give it."""
@@ -66,11 +84,12 @@ class Axes:
         """The value () of all valid tokens of a mask field, if its scan returned `layout` and found one value."""
         return self._values.get(mask) if self._masks.get(mask) is layout else None
 
-    def scanned(self) -> dict[Path, tuple[RowLayout, bool]] | None:
-        """The layouts of the masks, and whether the valid words of each are equal; None if there were other sources."""
-        if not self._masks_alone:
+    def origins(self) -> Origins | None:
+        """The origins of the axes; None if some depended on values."""
+        if self._by_value:
             return None
-        return {path: (layout, path in self._values) for path, layout in self._masks.items()}
+        masks = {path: (layout, path in self._values) for path, layout in self._masks.items()}
+        return Origins(masks, dict(self._prefixes), self.stand_in)
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
         if name in self.carried:
@@ -81,6 +100,7 @@ class Axes:
             axis = None if way in guesses else self._by(way, name, scope)
             if axis is not None:
                 other = self.stand_in.get(name)  # the same rows, whose anchor is known
+                self._by_value |= other is not None
                 return axis if other is None or other != axis.layout else replace(axis, layout=other)
         if name in self.stand_in:
             return Axis(name, self.stand_in[name])
@@ -91,13 +111,13 @@ class Axes:
         tensor = dense_at(self.batch, source)
         if tensor is None:
             return None
-        self._masks_alone &= way.form == "mask" and way.part != "prefix"
+        self._by_value |= way.form != "mask"
         if way.form == "cu_seqlens":
             return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True, counted=True)
         if way.form == "lengths":
             width = self._first_width(scope, way.head)
             return Axis(name, self._read(source, RowLayout.from_lengths, tensor, width), counted=True)
-        layout = self._cut(self._mask(source), way, scope, name)
+        layout = self._prefix(source) if way.part == "prefix" else self._cut(self._mask(source), way, scope, name)
         return None if layout is None else Axis(name, layout, counted=way.part == "prefix")
 
     def _mask(self, source: Path) -> RowLayout:
@@ -115,6 +135,11 @@ class Axes:
                 self._values[source] = value
             self._masks[source] = anchored(layout, self._anchor(source, layout.width))
         return self._masks[source]
+
+    def _prefix(self, source: Path) -> RowLayout:
+        if source not in self._prefixes:
+            self._prefixes[source] = prefix_of(self._mask(source))
+        return self._prefixes[source]
 
     def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
         """What `make` gives, or its error with the name of the field."""
@@ -139,8 +164,6 @@ class Axes:
     def _cut(self, layout: RowLayout, way: MaskAxis, scope: Path, name: str) -> RowLayout | None:
         if way.part == "all":
             return layout
-        if way.part == "prefix":
-            return prefix_of(layout)
         head, tail = self._first(scope, way.head), self._first(scope, way.tail)
         # the number of a tail is a limit, which a batch may fall short of
         from_number = tail is not None and dense_at(self.batch, tail[0]) is None

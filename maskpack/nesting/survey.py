@@ -29,7 +29,7 @@ from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, verify
-from maskpack.nesting.axes import Axes, Axis
+from maskpack.nesting.axes import Axes, Axis, Origins
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, name_of_jagged, read_layouts, read_pads
 from maskpack.nesting.signs import signs_of_rows
@@ -53,8 +53,7 @@ class Survey:
         row_pads: the pads [B] of fields whose pad is PER_ROW, and the signs of those whose pad is ANY_ZERO.
         deferred: padded fields on the host that are still to be read, with the pads to try in their forms; and whether
             the first of these may be taken unseen.
-        scanned: the layouts of the masks, and whether all valid words of each are equal, if nothing else of the result
-            depends on the values in the batch; else None.
+        origins: where the layouts come from; None if the forms depend on the values in the batch.
     """
 
     root: Node
@@ -66,7 +65,7 @@ class Survey:
     values: Mapping[Path, Tensor]
     row_pads: Mapping[Path, Tensor]
     deferred: Mapping[Path, bool]
-    scanned: Mapping[Path, tuple[RowLayout, bool]] | None
+    origins: Origins | None
 
     def schema(self) -> Schema:
         """The schema of the nested or packed batch."""
@@ -94,7 +93,8 @@ def survey(
     known = _known_forms.get(signature)
     if known is None:
         forms = [planner.form(path, value) for path, value in entries.items()]
-        if signature is not None and planner.scanned() is not None:
+        origins = planner.origins()
+        if signature is not None and origins is not None and not origins.prefixes:
             _known_forms.keep(signature, tuple(forms))
     else:
         forms = planner.again(known)
@@ -117,11 +117,11 @@ def survey(
             row_pads |= {} if own is None else {form.path: own}
             if forms[place].kind == "dense":
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
-    _check_coverage(forms, entries, options)
-    plain = not schema.forms and not any(form.reason for form in forms)
-    scanned = planner.scanned() if plain else None
+    if options.strict or not defer:
+        check_coverage(forms, entries, options, 4)
+    origins = None if schema.forms else planner.origins()
     values = verifier.values
-    return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, scanned)
+    return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, origins)
 
 
 _known_forms: Latest[tuple[FieldForm, ...]] = Latest()
@@ -179,8 +179,9 @@ class _Planner:
     before: Mapping[Path, FieldForm]
     layouts: dict[str, RowLayout] = field(default_factory=dict[str, RowLayout])
     _own: dict[int, str] = field(default_factory=dict[int, str])
+    _jagged_layouts: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
     _met: bool = False
-    """Two layouts of one name are equal in this batch."""
+    """Two layouts are equal in this batch, which may differ in the next."""
 
     def __post_init__(self) -> None:
         self._axes = Axes(self.batch, self.options.registry, self.carried, self.stand_in, self.options.call)
@@ -262,9 +263,9 @@ class _Planner:
                     found[form.path] = value.expand(layout.num_tokens)
         return found
 
-    def scanned(self) -> dict[Path, tuple[RowLayout, bool]] | None:
-        """`Survey.scanned`, as far as the layouts go."""
-        return None if self._met else self._axes.scanned()
+    def origins(self) -> Origins | None:
+        found = None if self._met else self._axes.origins()
+        return found and replace(found, jagged=self._jagged_layouts)
 
     def values(self, form: FieldForm, value: Tensor) -> Tensor:
         """The packed values [T, *F] of a field."""
@@ -334,6 +335,7 @@ class _Planner:
         if before is not None and before.layout is not None:
             return self._again(path, value, before)
         if spec is not None and (self.carried or self.stand_in):
+            self._met = True
             offsets = to_host([offsets_of(value)])[0]
             fitting = [
                 axis
@@ -365,7 +367,8 @@ class _Planner:
         """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""
         offsets = offsets_of(value)
         if id(offsets) not in self._own:
-            self._own[id(offsets)] = self._use(name_of_jagged(path), RowLayout.from_cu_seqlens(offsets))
+            layout = self._jagged_layouts[path] = RowLayout.from_cu_seqlens(offsets)
+            self._own[id(offsets)] = self._use(name_of_jagged(path), layout)
         return self._own[id(offsets)]
 
     def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:
@@ -398,15 +401,22 @@ class _Planner:
 # -------------------------------------------------------------------- exactness and coverage
 
 
-def _check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options) -> None:
-    dense = [DenseField.of(form.path, entries[form.path], form.reason) for form in forms if form.reason]
+def check_coverage(forms: Iterable[FieldForm], entries: Mapping[Path, Any], options: Options, level: int) -> None:
+    """Raises CoverageError in strict mode for fields that stay padded; else warns, as `level` frames above."""
     if options.strict:
+        dense = [DenseField.of(form.path, entries[form.path], form.reason) for form in forms if form.reason]
         objects = {form.path: entries[form.path] for form in forms if form.kind == "object"}
         check_strict(options.call, [*dense, *hidden(objects, options)])
-    elif dense:
-        # without sizes, so that Python shows the warning once for batches of all widths
-        fields = "; ".join(f'"{show(field.path)}": {field.reason}' for field in dense)
-        warnings.warn(f"{options.call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=4)
+    else:
+        warn_dense(forms, options.call, level + 1)
+
+
+def warn_dense(forms: Iterable[FieldForm], call: str, level: int) -> None:
+    """Warns of the fields that stay padded, as `level` frames above."""
+    # without sizes, so that Python shows the warning once for batches of all widths
+    fields = "; ".join(f'"{show(form.path)}": {form.reason}' for form in forms if form.reason)
+    if fields:
+        warnings.warn(f"{call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=level)
 
 
 def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:

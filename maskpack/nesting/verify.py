@@ -23,7 +23,7 @@ from maskpack.nesting import checks, device_read
 from maskpack.nesting.schema import FieldForm
 from maskpack.nesting.signs import signs_of
 
-_KEPT = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
+LOSSY = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO takes them in a field [B, width]. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
@@ -115,7 +115,7 @@ class Verifier:
                 sure.append(form)
             elif pad is None:
                 self.values.pop(form.path)
-                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=_KEPT, axis=form.layout))
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout))
             else:
                 held = self._pad(form, pad)
                 zeros = pad is SIGNED_ZERO or pad is ANY_ZERO

@@ -37,8 +37,8 @@ from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.coverage import check_strict
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
-from maskpack.nesting.survey import Survey, hidden, survey
-from maskpack.packed.batch_plan import BatchPlan, signature_of, with_pads
+from maskpack.nesting.survey import Survey, hidden, survey, warn_dense
+from maskpack.packed.batch_plan import BatchPlan, Signed, signed, with_pads
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -442,16 +442,23 @@ def compress(
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     options = options.of_this_process()
     layouts = _layouts_of(like)
-    signature = None if layouts else signature_of(batch, options)
-    plan = None if signature is None else plans.get(signature)
-    known = None if plan is None else plan.encoded(batch)
+    seen = signed(batch, options, layouts)
+    plan = None if seen is None else plans.get(seen.signature)
+    known = None
+    if isinstance(plan, DevicePlan):
+        known = plan.encoded(batch)
+    elif isinstance(plan, BatchPlan) and seen is not None:
+        known = plan.encoded(seen, batch.batch_size[0], _table_of(like, layouts))
     if plan is not None and known is not None:
-        return PackedBatch(batch.batch_size[0], known[1], known[0], _objects_of(batch, plan.schema, options), codec)
-    trusted = options.verify == "never"
-    packed = _encoded(survey(batch, options, layouts, defer=True), codec, signature, trusted=trusted)
-    if packed is None:
-        packed = _encoded(survey(batch, options, layouts), codec, None, trusted=trusted)
-    assert packed is not None
+        objects = _objects_of(batch, plan.schema, options)
+        packed = PackedBatch(batch.batch_size[0], known[1], known[0], objects, codec)
+    else:
+        packed = _encoded(survey(batch, options, layouts, defer=True), codec, seen, options)
+        if packed is None:
+            packed = _encoded(survey(batch, options, layouts), codec, None, options)
+            assert packed is not None
+            return packed
+    warn_dense(packed.schema.forms, "compress", 3)
     return packed
 
 
@@ -533,9 +540,16 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return read_layouts(like, "compress: like")[1]
 
 
-def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool) -> PackedBatch | None:
-    """None if a field that was deferred has to be looked at by itself: it has other values under its mask, or bools of
-    other bytes than 0 and 1. Its plan is remembered by `signature`."""
+def _table_of(like: Any, layouts: Mapping[str, RowLayout]) -> IntArray:
+    """The layouts of another batch for the core."""
+    if isinstance(like, PackedBatch):
+        return like.layout_rows
+    return native.layout_rows([core_layout(layout) for layout in layouts.values()])
+
+
+def _encoded(found: Survey, codec: str | None, seen: Signed | None, options: Options) -> PackedBatch | None:
+    """None if a field that was deferred has to be looked at by itself: it is lossy and may not stay padded, or it has
+    bools of other bytes than 0 and 1. The plan of a batch that was `seen` is remembered."""
     schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
     tensors = [form for form in schema.forms if form.dtype is not None]
     layouts = _on_host(found.layouts)
@@ -558,6 +572,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
             odd.append(path)
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
+    may_keep = options.on_loss == "keep" and not options.strict and found.root.more_dims is not None
     jobs = [
         Job(tensors[number], words=bits[number].reshape(-1), row_pads=row_pads.get(tensors[number].path))
         if number in bits
@@ -565,6 +580,7 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
             tensors[number],
             padded=found.entries[tensors[number].path],
             trusted=found.deferred[tensors[number].path],
+            keeps=may_keep and tensors[number].ragged_dim == 1 and found.entries[tensors[number].path].is_contiguous(),
         )
         for number in rest
     ]
@@ -577,12 +593,12 @@ def _encoded(found: Survey, codec: str | None, signature: Any, *, trusted: bool)
         learn_forms(tensors, values, found.rows, encoded)
     table, pads = _together(away, encoded, rest, len(tensors))
     plan: Any = None
-    if signature is not None and away is None and encoded is not None:
-        plan = BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes)
-    elif signature is not None and encoded is None:
-        plan = DevicePlan.of(found, schema, trusted)
-    if plan is not None:
-        plans.keep(signature, plan)
+    if seen is not None and away is None and encoded is not None:
+        plan = BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes, seen)
+    elif seen is not None and encoded is None:
+        plan = DevicePlan.of(found, schema, options.verify == "never")
+    if plan is not None and seen is not None:
+        plans.keep(seen.signature, plan)
     table, schema = with_pads(table, pads, schema, found.deferred)
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)

@@ -1,65 +1,157 @@
 """BatchPlan: what the batches of one signature are made of, remembered, so that the next one is encoded by one call.
 
-    signature of a batch -> BatchPlan: masks, layouts, jobs, schemas -> scan the masks -> encode -> table, schema
+    signature of a batch -> BatchPlan: origins, layouts, jobs, schemas -> make the layouts -> encode -> table, schema
 
-Only batches without surprises have a plan: plain tensors on the host and Python objects, with layouts that come from
-masks alone. If a plan does not fit (another pad under a mask, odd bools), it gives nothing, and the batch is surveyed.
+Padded, jagged and other tensors on the host have a plan, sub-batches and Python objects too, if their layouts come from
+masks, from the offsets of jagged fields, or from the batch that `like` names. A lossy field stays padded in the same
+call. If a plan does not fit (odd bools, a mask with other values), it gives nothing, and the batch is surveyed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.core import abi, native
+from maskpack.core.bits import address
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad
 from maskpack.core.tree import is_object, names_of, number_at
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
-from maskpack.nesting.schema import Schema
+from maskpack.layout.jagged import is_regular, offsets_of, values_of
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.nesting.survey import Survey
-from maskpack.packed.table import JobTable, Table, check_memory, stored_before, wholes_first
+from maskpack.nesting.verify import LOSSY
+from maskpack.packed.table import KEPT, JobTable, Table, check_memory, pads_of, stored_before, wholes_first
 
 _PADDED, _PACKED = 0, 1
 _PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
     int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
     for name in ("pad", "result", "row_pads", "rows")
 )
-_AT, _ROWS = (native.Mask._fields.index(name) for name in ("at", "rows"))
+_AT, _ROWS, _LIMIT = (int(abi.ORIGIN.fields[name][1]) // 8 for name in ("at", "rows", "limit"))
 WHOLE = -1
-"""The first column of a layout that is the whole mask."""
+"""The first column of a layout that is a whole origin."""
 _SPARE = 1 << 15
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
 
 
-def signature_of(batch: TensorDictBase, options: Options) -> tuple[Any, ...] | None:
-    """All that a plan depends on, but for the values of masks; None for a batch that has no plan."""
-    if type(batch) is not TensorDict or not batch.batch_size or not batch.batch_size[0]:
+class Signed(NamedTuple):
+    """A batch that may have a plan.
+
+    Attributes:
+        signature: all that a plan depends on, but for values.
+        tensors: of each entry, in key order, the tensor or the values of the jagged tensor; None for others.
+        offsets: those of the jagged tensors, each once, int64 [B + 1].
+        limits: the least number of values of a field with these offsets.
+    """
+
+    signature: tuple[Any, ...]
+    tensors: list[Tensor | None]
+    offsets: list[Tensor]
+    limits: list[int]
+
+
+def signed(batch: Any, options: Options, given: Mapping[str, RowLayout]) -> Signed | None:
+    """A batch with its signature; None if it has no plan. `given` are the layouts of another batch."""
+    if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]):
         return None
-    size = batch.batch_size
     verify = options.verify
     learnt = verify.times if isinstance(verify, VerifyFirst) else 0
-    given = (options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss)
-    parts: list[Any] = [size[0].bit_length(), size[1:], batch.device, names_of(batch), options.registry.told, *given]
+    of_call = options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss
+    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call]
+    numbers = {id(layout): number for number, layout in enumerate(given.values())}
+    for name, layout in given.items():
+        whole, low = layout.__dict__.get("part_of", (None, 0))
+        if layout.num_rows != rows or layout.device.type != "cpu":
+            return None
+        parts += (name, layout.width, layout.anchor, numbers.get(id(whole)), low)
+    found = Signed((), [], [], [])
+    return found._replace(signature=tuple(parts)) if _add(found, parts, batch) else None
+
+
+def _add(found: Signed, parts: list[Any], batch: TensorDict) -> bool:
+    """Adds the entries of a batch to its signature; false if it has no plan."""
+    parts += (batch.batch_size[1:], batch.device, names_of(batch))
     for name, value in batch.items():
-        if type(value) is Tensor:
-            plain = value.layout is torch.strided and not value.is_nested
-            if not plain or value.is_neg() or value.is_conj():
-                return None
-            parts += (name, value.dtype, value.shape[1:], value.stride(), value.device)
+        x: Tensor | None = None
+        if isinstance(value, Tensor):
+            x, number = value, None
+            if type(value) is not Tensor:
+                if not value.is_nested or not is_regular(value):
+                    return False
+                x, number = values_of(value), _number_of(found, offsets_of(value))
+            if type(x) is not Tensor or number == -1 or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+                return False
+            if number is not None:
+                found.limits[number] = min(found.limits[number], x.shape[0])
+            parts += (name, x.dtype, x.shape[1:], x.stride(), x.device, number)
         elif is_object(value):
             parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
+        elif type(value) is TensorDict and name != LAYOUTS and value.batch_size[:1] == batch.batch_size[:1]:
+            parts += (name, len(value.keys()))
+            found.tensors.append(None)
+            if not _add(found, parts, value):
+                return False
+            continue
         else:
+            return False
+        found.tensors.append(x)
+    return True
+
+
+def _number_of(found: Signed, offsets: Tensor) -> int:
+    """The number of offsets among those of a batch; -1 if the core does not read them."""
+    for number, own in enumerate(found.offsets):
+        if own is offsets:
+            return number
+    if offsets.dtype is not torch.int64 or offsets.device.type != "cpu" or not offsets.is_contiguous():
+        return -1
+    found.offsets.append(offsets)
+    found.limits.append(1 << 62)
+    return len(found.offsets) - 1
+
+
+class LayoutSources(NamedTuple):
+    """Where the layouts of a batch come from, in the order in which they are stored.
+
+    Attributes:
+        origins: of each, its way (abi.h), and the path of a mask, or the number of offsets or of a given layout.
+        cuts: of each layout, its origin, and its first column, or WHOLE, and width.
+    """
+
+    origins: list[tuple[int, Any]]
+    cuts: list[tuple[int, int, int]]
+
+
+def layout_sources(found: Survey) -> LayoutSources | None:
+    """None if the forms of a batch depend on its values."""
+    if found.origins is None:
+        return None
+    known: dict[int, tuple[int, Any]] = {id(own): (abi.OF_MASK, path) for path, (own, _) in found.origins.masks.items()}
+    known |= {id(own): (abi.OF_PREFIX, path) for path, own in found.origins.prefixes.items()}
+    known |= {id(own): (abi.OF_OFFSETS, number) for number, own in enumerate(found.origins.jagged.values())}
+    known |= {id(own): (abi.OF_LAYOUT, number) for number, own in enumerate(found.origins.given.values())}
+    out = LayoutSources([], [])
+    for layout in wholes_first(found.layouts).values():
+        whole, low = layout.__dict__.get("part_of", (None, WHOLE))
+        own = id(layout) in known
+        origin = known.get(id(layout) if own else id(whole))
+        if origin is None:
             return None
-    return tuple(parts)
+        if origin not in out.origins:
+            out.origins.append(origin)
+        out.cuts.append((out.origins.index(origin), WHOLE if own else low, layout.width))
+    return out
 
 
 @dataclass
@@ -72,7 +164,9 @@ class BatchPlan:
         names: the names of the layouts, as they are stored.
         source: what is in `line`.
         line: what the last such batch was encoded from.
-        inputs: the numbers of the entries whose addresses are in the line, and `targets` where they are.
+        inputs: int64 [n], the numbers of what lies at the addresses in the line: tensors, then offsets, then given
+            layouts; and `targets` where these addresses are.
+        limits_at: where the number of values under each offsets is.
         rows_at: where the number of rows is.
         order: int64 [n], the place of each tensor among the jobs.
         bytes_of_row: bytes of a row of the padded fields.
@@ -85,8 +179,9 @@ class BatchPlan:
     names: tuple[str, ...]
     source: native.BatchSource
     line: IntArray
-    inputs: Sequence[int]
+    inputs: IntArray
     targets: IntArray
+    limits_at: IntArray
     rows_at: IntArray
     order: IntArray
     bytes_of_row: int
@@ -94,56 +189,58 @@ class BatchPlan:
     schemas: dict[tuple[int, ...], Schema] = field(default_factory=dict[tuple[int, ...], Schema])
 
     @classmethod
-    def of(cls, found: Survey, schema: Schema, table: JobTable, nbytes: int) -> BatchPlan | None:
+    def of(cls, found: Survey, schema: Schema, table: JobTable, nbytes: int, seen: Signed) -> BatchPlan | None:
         """The plan of a batch that was surveyed and encoded, in `nbytes`; None if it has none."""
-        entries, scanned = list(found.entries.values()), found.scanned
-        numbers = {path: number for number, path in enumerate(found.entries)}
-        cuts = None if scanned is None else cuts_of(found, list(scanned))
-        if scanned is None or cuts is None or any(form.device != "cpu" for form in schema.forms if form.dtype):
+        forms, tensors, sources = schema.forms, seen.tensors, layout_sources(found)
+        if sources is None or any(form.device != "cpu" for form in forms if form.dtype):
             return None
-        forms = schema.forms
-        inputs = [number for number, form in enumerate(forms) if form.dtype is not None]
-        padded = [forms[number].path in found.deferred for number in inputs]
-        for number, deferred in zip(inputs, padded, strict=True):
-            if not deferred and (forms[number].kind != "dense" or not entries[number].is_contiguous()):
+        jobs = [number for number, form in enumerate(forms) if form.dtype is not None]
+        padded = [forms[number].path in found.deferred for number in jobs]
+        for number, deferred in zip(jobs, padded, strict=True):
+            x = tensors[number]
+            if not deferred and (x is None or forms[number].kind not in ("dense", "jagged") or not x.is_contiguous()):
                 return None
-        masks = [numbers[path] for path in scanned]
-        if any(entries[at].dtype in _NO_PLAIN_ZEROS or entries[at].stride(1) != 1 for at in masks):
+        numbers = {path: number for number, path in enumerate(found.entries)}
+        lines = [_line(origin, found, numbers, seen) for origin in sources.origins]
+        if any(line is None for line in lines):
             return None
-        lines = [
-            (*scan.described(entries[at].dtype, entries[at]), uniform)
-            for at, (_, uniform) in zip(masks, scanned.values(), strict=True)
-        ]
-        source = native.BatchSource(len(masks), len(cuts), len(inputs), native.slots_of(table.jobs))
-        parts: list[Any] = [lines, cuts, stored_before(wholes_first(found.layouts)), table.jobs]
+        source = native.BatchSource(len(lines), len(sources.cuts), len(jobs), native.slots_of(table.jobs))
+        parts: list[Any] = [lines, sources.cuts, stored_before(wholes_first(found.layouts)), table.jobs]
         line = np.concatenate([np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts])
-        first, each = source.places[2], np.arange(len(inputs))
+        first, each = source.places[2], np.arange(len(jobs))
         targets = first + table.order * abi.JOB_NUMBERS + np.where(padded, _PADDED, _PACKED)
-        if line[targets].tolist() != [entries[at].data_ptr() for at in inputs]:
+        if line[targets].tolist() != [x.data_ptr() for at in jobs if (x := tensors[at]) is not None]:
             return None  # some tensor was copied
-        places = np.arange(len(masks)) * abi.MASK_NUMBERS
+        begins = np.arange(len(lines)) * abi.ORIGIN_NUMBERS
+        before = {abi.OF_OFFSETS: len(tensors), abi.OF_LAYOUT: len(tensors) + len(seen.offsets)}
+        inputs = [key + before[way] if way in before else numbers[key] for way, key in sources.origins]
+        of_offsets = [at for at, (way, _) in enumerate(sources.origins) if way == abi.OF_OFFSETS]
+        limits = {sources.origins[at][1]: begins[at] + _LIMIT for at in of_offsets}
         return cls(
             schema,
             frozenset(found.deferred),
             table.names,
             source,
             line,
-            [*masks, *inputs],
-            np.concatenate([places + _AT, targets]).astype(np.int64),
-            np.concatenate([places + _ROWS, first + each * abi.JOB_NUMBERS + _JOB_ROWS]).astype(np.int64),
+            np.array([*inputs, *jobs], np.int64),
+            np.concatenate([begins + _AT, targets]).astype(np.int64),
+            np.array([limits[number] for number in range(len(seen.offsets))], np.int64),
+            np.concatenate([begins + _ROWS, first + each * abi.JOB_NUMBERS + _JOB_ROWS]).astype(np.int64),
             table.order,
-            sum(entries[at].nbytes for at, own in zip(inputs, padded, strict=True) if own) // found.rows,
+            sum(found.entries[path].nbytes for path in found.deferred) // found.rows,
             _room(nbytes),
         )
 
-    def encoded(self, batch: TensorDictBase) -> tuple[Table, Schema] | None:
-        """The table and the schema of a batch of this signature; None if the plan does not fit."""
-        entries: list[Any] = list(batch.values())
-        rows, given, (_, stored, jobs, end) = batch.batch_size[0], np.array(self.line), self.source.places
-        given[self.targets] = [entries[at].data_ptr() for at in self.inputs]
-        given[self.rows_at] = rows
-        threads = native.threads_for(rows * self.bytes_of_row)
-        found, line = native.compress(self.source, given, self.room, threads)
+    def encoded(self, seen: Signed, rows: int, given: IntArray) -> tuple[Table, Schema] | None:
+        """The table and the schema of a batch of this signature; None if the plan does not fit. `given` is the table of
+        the layouts of another batch."""
+        line, (_, stored, jobs, end) = np.array(self.line), self.source.places
+        places = [0 if x is None else x.data_ptr() for x in (*seen.tensors, *seen.offsets)]
+        places += range(address(given), address(given) + given.nbytes, abi.LAYOUT.itemsize)
+        line[self.targets] = np.array(places, np.int64)[self.inputs]
+        line[self.limits_at] = seen.limits
+        line[self.rows_at] = rows
+        found, line = native.compress(self.source, line, self.room, native.threads_for(rows * self.bytes_of_row))
         done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
         if found is None:
             check_memory(done[:, _RESULT])
@@ -154,7 +251,7 @@ class BatchPlan:
         own = native.structs(np.array(line[stored:jobs]), abi.STORED)
         parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
         table = Table(rows, rows, *parts, is_compact=True)
-        key = tuple(done[:, _PAD].tolist())
+        key = tuple(pads_of(done[:, _RESULT], done[:, _PAD]).tolist())
         with_row_pads = done[:, _ROW_PADS + 2].any()
         if key in self.schemas and not with_row_pads:
             return table, self.schemas[key]
@@ -164,34 +261,36 @@ class BatchPlan:
         return table, schema
 
 
+def _line(origin: tuple[int, Any], found: Survey, numbers: Mapping[Path, int], seen: Signed) -> tuple[int, ...] | None:
+    """An Origin; None if the core does not read it."""
+    way, key = origin
+    if way == abi.OF_OFFSETS:
+        return seen.offsets[key].data_ptr(), 8, found.rows, 0, 0, 0, way, 0, seen.limits[key]
+    if way == abi.OF_LAYOUT:
+        return 0, 0, found.rows, 0, 0, 0, way, 0, 0
+    mask = seen.tensors[numbers[key]]
+    if mask is None or mask.dtype in _NO_PLAIN_ZEROS or mask.stride(1) != 1:
+        return None
+    assert found.origins is not None
+    uniform = way == abi.OF_MASK and found.origins.masks[key][1]
+    return *scan.described(mask.dtype, mask), way, int(uniform), 0
+
+
 def _room(nbytes: int) -> int:
     return nbytes + nbytes // 4 + _SPARE
 
 
-def cuts_of(found: Survey, masks: Sequence[Path]) -> list[tuple[int, int, int]] | None:
-    """Of each layout, its mask, and its first column and width if it is not the whole mask; None if one has no mask."""
-    scanned = found.scanned or {}
-    cuts: list[tuple[int, int, int]] = []
-    for layout in wholes_first(found.layouts).values():
-        of_whole, low = layout.__dict__.get("part_of", (None, WHOLE))
-        for number, path in enumerate(masks):
-            whole = scanned[path][0]
-            if layout is whole or of_whole is whole:
-                cuts.append((number, WHOLE if layout is whole else low, layout.width))
-                break
-        else:
-            return None
-    return cuts
-
-
 def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Collection[Path]) -> tuple[Table, Schema]:
     """The table and the schema in which each of the `deferred` fields has the pad that is under its mask, by its number
-    in `pads`. Pads that are 0 in all rows are the constant 0."""
+    in `pads`, or stays padded. Pads that are 0 in all rows are the constant 0."""
     forms = list(schema.forms)
     tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
     for number, place in enumerate(tensors):
         form = forms[place]
         if form.path not in deferred:
+            continue
+        if pads[number] == KEPT:
+            forms[place] = _kept(form, schema)
             continue
         pad = form.pads[pads[number]]
         if isinstance(pad, Pad) and pad is not EDGE:
@@ -201,3 +300,10 @@ def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Colle
             table = table if pad is held else table.without_row_pads(number)
         forms[place] = replace(form, pads=(pad,))
     return table, replace(schema, forms=tuple(forms))
+
+
+def _kept(form: FieldForm, schema: Schema) -> FieldForm:
+    """The form of a field that stays padded."""
+    width = next(width for name, width, _ in schema.axes if name == form.layout)
+    kept = FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout)
+    return replace(kept, device=form.device, shape=(width, *form.shape))

@@ -31,6 +31,8 @@ from maskpack.nesting.schema import FieldForm
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
 _NO_LAYOUT = -1
+KEPT = -1
+"""In the place of the number of its pad: a field stays padded."""
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
 
@@ -435,6 +437,7 @@ class Job(NamedTuple):
         words: else its packed words, flat.
         row_pads: words of the pads of rows, that are known already.
         trusted: whether the first pad is taken unseen.
+        keeps: whether the tensor, which is contiguous, may stay padded.
     """
 
     form: FieldForm
@@ -442,6 +445,7 @@ class Job(NamedTuple):
     words: Words | None = None
     row_pads: Words | None = None
     trusted: bool = False
+    keeps: bool = False
 
 
 class JobTable(NamedTuple):
@@ -459,7 +463,8 @@ class JobTable(NamedTuple):
 
 
 class EncodedTable(NamedTuple):
-    """A table; the number of the pad of each padded tensor among those of its job; and the jobs, as they were done."""
+    """A table; the number of the pad of each padded tensor among those of its job, KEPT if the tensor stays padded; and
+    the jobs, as they were done."""
 
     table: Table
     pads: list[int]
@@ -475,12 +480,14 @@ def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, den
     key = (rows.bit_length(), *key)
     known = _forms.get(key)
     if known is not None:
-        table.jobs["form"] = known
+        table.jobs["form"], kept = known
+        own = table.jobs["keeps"]
+        table.jobs["keeps"] = np.where(own > 0, np.maximum(own, kept), 0)
     nbytes = sum(job.padded.nbytes for job in jobs if job.padded is not None)
     found = encode_table(table, layouts, rows, dense_rows, nbytes)
     if found is None:
         return None
-    _forms.keep(key, table.jobs["form"].copy())
+    _forms.keep(key, (table.jobs["form"].copy(), table.jobs["keeps"].copy()))
     row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
     if row_pads:
         found = found._replace(table=found.table.with_row_pads(row_pads))
@@ -520,7 +527,12 @@ def encode_table(
         return None
     places = rows, dense_rows, names, stored, found.entries, found.fields[back], jobs["row_pads"][back]
     out = Table(*places, found.body, known=dict(layouts), is_compact=True)
-    return EncodedTable(out, jobs["pad"][back].tolist(), table)
+    return EncodedTable(out, pads_of(jobs["result"], jobs["pad"])[back].tolist(), table)
+
+
+def pads_of(results: IntArray, pads: IntArray) -> IntArray:
+    """`EncodedTable.pads`, of jobs that were done."""
+    return np.where(results == abi.KEPT, KEPT, pads)
 
 
 def check_memory(results: IntArray) -> None:
@@ -588,7 +600,7 @@ def _describe(
             row["hints"] |= 1 << kind
     if job.padded is not None:
         row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
-        row["padded"] = 1
+        row["padded"], row["keeps"] = 1, abi.MAY if job.keeps else 0
         assert len(form.pads) <= abi.MOST_PADS
         trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads]
         row["num_pads"] = len(trials)
@@ -697,8 +709,8 @@ def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     return stored
 
 
-_forms: Latest[Structs] = Latest()
-"""How the tensors of jobs were encoded the last time."""
+_forms: Latest[tuple[Structs, IntArray]] = Latest()
+"""How the tensors of jobs were encoded the last time, and which of them stayed padded."""
 plans: Latest[Any] = Latest()
 """The plans of batches (batch_plan.py)."""
 device_forms: Latest[Any] = Latest()

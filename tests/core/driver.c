@@ -35,7 +35,7 @@ static void put(const void *memory, i64 nbytes) { fwrite(memory, 1, (size_t)nbyt
 
 /* Words of a kind that an encoding is for; `before` is a field of as many words. */
 static void make_words(u8 *values, const i64 *bounds, i64 rows, i64 items, i64 size, const u8 *before) {
-    i64 kind = draw(before ? 13 : 10), base = noise(), step = draw(4), word = 0, lag = 0;
+    i64 kind = draw(before ? 14 : 11), base = noise(), step = draw(4), word = 0, lag = 0;
     for (i64 row = 0; row < rows; row++)
         for (i64 i = bounds[row] * items; i < bounds[row + 1] * items; i++) {
             i64 place = i - bounds[row] * items;
@@ -51,7 +51,8 @@ static void make_words(u8 *values, const i64 *bounds, i64 rows, i64 items, i64 s
             else if (kind == 9) {
                 if (!lag || !draw(60)) lag = i < 100 ? 0 : 1 + draw(i);
                 word = lag ? (i64)word_at(values + (i - lag) * size, size) : noise();
-            } else word = (i64)((u64)word_at(before + i * size, size) + (u64)draw(5) - 2);
+            } else if (kind == 10) word = draw((i64)1 << draw(18));
+            else word = (i64)((u64)word_at(before + i * size, size) + (u64)draw(5) - 2);
             put_word(values + i * size, word, size);
         }
 }
@@ -118,7 +119,7 @@ static void run(u64 seed) {
         first += job->columns + 3;
     }
     Entry *slots = room(first * (i64)sizeof(Entry)), *entries = room(first * (i64)sizeof(Entry));
-    Mask masks[] = {{mask, 1, rows, width, width, 255, 0}};
+    Origin masks[] = {{mask, 1, rows, width, width, 255, OF_MASK, 0, 0}};
     Cut cuts[] = {{0, -1, width}};
     i64 threads = 1 + 2 * draw(2), used;
     if (draw(2)) used = maskpack_encode(jobs, n, &layout, 1, &stored, slots, entries, &num_entries, fields, body, ROOM, threads);

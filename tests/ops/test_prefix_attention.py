@@ -28,7 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 SCALE = 0.4
-interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="tensors of the host; tests/gpu/test_cuda_prefix.py has others")
+interpreted = pytest.mark.skipif(
+    DEVICE != "cpu", reason="tensors of the host; tests/gpu/test_cuda_prefix.py has others"
+)
 
 
 class Plain:

@@ -24,6 +24,7 @@ CORE = Path(__file__).parents[2] / "maskpack/core/_core.so"
 abi = runpy.run_path(str(CORE.with_name("abi.py")))  # an import of the package would load torch
 ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "TARGET"))
 CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
+OF_MASK, OF_LAYOUT, KEPT = (abi[name] for name in ("OF_MASK", "OF_LAYOUT", "KEPT"))
 OF_ROWS = [(abi[name], *[0] * 7) for name in ("DICTIONARY", "PIECES")]
 """Forms: a dictionary of plain rows, pieces of them."""
 LIBRARY = list[str]()
@@ -83,6 +84,7 @@ def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], it
         lambda: (rng.random(n) < 0.02) * rng.integers(1, 99, n),
         lambda: np.full(n, rng.integers(info.min, info.max, dtype=dtype)),
         lambda: np.concatenate([[], *(np.arange(m * items) % 50 * rng.integers(1, 3) for m in lengths)]),
+        lambda: 2 ** (rng.random(n) * min(17, 8 * dtype.itemsize - 1)),
         lambda: copied(rng, n),
     ]
     return kinds[rng.integers(len(kinds))]().astype(dtype)
@@ -122,8 +124,11 @@ class Core:
             "encode", jobs, lambda table: (address(jobs), jobs.size, *layouts, address(table.stored)), threads
         )
         bits = mask.mask.astype(np.int8)
-        masks, cuts = np.array([address(bits), 1, *bits.shape, mask.width, -1, 0]), np.array([0, -1, mask.width])
-        first = address(masks), 1, address(cuts)
+        way = OF_MASK if jobs.size % 2 else OF_LAYOUT
+        at = address(bits if way == OF_MASK else mask.line)
+        origin = np.array([at, 1, *bits.shape, mask.width, -1, way, 0, 0])
+        cuts = np.array([0, -1, mask.width])
+        first = address(origin), 1, address(cuts)
         last = 1, address(scanned), jobs.size
         again = self._encoded("compress", scanned, lambda table: (*first, address(table.stored), *last), threads)
         assert all((one == other).all() for one, other in zip(found, again, strict=True))
@@ -306,6 +311,23 @@ def run(core: Core, seed: int) -> None:
                 assert (core.packed(int(fields[at]), part, own, want) == want).all()
         for _ in range(4):
             written_to(core, rng, table, mask, jobs)
+    stay_padded(core, mask, jobs, truth, padded)
+
+
+def stay_padded(core: Core, mask: Mask, jobs: np.ndarray, truth: list[np.ndarray], padded: list[np.ndarray]) -> None:
+    """Fields that may stay padded do so if something else than their pad is under the mask, and only then."""
+    jobs = jobs.copy()
+    jobs["padded"] &= jobs["field"]["outer"] == 1
+    jobs["keeps"] = jobs["padded"]
+    jobs["pads"][:, 0], jobs["num_pads"] = (CONSTANT, (77, 0)), 1
+    for threads in (1, 3):
+        table = core.encode(jobs, mask, threads)
+        for at, job in enumerate(jobs):
+            stray = bool((padded[at].transpose(0, 2, 1, 3)[~mask.mask] != 77).any())
+            kept = bool(job["padded"]) and stray
+            assert (job["result"] == KEPT) == kept
+            want = padded[at].reshape(-1) if kept else truth[at]
+            assert (core.packed(int(table.fields[at]), table, mask, want) == want).all()
 
 
 def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, jobs: np.ndarray) -> None:

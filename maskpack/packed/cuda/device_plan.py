@@ -25,7 +25,7 @@ from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
-from maskpack.packed.batch_plan import WHOLE, cuts_of
+from maskpack.packed.batch_plan import WHOLE, layout_sources
 from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
 from maskpack.packed.cuda.encode_job import Unit
 from maskpack.packed.table import Table, wholes_first, words_of_one
@@ -59,16 +59,20 @@ class DevicePlan:
     def of(cls, found: Survey, schema: Schema, trusted: bool) -> DevicePlan | None:
         """The plan of a batch that was surveyed and encoded on its GPU; None if it has none. `trusted`: whether pads
         are not looked at."""
-        scanned, tensors = found.scanned, [form for form in schema.forms if form.dtype is not None]
-        cuts = None if scanned is None else cuts_of(found, list(scanned))
+        sources, tensors = layout_sources(found), [form for form in schema.forms if form.dtype is not None]
         forms = forms_of(tensors, found.rows)
-        if scanned is None or cuts is None or forms is None or found.row_pads or found.root.more_dims is None:
+        if sources is None or forms is None or found.row_pads or found.root.more_dims is None:
             return None
-        if any((np.diff(host_spans(layout).splits) > 1).any() for layout, _ in scanned.values()):
+        if any(way != abi.OF_MASK for way, _ in sources.origins) or any(form.reason for form in schema.forms):
+            return None
+        paths, cuts = [path for _, path in sources.origins], sources.cuts
+        assert found.origins is not None
+        masks = [found.origins.masks[path][0] for path in paths]
+        if any((np.diff(host_spans(layout).splits) > 1).any() for layout in masks):
             return None  # the next batch is likely to have such rows, too
         numbers = {path: number for number, path in enumerate(found.entries)}
         entries = [found.entries[form.path] for form in tensors]
-        devices = {x.device for x in entries} | {found.entries[path].device for path in scanned}
+        devices = {x.device for x in entries} | {found.entries[path].device for path in paths}
         lines = [_line(form, x, trusted) for form, x in zip(tensors, entries, strict=True)]
         if len(devices) > 1 or any(line is None for line in lines):
             return None
@@ -88,7 +92,7 @@ class DevicePlan:
             forms,
             recipe,
             units,
-            [(numbers[path], layout.anchor) for path, (layout, _) in scanned.items()],
+            [(numbers[path], layout.anchor) for path, layout in zip(paths, masks, strict=True)],
             mask_of,
             [(name, *cut) for name, cut in zip(wholes_first(found.layouts), cuts, strict=True)],
             [numbers[tensors[number].path] for number in recipe.tensors],
