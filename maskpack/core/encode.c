@@ -1,7 +1,8 @@
 /* A batch to a table and a body: jobs, one a field. */
 
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike or have copies, but a dictionary or pieces take no fewer bytes */
-enum { FEW_BYTES = 4096, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
+enum { FEW_BYTES = 4096 };
+enum { SMALL_BYTES = 1 << 15, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
 enum { SEEN_WORDS = 1 << 15 };               /* most words that copies are looked for in, to tell whether there are any */
 
 typedef struct {
@@ -107,7 +108,7 @@ static int encode_again(const Task *task) {
         i64 bytes = 0, total = task->total;
         for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
         int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total; /* of another kind of data */
-        int due = ++form->age % SOME_BATCHES == 0, looks = total * rows.size >= FEW_BYTES || form->kind == PLAIN || due;
+        int due = ++form->age % SOME_BATCHES == 0, looks = total * rows.size >= SMALL_BYTES || due;
         int tried = !looks || form->inner_kind == NO_GAIN;
         int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
         repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
@@ -137,7 +138,7 @@ static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
 static int may_shrink(const Task *task, const Rows *flat) {
     Form *form = &task->job->form;
     i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
-    int due = ++form->age % SOME_BATCHES == 0, looks = total * flat->size >= FEW_BYTES || due;
+    int due = ++form->age % SOME_BATCHES == 0, looks = total * flat->size >= SMALL_BYTES || due;
     int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
     return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
 }
@@ -219,10 +220,11 @@ static int has_odd_bools(const Rows *rows) {
     return all > 1;
 }
 
-/* Stores the pads of rows behind the entries of a job; equal ones once. */
+/* Stores the pads of rows behind the entries of a job; equal ones once, and no signs if all are 0. */
 static int store_row_pads(Job *job, const Field *field, const Layout *layout, Out *out) {
-    i64 size = row_pad_size(field, layout), equal = 1;
+    i64 size = row_pad_size(field, layout), equal = 1, nbytes = size * job->rows;
     const u8 *pads = field->row_pads;
+    if ((field->mode & ~TRUSTED) != BY_ROW && equal_bytes(pads, nbytes, ZEROS) == nbytes) return FITS;
     for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(pads, pads + row * size, (size_t)size);
     u8 *to = reserve(out, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
     if (!to) return FULL;

@@ -269,12 +269,18 @@ class _Planner:
 
     def values(self, form: FieldForm, value: Tensor) -> Tensor:
         """The packed values [T, *F] of a field."""
-        if value.is_nested:
-            return value.values()
-        if form.kind == "flat":
-            return value
         assert form.layout is not None
         layout = self.layouts[form.layout]
+        if value.is_nested:
+            values = value.values()
+            if values.shape[0] < layout.num_tokens:
+                raise LayoutError(
+                    f'{self.options.call}: field "{show(form.path)}" is jagged, of {values.shape[0]} values; its '
+                    f"offsets end at {layout.num_tokens}; expected offsets that end there. Build it anew from its rows."
+                )
+            return values
+        if form.kind == "flat":
+            return value
         if value.device != layout.device:
             layout = layout.to(value.device)
         return pack_torch.pack(value.movedim(form.ragged_dim, 1), layout)

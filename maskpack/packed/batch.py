@@ -599,7 +599,7 @@ def _encoded(found: Survey, codec: str | None, seen: Signed | None, options: Opt
         plan = DevicePlan.of(found, schema, options.verify == "never")
     if plan is not None and seen is not None:
         plans.keep(seen.signature, plan)
-    table, schema = with_pads(table, pads, schema, found.deferred)
+    schema = with_pads(schema, found.deferred, pads, (table.row_pads["count"] > 0).tolist())
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
 

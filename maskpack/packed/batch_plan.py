@@ -26,7 +26,7 @@ from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad
 from maskpack.core.tree import is_object, names_of, number_at
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
-from maskpack.layout.jagged import is_regular, offsets_of, values_of
+from maskpack.layout.jagged import held_by
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.nesting.survey import Survey
@@ -38,7 +38,10 @@ _PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
     int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
     for name in ("pad", "result", "row_pads", "rows")
 )
-_AT, _ROWS, _LIMIT = (int(abi.ORIGIN.fields[name][1]) // 8 for name in ("at", "rows", "limit"))
+_AT, _ROWS, _LIMIT = (
+    int(abi.ORIGIN.fields[name][1]) // 8  # type: ignore[index]
+    for name in ("at", "rows", "limit")
+)
 WHOLE = -1
 """The first column of a layout that is a whole origin."""
 _SPARE = 1 << 15
@@ -87,10 +90,13 @@ def _add(found: Signed, parts: list[Any], batch: TensorDict) -> bool:
         if isinstance(value, Tensor):
             x, number = value, None
             if type(value) is not Tensor:
-                if not value.is_nested or not is_regular(value):
+                held = held_by(value)
+                if held is None:
                     return False
-                x, number = values_of(value), _number_of(found, offsets_of(value))
-            if type(x) is not Tensor or number == -1 or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+                x, number = held[0], _number_of(found, held[1])
+            if type(x) is not Tensor or number == -1 or x.is_nested or x.layout is not torch.strided:
+                return False
+            if x.is_neg() or x.is_conj():
                 return False
             if number is not None:
                 found.limits[number] = min(found.limits[number], x.shape[0])
@@ -171,7 +177,7 @@ class BatchPlan:
         order: int64 [n], the place of each tensor among the jobs.
         bytes_of_row: bytes of a row of the padded fields.
         room: bytes for a body, enough for one that is a little larger than the last.
-        schemas: with the pads that were found, by their numbers.
+        schemas: with the pads that were found, by `pads` and `by_row` of `with_pads`.
     """
 
     schema: Schema
@@ -251,14 +257,11 @@ class BatchPlan:
         own = native.structs(np.array(line[stored:jobs]), abi.STORED)
         parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
         table = Table(rows, rows, *parts, is_compact=True)
-        key = tuple(pads_of(done[:, _RESULT], done[:, _PAD]).tolist())
-        with_row_pads = done[:, _ROW_PADS + 2].any()
-        if key in self.schemas and not with_row_pads:
-            return table, self.schemas[key]
-        table, schema = with_pads(table, key, self.schema, self.deferred)
-        if not with_row_pads:
-            self.schemas[key] = schema
-        return table, schema
+        pads, by_row = pads_of(done[:, _RESULT], done[:, _PAD]).tolist(), (done[:, _ROW_PADS + 2] > 0).tolist()
+        key = *pads, *by_row
+        if key not in self.schemas:
+            self.schemas[key] = with_pads(self.schema, self.deferred, pads, by_row)
+        return table, self.schemas[key]
 
 
 def _line(origin: tuple[int, Any], found: Survey, numbers: Mapping[Path, int], seen: Signed) -> tuple[int, ...] | None:
@@ -280,9 +283,10 @@ def _room(nbytes: int) -> int:
     return nbytes + nbytes // 4 + _SPARE
 
 
-def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Collection[Path]) -> tuple[Table, Schema]:
-    """The table and the schema in which each of the `deferred` fields has the pad that is under its mask, by its number
-    in `pads`, or stays padded. Pads that are 0 in all rows are the constant 0."""
+def with_pads(schema: Schema, deferred: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]) -> Schema:
+    """The schema in which each of the `deferred` fields has the pad that is under its mask, by its number in `pads`, or
+    stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the constant
+    0."""
     forms = list(schema.forms)
     tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
     for number, place in enumerate(tensors):
@@ -294,12 +298,15 @@ def with_pads(table: Table, pads: Sequence[int], schema: Schema, deferred: Colle
             continue
         pad = form.pads[pads[number]]
         if isinstance(pad, Pad) and pad is not EDGE:
-            rows = table.pads_of_rows(number)
-            held = ANY_ZERO if pad is ANY_ZERO else PER_ROW
-            pad = held if pad is PER_ROW or (rows is not None and rows.any()) else 0
-            table = table if pad is held else table.without_row_pads(number)
+            pad = (
+                PER_ROW
+                if pad is not ANY_ZERO and (by_row[number] or pad is PER_ROW)
+                else ANY_ZERO
+                if by_row[number]
+                else 0
+            )
         forms[place] = replace(form, pads=(pad,))
-    return table, replace(schema, forms=tuple(forms))
+    return replace(schema, forms=tuple(forms))
 
 
 def _kept(form: FieldForm, schema: Schema) -> FieldForm:

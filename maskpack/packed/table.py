@@ -88,7 +88,10 @@ class Table:
             return self.known
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
-        return {name: layout_of_core(own, anchor) for name, own, anchor in zip(self.names, found, anchors, strict=True)}
+        layouts = [layout_of_core(own, anchor) for own, anchor in zip(found, anchors, strict=True)]
+        for at in np.flatnonzero(self.stored["kind"] == abi.AS_PART).tolist():
+            layouts[at].__dict__["part_of"] = layouts[self.stored["parent"][at]], int(self.stored["low"][at])
+        return dict(zip(self.names, layouts, strict=True))
 
     @cached_property
     def frames(self) -> dict[str, tuple[int, int]]:

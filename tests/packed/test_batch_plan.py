@@ -19,7 +19,9 @@ from torch import Tensor
 
 import maskpack.packed.batch as packing
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
+from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import table
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -56,7 +58,108 @@ def floats(x: Tensor | None = None) -> TensorDict:
 def test_a_second_batch_is_encoded_by_its_plan(variant: str, surveys: list[int]) -> None:
     for seed in (0, 1):
         compress(samples.workload(variant, seed=seed), pad_token_id=PAD)
-    assert len(surveys) == (2 if variant == "jagged-prompts" else 1)
+    assert len(surveys) == 1
+
+
+FIELDS = ("responses", "old_log_probs", "advantages")
+
+
+def jagged_alone(batch: TensorDict) -> TensorDict:
+    """Jagged fields on one offsets tensor for each axis, without LAYOUTS, as other libraries make them."""
+    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
+    return TensorDict({name: x for name, x in nested.items() if name != LAYOUTS}, batch.batch_size)
+
+
+KINDS: dict[str, Any] = {
+    "jagged": jagged_alone,
+    "jagged beside padded": lambda batch: jagged_alone(batch).set("more", batch["responses"] + 0),
+    "a mask of responses alone": lambda batch: batch.select(*FIELDS, "response_mask"),
+    "sub-batches": lambda batch: TensorDict({"actor": batch, "ids": torch.arange(len(batch))}, batch.batch_size),
+    "masks of the enclosing batch": lambda batch: batch.select("attention_mask", "prompts").set(
+        "of_actor", batch.select(*FIELDS)
+    ),
+}
+
+
+@quiet
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_every_kind_have_plans(kind: str, surveys: list[int]) -> None:
+    for seed in range(4):
+        batch = KINDS[kind](samples.workload("multi-turn", seed=seed))
+        packed = compress(batch, pad_token_id=PAD)
+        oracle.assert_same_batch(decompress(packed), batch)
+        oracle.assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), batch)
+        oracle.assert_same_batch(decompress(packed[2:5]), oracle.take_rows(batch, [2, 3, 4]))
+    assert len(surveys) == 1
+
+
+@pytest.mark.parametrize("kind", ["packed", "some fields", "rows", "nested"])
+def test_results_of_a_batch_have_plans(kind: str, surveys: list[int]) -> None:
+    for seed in range(4):
+        batch = samples.workload("multi-turn", seed=seed)
+        like: Any = compress(batch, pad_token_id=PAD)
+        if kind == "some fields":
+            like = like.select("advantages")
+        elif kind == "rows":
+            like, batch = like[[3, 1, 1]], batch[[3, 1, 1]]
+        elif kind == "nested":
+            like = nest_batch_by_mask(batch, pad_token_id=PAD)
+        result = batch.select(*FIELDS)
+        packed = compress(result, pad_token_id=PAD, like=like)
+        assert {form.layout for form in packed.schema.forms} == {"response"}
+        oracle.assert_same_batch(decompress(packed), result)
+    assert len(surveys) == 2  # one for the batch, one for the result
+
+
+def test_a_layout_of_other_rows_makes_no_plan() -> None:
+    batch = samples.workload(rows=5)
+    like = compress(batch, pad_token_id=PAD)
+    for _ in range(2):
+        compress(batch.select(*FIELDS), pad_token_id=PAD, like=like)
+    with pytest.raises(MaskpackError, match="responses"):
+        compress(batch[:4].select(*FIELDS), pad_token_id=PAD, like=like)
+
+
+@pytest.mark.parametrize("bad", ["falling", "beyond the values", "not from 0"])
+def test_offsets_that_are_none(bad: str) -> None:
+    """A plan reads no values that are not there."""
+    for seed in (0, 1):
+        compress(KINDS["jagged"](samples.workload(seed=seed)), pad_token_id=PAD)
+    batch = KINDS["jagged"](samples.workload(seed=2))
+    offsets = batch["responses"].offsets()
+    if bad == "falling":
+        offsets[2] = offsets[1] - 1
+    elif bad == "not from 0":
+        offsets[0] = 1
+    else:
+        offsets[-1] += 1000
+    with pytest.raises(MaskpackError):
+        compress(batch, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_lossy_field_stays_padded_in_the_same_call(
+    threads: int, surveys: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fields are near it, or put together from it, and whether it was so in the batch before."""
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: threads)
+    for turn, names in enumerate(
+        [(), ("rollout_log_probs",), ("rollout_log_probs",), (), ("prompts", "old_log_probs"), ("advantages",), ()]
+    ):
+        batch = samples.workload("multi-turn", seed=turn)
+        for name in names:
+            batch[name][2, 0 if name == "prompts" else -1] = 77  # a row that is shorter
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            packed = compress(batch, pad_token_id=PAD)
+        dense = {form.path[0]: form.reason for form in packed.schema.forms if form.kind == "dense" and form.reason}
+        assert dense.keys() == set(names)
+        assert [str(one.message).count("non-pad values") for one in caught] == [len(names)] * bool(names)
+        assert all(one.filename == __file__ for one in caught)
+        for own in (packed, PackedBatch.from_bytes(packed.to_bytes()), pickle.loads(pickle.dumps(packed))):
+            oracle.assert_same_batch(decompress(own), batch)
+        oracle.assert_same_batch(decompress(packed[[4, 2]]), oracle.take_rows(batch, [4, 2]))
+    assert len(surveys) == 1
 
 
 def test_other_rows_of_about_as_many(surveys: list[int]) -> None:
