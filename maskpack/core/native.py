@@ -27,6 +27,7 @@ _A_THREAD = 1 << 26
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
+_LAYOUT = int(abi.FIELD.fields["layout"][1]) // 8  # type: ignore[index]
 _SMALL = 1 << 20
 """Bodies with room for fewer bytes are copied, so that they take no more memory than they need."""
 
@@ -114,42 +115,66 @@ class Pads(NamedTuple):
     of_rows: Tensor | None = None
 
 
-def read(padded: Tensor, layout: HostLayout, pads: Pads, packed: Tensor | None) -> bool:
-    """Whether all masked-out elements of a padded field are its pad. Also gathers its values.
+class PaddedField(NamedTuple):
+    """A field on the host.
 
-    Args:
+    Attributes:
         padded: [B, S, *F] with any strides.
-        pads: what is verified. The words of rows are written here, not read.
-        packed: contiguous [T, *F], where the values go; None to verify only. Not complete if the result is False.
+        layout: which of its elements are valid.
+        pads: what is under the mask.
+        packed: its values, contiguous [T, *F]; None if they are not asked for.
     """
-    if not padded.numel():
-        return True
-    (field, held), table = _field(padded, packed, pads), _table(layout)
-    done = _core.maskpack_read(address(field), 1, address(table), threads_for(padded.nbytes))
-    del held  # not earlier: `field` has its address
-    if done:
-        raise MemoryError(_NO_MEMORY)
-    return not int(field[12])
+
+    padded: Tensor
+    layout: HostLayout
+    pads: Pads
+    packed: Tensor | None
 
 
-def write(packed: Tensor, layout: HostLayout, pads: Pads, padded: Tensor) -> None:
-    """Writes packed values, contiguous [T, *F], and the pads to a padded field [B, S, *F] in its own strides."""
-    if not padded.numel():
-        return
-    (field, held), table, nbytes = _field(padded, packed, pads), _table(layout), padded.nbytes
-    assert held.data_ptr() == padded.data_ptr()
-    if _core.maskpack_write(address(field), 1, address(table), nbytes >= _CACHE, threads_for(nbytes)):
+def read(fields: Sequence[PaddedField]) -> list[bool]:
+    """Whether all masked-out elements of each padded field are its pad, whose words of rows are written, not read. Also
+    gathers its values, which are not complete if the result is False."""
+    table, held, layouts, nbytes = _fields_of(fields)
+    if fields and _core.maskpack_read(address(table), len(table), address(layouts), threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
+    del held  # not earlier: the table has its addresses
+    return (table["stray"] == 0).tolist()
+
+
+def write(fields: Sequence[PaddedField]) -> None:
+    """Writes the packed values and the pads to each padded field in its own strides."""
+    table, held, layouts, nbytes = _fields_of(fields)
+    assert all(x.data_ptr() == field.padded.data_ptr() for x, field in zip(held, fields, strict=True))
+    threads = threads_for(nbytes)
+    if fields and _core.maskpack_write(address(table), len(table), address(layouts), nbytes >= _CACHE, threads):
+        raise MemoryError(_NO_MEMORY)
+
+
+def _fields_of(fields: Sequence[PaddedField]) -> tuple[Structs, list[Tensor], IntArray, int]:
+    """The table of fields, what it points to, the table of their layouts, and the bytes of all."""
+    numbers: dict[int, int] = {}
+    layouts: list[HostLayout] = []
+    lines: list[list[Any]] = []
+    held: list[Tensor] = []
+    for padded, layout, pads, packed in fields:
+        if numbers.setdefault(id(layout), len(layouts)) == len(layouts):
+            layouts.append(layout)
+        line, x = _field(padded, packed, pads)
+        line[_LAYOUT] = numbers[id(layout)]
+        lines.append(line)
+        held.append(x)
+    table = structs(np.array(lines, np.int64).reshape(-1), abi.FIELD)
+    return table, held, layout_rows(layouts), sum(x.nbytes for x in held)
 
 
 def described(padded: Tensor) -> tuple[Any, Tensor]:
     """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
-    field, held = _field(padded, None, Pads(abi.NO_PAD))
-    return field.view(abi.FIELD)[0], held
+    line, held = _field(padded, None, Pads(abi.NO_PAD))
+    return np.array(line, np.int64).view(abi.FIELD)[0], held
 
 
-def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray, Tensor]:
-    """A row of the table of fields; and the tensor that it points to, which may be a copy."""
+def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[list[Any], Tensor]:
+    """A row of the table of fields, under layout 0; and the tensor that it points to, which may be a copy."""
     padded = padded.detach().resolve_conj().resolve_neg()
     outer = _outer(padded)
     if outer is None:
@@ -163,12 +188,7 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[IntArray,
         *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), 0, pads.mode, *word),
         *(0 if pads.of_rows is None else pads.of_rows.data_ptr(), 0),
     ]
-    return np.array(field, np.int64), padded
-
-
-def _table(layout: HostLayout) -> IntArray:
-    """A row of the table of layouts."""
-    return np.array(_line(layout), np.int64)
+    return field, padded
 
 
 def _line(layout: HostLayout) -> tuple[int, ...]:
@@ -426,7 +446,7 @@ def mark(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows
 
 def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
     """The layout of the columns from `low` on, `width` of them."""
-    row = _table(layout)
+    row = layout_rows([layout])
     rows, whole = layout.bounds.size - 1, address(row)
     line = np.empty(2 * rows + 2, np.int64)
     splits = address(line)

@@ -255,9 +255,10 @@ def entry_at(batch: TensorDictBase, path: Path) -> Any:
     """The entry at `path`, unchanged, or None."""
     value: Any = batch
     for name in path:
-        if not is_sub_batch(value) or not has(value, name):
+        plain = type(value) is TensorDict  # which takes no long look
+        if not plain and (not is_sub_batch(value) or not has(value, name)):
             return None
-        value = cast("Any", fields_of(value).get(name))
+        value = value.get(name, None) if plain else cast("Any", fields_of(value).get(name))
     return value
 
 

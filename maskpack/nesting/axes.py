@@ -42,7 +42,7 @@ class Origins:
     Attributes:
         masks: the layout of each mask that was scanned, and whether all its valid words are equal.
         prefixes: by the mask, the layouts up to the last valid token of each row.
-        given: the layouts of another batch with the same rows, by name.
+        given: the layouts of LAYOUTS, or of another batch with the same rows, by name.
         jagged: by the first field of each, the layouts of jagged fields that have no mask.
     """
 
@@ -67,7 +67,7 @@ class Axes:
     _prefixes: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
 
     def __post_init__(self) -> None:
-        self._by_value = bool(self.carried)
+        self._by_value = bool(self.carried and self.stand_in)
 
     def find(self, mask: Key, path: Path) -> Axis | None:
         """The axis of `mask` for the field at `path`; None if the batch does not give it."""
@@ -89,7 +89,7 @@ class Axes:
         if self._by_value:
             return None
         masks = {path: (layout, path in self._values) for path, layout in self._masks.items()}
-        return Origins(masks, dict(self._prefixes), self.stand_in)
+        return Origins(masks, dict(self._prefixes), self.carried or self.stand_in)
 
     def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
         if name in self.carried:

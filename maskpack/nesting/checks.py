@@ -78,16 +78,24 @@ class PackedField(NamedTuple):
 
 
 def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
-    """`to_padded` of several fields. Those on a GPU are written by one launch for each layout."""
+    """`to_padded` of several fields. Those on the host are written by one call, those on a GPU by one launch for each
+    layout."""
     out: dict[int, Tensor] = {}
+    on_host: list[native.PaddedField] = []
     together: dict[tuple[int, torch.device], list[int]] = {}
     for place, (values, _, layout, row_pads) in enumerate(fields):
         differentiable = values.requires_grad and torch.is_grad_enabled()
         plain = row_pads is None or (row_pads.edge is None and row_pads.signs is None)
-        if differentiable or not uses_triton(values.device) or not plain:
+        if not differentiable and plain and values.device.type == "cpu" and not torch.compiler.is_compiling():
+            pad = cast_pad(fields[place].form, values.dtype) if row_pads is None else row_pads.pads.to(values)
+            out[place], field = pack_torch.padded_field(values, layout, pad, fields[place].form.ragged_dim)
+            on_host.append(field)
+        elif differentiable or not uses_triton(values.device) or not plain:
             out[place] = to_padded(*fields[place])
         else:
             together.setdefault((id(layout), values.device), []).append(place)
+    if on_host:
+        native.write(on_host)
     for (_, device), places in together.items():
         some = [fields[place] for place in places]
         pads = [
@@ -101,22 +109,29 @@ def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
     return [out[place] for place in range(len(fields))]
 
 
-def read(x: Tensor, layout: RowLayout, pad: PadValue, values: Tensor | None = None) -> tuple[bool, Tensor | None]:
-    """Whether all masked-out elements of a field on the host are its pad, and the pads [B] of PER_ROW and SIGNED_ZERO,
-    or the signs of ANY_ZERO.
+def read(
+    fields: Sequence[tuple[Tensor, RowLayout, PadValue, Tensor | None]],
+) -> tuple[list[bool], list[Tensor | None]]:
+    """Whether all masked-out elements of fields on the host are their pads; and the pads [B] of PER_ROW and
+    SIGNED_ZERO, or the signs of ANY_ZERO.
 
-    `x` is [B, S, *F] with any strides; its values are gathered into `values`, contiguous [T, *F], if given. They are
-    not complete if the result is False.
+    Each field is [B, S, *F] with any strides; its values are gathered into the last tensor, contiguous [T, *F], if
+    given. They are not complete if the result is False. One call of the core.
     """
+    works = [native.PaddedField(x, core_layout(layout), _pads(x, layout, pad), out) for x, layout, pad, out in fields]
+    return native.read(works), [work.pads.of_rows for work in works]
+
+
+def _pads(x: Tensor, layout: RowLayout, pad: PadValue) -> native.Pads:
+    """A pad for the core, with room for those of rows."""
     if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
-        return native.read(x, core_layout(layout), pack_torch.host_pads(pad, x.dtype), values), None
+        return pack_torch.host_pads(pad, x.dtype)
     if pad is ANY_ZERO:
         signs = torch.zeros((layout.num_rows, -(-layout.width // 8)), dtype=torch.uint8, device="cpu")
-        return native.read(x, core_layout(layout), native.Pads(abi.BY_SIGNS, (0,), signs), values), signs
+        return native.Pads(abi.BY_SIGNS, (0,), signs)
     pads = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
     signed = x.dtype.is_floating_point and x.dtype.itemsize > 1
-    mode = abi.BY_ROW if pad is PER_ROW else abi.BY_SIGN if signed else abi.CONSTANT
-    return native.read(x, core_layout(layout), native.Pads(mode, (0,), pads), values), pads
+    return native.Pads(abi.BY_ROW if pad is PER_ROW else abi.BY_SIGN if signed else abi.CONSTANT, (0,), pads)
 
 
 def one_rule(

@@ -331,7 +331,8 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
     for (key, line), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
         own, ends, _ = _apart(batch, key[0], parts[key[0]], key[1], numbers, splits, call)
         layout = _layout(own, ends, sizes[key], line.device, call, key[1])
-        if layouts.setdefault(key[1], layout) != layout:
+        known = layouts.setdefault(key[1], layout)
+        if known is not layout and known != layout:
             raise LayoutError(
                 f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
                 f"this one, as update() does; expected fields of the same rows. {_RESTORE_FIRST}"

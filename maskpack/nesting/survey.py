@@ -78,14 +78,16 @@ def survey(
     options: Options,
     stand_in: Mapping[str, RowLayout],
     defer: bool = False,
+    carried: tuple[Schema, dict[str, RowLayout]] | None = None,
 ) -> Survey:
     """Determines the form of each entry and gathers the values. `stand_in` are layouts for masks that are not in the
-    batch. With `defer`, padded fields on the host are left to the caller, who reads and verifies them in one pass."""
+    batch. With `defer`, padded fields on the host are left to the caller, who reads and verifies them in one pass.
+    `carried` is LAYOUTS, if it was read already."""
     need_batch(batch, options.call)
     batch = dense_stack(batch, options.call)
     schema, layouts = Schema(Node.of(batch), (), ()), dict[str, RowLayout]()
     if has(batch, LAYOUTS):
-        schema, layouts = read_layouts(batch, options.call)
+        schema, layouts = carried or read_layouts(batch, options.call)
     before = {form.path: form for form in schema.forms}
     planner = _Planner(batch, options, layouts, stand_in, before)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
@@ -119,7 +121,7 @@ def survey(
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     if options.strict or not defer:
         check_coverage(forms, entries, options, 4)
-    origins = None if schema.forms else planner.origins()
+    origins = planner.origins()
     values = verifier.values
     return Survey(schema.root, tuple(forms), rows, entries, planner.layouts, axes, values, row_pads, deferred, origins)
 
@@ -341,7 +343,7 @@ class _Planner:
         if before is not None and before.layout is not None:
             return self._again(path, value, before)
         if spec is not None and (self.carried or self.stand_in):
-            self._met = True
+            self._met = True  # it has the offsets of an axis or not, whatever it is called
             offsets = to_host([offsets_of(value)])[0]
             fitting = [
                 axis

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
-from maskpack.core.bits import odd_bools, odd_bools_error, words
+from maskpack.core.bits import empty_of, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, PadValue
@@ -171,16 +171,16 @@ class Verifier:
         self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm], sure: Mapping[Path, PadValue]
     ) -> dict[Path, PadValue | None]:
         """Gathers all fields and returns the pads of the doubtful ones. The pads of the others are in `sure`."""
-        found: dict[Path, PadValue | None] = {}
         away: dict[torch.device, list[FieldForm]] = {}
+        here: list[FieldForm] = []
         for form in gathered:
             if is_away(self.entries[form.path]):
                 away.setdefault(self.entries[form.path].device, []).append(form)
-                continue
-            if form.path in doubtful:
-                found[form.path] = self._read_on_host(form)
+            elif form.path in doubtful:
+                here.append(form)
             else:
                 self.values[form.path] = self.gather(form)
+        found = self._read_on_host(here)
         reads = [self._read_on_device(forms, device, doubtful, sure) for device, forms in away.items()]
         return found | self._tried({path: form for path, form in doubtful.items() if path not in found}, reads)
 
@@ -211,26 +211,40 @@ class Verifier:
         self._row_pads |= reads.row_pads
         return reads
 
-    def _read_on_host(self, form: FieldForm) -> PadValue | None:
-        """Gathers the values of a padded field, in one pass with the check of its pad; None if no pad fits."""
-        x, layout = self._padded(form)
-        values = None
-        if x.requires_grad and torch.is_grad_enabled():
-            self.values[form.path] = self.gather(form)
-        else:
-            self.values[form.path] = values = torch.empty(
-                (layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device="cpu"
+    def _read_on_host(self, forms: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
+        """Gathers the values of padded fields, in one pass with the check of their pads; None for one that no pad
+        fits. A pass for each pad, of the fields that the pads before do not fit."""
+        found: dict[Path, PadValue | None] = {}
+        padded = {form.path: self._padded(form) for form in forms}
+        gathered: dict[Path, Tensor | None] = {}
+        for form in forms:
+            x, layout = padded[form.path]
+            if x.requires_grad and torch.is_grad_enabled():
+                self.values[form.path], gathered[form.path] = self.gather(form), None
+            else:
+                values = empty_of((layout.num_tokens, *x.shape[2:]), x.dtype)
+                self.values[form.path] = gathered[form.path] = values
+        left = list(forms)
+        for attempt in range(max((len(form.pads) for form in forms), default=0)):
+            trials = [form for form in left if len(form.pads) > attempt]
+            left = [form for form in left if len(form.pads) <= attempt]
+            exact, of_rows = checks.read(
+                [(*padded[form.path], form.pads[attempt], gathered[form.path]) for form in trials]
             )
-        for pad in form.pads:
-            exact, row_pads = checks.read(x, layout, pad, values)
-            if row_pads is not None:
-                self._row_pads[form.path, pad] = row_pads
-            if exact:
-                if any(checks.read(x, layout, other)[0] for other in self._rivals(form, pad)):
-                    self._ambiguous.add(form.path)
-                return pad
-        self.values[form.path] = self.gather(form)
-        return None
+            for form, fits, pads in zip(trials, exact, of_rows, strict=True):
+                if pads is not None:
+                    self._row_pads[form.path, form.pads[attempt]] = pads
+                if fits:
+                    found[form.path] = form.pads[attempt]
+                else:
+                    left.append(form)
+        for form in left:
+            found[form.path], self.values[form.path] = None, self.gather(form)
+        rivals = [(form, other) for form in forms for other in self._rivals(form, found[form.path])]
+        if rivals:
+            exact, _ = checks.read([(*padded[form.path], other, None) for form, other in rivals])
+            self._ambiguous.update(form.path for (form, _), fits in zip(rivals, exact, strict=True) if fits)
+        return found
 
     def _tried(
         self, unsure: Mapping[Path, FieldForm], reads: Sequence[device_read.Reads]

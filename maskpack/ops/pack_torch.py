@@ -22,7 +22,7 @@ def pack(x: Tensor, layout: RowLayout) -> Tensor:
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if x.device.type == "cpu":
-        native.read(x, core_layout(layout), native.Pads(abi.NO_PAD), out)
+        native.read([native.PaddedField(x, core_layout(layout), native.Pads(abi.NO_PAD), out)])
         return out
     source, target = words(x), words(out)
     if source.is_contiguous():
@@ -55,13 +55,19 @@ def _moved(out: Tensor, ragged_dim: int) -> Tensor:
 
 
 def _unpack_on_host(values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int) -> Tensor:
-    rest = [*values.shape[1:]]
-    shape = (layout.num_rows, *rest[: ragged_dim - 1], layout.width, *rest[ragged_dim - 1 :])
-    out = empty_of(shape, values.dtype)
-    native.write(
-        values.contiguous(), core_layout(layout), host_pads(pad_value, values.dtype), out.movedim(ragged_dim, 1)
-    )
+    out, field = padded_field(values, layout, pad_value, ragged_dim)
+    native.write([field])
     return out
+
+
+def padded_field(
+    values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int
+) -> tuple[Tensor, native.PaddedField]:
+    """An empty padded tensor on the host, and the field that `native.write` fills it from."""
+    rest = [*values.shape[1:]]
+    out = empty_of((layout.num_rows, *rest[: ragged_dim - 1], layout.width, *rest[ragged_dim - 1 :]), values.dtype)
+    pads = host_pads(pad_value, values.dtype)
+    return out, native.PaddedField(out.movedim(ragged_dim, 1), core_layout(layout), pads, values.contiguous())
 
 
 def host_pads(pad: PadValue | Tensor, dtype: torch.dtype) -> native.Pads:

@@ -28,7 +28,7 @@ from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_
 from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
-from maskpack.core.tree import entry_at, select_entries, unflatten
+from maskpack.core.tree import entry_at, has, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
@@ -442,18 +442,22 @@ def compress(
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     options = options.of_this_process()
     layouts = _layouts_of(like)
-    seen = signed(batch, options, layouts)
+    carried = read_layouts(batch, "compress") if isinstance(batch, TensorDict) and has(batch, LAYOUTS) else None
+    given, schema = layouts, None
+    if carried is not None:
+        schema, given = carried
+    seen = None if carried is not None and layouts else signed(batch, options, given, schema)
     plan = None if seen is None else plans.get(seen.signature)
     known = None
     if isinstance(plan, DevicePlan):
         known = plan.encoded(batch)
     elif isinstance(plan, BatchPlan) and seen is not None:
-        known = plan.encoded(seen, batch.batch_size[0], _table_of(like, layouts))
+        known = plan.encoded(seen, batch.batch_size[0], _table_of(None if carried else like, given))
     if plan is not None and known is not None:
         objects = _objects_of(batch, plan.schema, options)
         packed = PackedBatch(batch.batch_size[0], known[1], known[0], objects, codec)
     else:
-        packed = _encoded(survey(batch, options, layouts, defer=True), codec, seen, options)
+        packed = _encoded(survey(batch, options, layouts, defer=True, carried=carried), codec, seen, options)
         if packed is None:
             packed = _encoded(survey(batch, options, layouts), codec, None, options)
             assert packed is not None

@@ -45,6 +45,7 @@ _AT, _ROWS, _LIMIT = (
 WHOLE = -1
 """The first column of a layout that is a whole origin."""
 _SPARE = 1 << 15
+_BY_ROW = (PER_ROW, ANY_ZERO)
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
 
 
@@ -56,33 +57,57 @@ class Signed(NamedTuple):
         tensors: of each entry, in key order, the tensor or the values of the jagged tensor; None for others.
         offsets: those of the jagged tensors, each once, int64 [B + 1].
         limits: the least number of values of a field with these offsets.
+        jagged: the number of the offsets of each jagged field.
     """
 
     signature: tuple[Any, ...]
     tensors: list[Tensor | None]
     offsets: list[Tensor]
     limits: list[int]
+    jagged: dict[Path, int]
 
 
-def signed(batch: Any, options: Options, given: Mapping[str, RowLayout]) -> Signed | None:
-    """A batch with its signature; None if it has no plan. `given` are the layouts of another batch."""
+def signed(batch: Any, options: Options, given: Mapping[str, RowLayout], schema: Schema | None = None) -> Signed | None:
+    """A batch with its signature; None if it has no plan. `given` are the layouts of another batch, or, with its
+    `schema`, those of LAYOUTS."""
     if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]):
         return None
     verify = options.verify
     learnt = verify.times if isinstance(verify, VerifyFirst) else 0
     of_call = options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss
-    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call]
+    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, schema]
     numbers = {id(layout): number for number, layout in enumerate(given.values())}
     for name, layout in given.items():
         whole, low = layout.__dict__.get("part_of", (None, 0))
         if layout.num_rows != rows or layout.device.type != "cpu":
             return None
         parts += (name, layout.width, layout.anchor, numbers.get(id(whole)), low)
-    found = Signed((), [], [], [])
-    return found._replace(signature=tuple(parts)) if _add(found, parts, batch) else None
+    found = Signed((), [], [], [], {})
+    if not _add(found, parts, batch, ()) or (schema is not None and not _has_layouts(found, schema, given)):
+        return None
+    return found._replace(signature=tuple(parts))
 
 
-def _add(found: Signed, parts: list[Any], batch: TensorDict) -> bool:
+def _has_layouts(found: Signed, schema: Schema, layouts: Mapping[str, RowLayout]) -> bool:
+    """Whether the jagged fields of a nested batch are rows of the layouts of its schema, whose pads are constants."""
+    forms = {form.path: form for form in schema.forms}
+    checked: set[tuple[int, str]] = set()
+    for path, number in found.jagged.items():
+        form = forms.get(path)
+        if form is None or form.kind != "padded" or form.layout is None or any(pad in _BY_ROW for pad in form.pads):
+            return False
+        layout, offsets = layouts[form.layout], found.offsets[number]
+        if (number, form.layout) not in checked:
+            same = offsets is layout.__dict__.get("offsets")
+            if not same and not np.array_equal(offsets.detach().numpy(), layout.row_offsets):
+                return False
+            if found.limits[number] < layout.num_tokens:
+                return False
+            checked.add((number, form.layout))
+    return True
+
+
+def _add(found: Signed, parts: list[Any], batch: TensorDict, path: Path) -> bool:
     """Adds the entries of a batch to its signature; false if it has no plan."""
     parts += (batch.batch_size[1:], batch.device, names_of(batch))
     for name, value in batch.items():
@@ -99,14 +124,17 @@ def _add(found: Signed, parts: list[Any], batch: TensorDict) -> bool:
             if x.is_neg() or x.is_conj():
                 return False
             if number is not None:
+                found.jagged[(*path, name)] = number
                 found.limits[number] = min(found.limits[number], x.shape[0])
             parts += (name, x.dtype, x.shape[1:], x.stride(), x.device, number)
         elif is_object(value):
             parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
-        elif type(value) is TensorDict and name != LAYOUTS and value.batch_size[:1] == batch.batch_size[:1]:
+        elif name == LAYOUTS and not path:
+            continue
+        elif type(value) is TensorDict and value.batch_size[:1] == batch.batch_size[:1]:
             parts += (name, len(value.keys()))
             found.tensors.append(None)
-            if not _add(found, parts, value):
+            if not _add(found, parts, value, (*path, name)):
                 return False
             continue
         else:
@@ -172,7 +200,7 @@ class BatchPlan:
         line: what the last such batch was encoded from.
         inputs: int64 [n], the numbers of what lies at the addresses in the line: tensors, then offsets, then given
             layouts; and `targets` where these addresses are.
-        limits_at: where the number of values under each offsets is.
+        limits_at: where the number of values under some offsets is, and `limits` the numbers of these offsets.
         rows_at: where the number of rows is.
         order: int64 [n], the place of each tensor among the jobs.
         bytes_of_row: bytes of a row of the padded fields.
@@ -188,6 +216,7 @@ class BatchPlan:
     inputs: IntArray
     targets: IntArray
     limits_at: IntArray
+    limits: Sequence[int]
     rows_at: IntArray
     order: IntArray
     bytes_of_row: int
@@ -204,7 +233,8 @@ class BatchPlan:
         padded = [forms[number].path in found.deferred for number in jobs]
         for number, deferred in zip(jobs, padded, strict=True):
             x = tensors[number]
-            if not deferred and (x is None or forms[number].kind not in ("dense", "jagged") or not x.is_contiguous()):
+            kept = x is not None and x.is_contiguous() and forms[number].kind in ("dense", "jagged", "padded")
+            if not deferred and not kept:
                 return None
         numbers = {path: number for number, path in enumerate(found.entries)}
         lines = [_line(origin, found, numbers, seen) for origin in sources.origins]
@@ -221,7 +251,6 @@ class BatchPlan:
         before = {abi.OF_OFFSETS: len(tensors), abi.OF_LAYOUT: len(tensors) + len(seen.offsets)}
         inputs = [key + before[way] if way in before else numbers[key] for way, key in sources.origins]
         of_offsets = [at for at, (way, _) in enumerate(sources.origins) if way == abi.OF_OFFSETS]
-        limits = {sources.origins[at][1]: begins[at] + _LIMIT for at in of_offsets}
         return cls(
             schema,
             frozenset(found.deferred),
@@ -230,7 +259,8 @@ class BatchPlan:
             line,
             np.array([*inputs, *jobs], np.int64),
             np.concatenate([begins + _AT, targets]).astype(np.int64),
-            np.array([limits[number] for number in range(len(seen.offsets))], np.int64),
+            begins[of_offsets] + _LIMIT,
+            [sources.origins[at][1] for at in of_offsets],
             np.concatenate([begins + _ROWS, first + each * abi.JOB_NUMBERS + _JOB_ROWS]).astype(np.int64),
             table.order,
             sum(found.entries[path].nbytes for path in found.deferred) // found.rows,
@@ -244,7 +274,7 @@ class BatchPlan:
         places = [0 if x is None else x.data_ptr() for x in (*seen.tensors, *seen.offsets)]
         places += range(address(given), address(given) + given.nbytes, abi.LAYOUT.itemsize)
         line[self.targets] = np.array(places, np.int64)[self.inputs]
-        line[self.limits_at] = seen.limits
+        line[self.limits_at] = [seen.limits[number] for number in self.limits]
         line[self.rows_at] = rows
         found, line = native.compress(self.source, line, self.room, native.threads_for(rows * self.bytes_of_row))
         done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
@@ -266,9 +296,11 @@ class BatchPlan:
 
 def _line(origin: tuple[int, Any], found: Survey, numbers: Mapping[Path, int], seen: Signed) -> tuple[int, ...] | None:
     """An Origin; None if the core does not read it."""
-    way, key = origin
+    way: int = origin[0]
+    key: Any = origin[1]
     if way == abi.OF_OFFSETS:
-        return seen.offsets[key].data_ptr(), 8, found.rows, 0, 0, 0, way, 0, seen.limits[key]
+        number: int = key
+        return seen.offsets[number].data_ptr(), 8, found.rows, 0, 0, 0, way, 0, seen.limits[number]
     if way == abi.OF_LAYOUT:
         return 0, 0, found.rows, 0, 0, 0, way, 0, 0
     mask = seen.tensors[numbers[key]]
@@ -276,7 +308,8 @@ def _line(origin: tuple[int, Any], found: Survey, numbers: Mapping[Path, int], s
         return None
     assert found.origins is not None
     uniform = way == abi.OF_MASK and found.origins.masks[key][1]
-    return *scan.described(mask.dtype, mask), way, int(uniform), 0
+    own: tuple[int, ...] = tuple(scan.described(mask.dtype, mask))
+    return *own, way, int(uniform), 0
 
 
 def _room(nbytes: int) -> int:
@@ -285,8 +318,8 @@ def _room(nbytes: int) -> int:
 
 def with_pads(schema: Schema, deferred: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]) -> Schema:
     """The schema in which each of the `deferred` fields has the pad that is under its mask, by its number in `pads`, or
-    stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the constant
-    0."""
+    stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the
+    constant 0."""
     forms = list(schema.forms)
     tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
     for number, place in enumerate(tensors):

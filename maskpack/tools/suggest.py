@@ -223,7 +223,9 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
         pads += [Pad.SIGNED_ZERO, *([Pad.ANY_ZERO] if x.dim() == 2 and x.dtype.itemsize > 1 else [])]
     pads += [Pad.EDGE] if _is_integer(x) else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
-    return next((pad for pad in pads if checks.holds(pad, x.dtype) and checks.read(x, layout, pad)[0]), None)
+    pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
+    fitting, _ = checks.read([(x, layout, pad, None) for pad in pads])
+    return next((pad for pad, fits in zip(pads, fitting, strict=True) if fits), None)
 
 
 def _several(x: Tensor, fit: _Fit) -> str:

@@ -72,6 +72,10 @@ def jagged_alone(batch: TensorDict) -> TensorDict:
 
 KINDS: dict[str, Any] = {
     "jagged": jagged_alone,
+    "nested": lambda batch: nest_batch_by_mask(batch, pad_token_id=PAD),
+    "nested beside padded": lambda batch: nest_batch_by_mask(batch, pad_token_id=PAD).set(
+        "returns", batch["advantages"] + 0
+    ),
     "jagged beside padded": lambda batch: jagged_alone(batch).set("more", batch["responses"] + 0),
     "a mask of responses alone": lambda batch: batch.select(*FIELDS, "response_mask"),
     "sub-batches": lambda batch: TensorDict({"actor": batch, "ids": torch.arange(len(batch))}, batch.batch_size),
@@ -87,10 +91,21 @@ def test_batches_of_every_kind_have_plans(kind: str, surveys: list[int]) -> None
     for seed in range(4):
         batch = KINDS[kind](samples.workload("multi-turn", seed=seed))
         packed = compress(batch, pad_token_id=PAD)
-        oracle.assert_same_batch(decompress(packed), batch)
-        oracle.assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), batch)
-        oracle.assert_same_batch(decompress(packed[2:5]), oracle.take_rows(batch, [2, 3, 4]))
+        padded = unnest_batch_by_mask(batch) if LAYOUTS in batch else batch
+        oracle.assert_same_batch(decompress(packed), padded)
+        oracle.assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), padded)
+        oracle.assert_same_batch(decompress(packed[2:5]), oracle.take_rows(padded, [2, 3, 4]))
     assert len(surveys) == 1
+
+
+def test_a_nested_batch_whose_rows_are_not_those_of_its_layouts(surveys: list[int]) -> None:
+    for seed in (0, 1):
+        nested = nest_batch_by_mask(samples.workload(seed=seed), pad_token_id=PAD)
+        compress(nested, pad_token_id=PAD)
+    assert len(surveys) == 1
+    other = nest_batch_by_mask(samples.workload(seed=5), pad_token_id=PAD)
+    with pytest.raises(MaskpackError, match="responses"):
+        compress(nested.clone().set("responses", other["responses"]), pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("kind", ["packed", "some fields", "rows", "nested"])
