@@ -1,5 +1,6 @@
 """Random cases of one kind, each made from its seed: `python -m tests.tools.fuzz NAME --count N --seed S`.
 
+    batches     sequences of batches of changing kinds, as plans are remembered, in threads too
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes
     queue       processes of TransferQueue die while others put and get
@@ -32,7 +33,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("core", "dispatch", "queue", "rows", "wire")
+NAMES = ("batches", "core", "dispatch", "queue", "rows", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
