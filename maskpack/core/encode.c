@@ -1,8 +1,9 @@
 /* A batch to a table and a body: jobs, one a field. */
 
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike or have copies, but a dictionary or pieces take no fewer bytes */
-enum { FEW_BYTES = 4096 };
-enum { SMALL_BYTES = 1 << 15, SOME_BATCHES = 8 }; /* with fewer bytes, another form is looked for in one of some batches */
+/* Another form is looked for in one of some batches: of FEW_BYTES, and of SMALL_BYTES whose form did for NEW_BATCHES; of more
+   bytes in each. */
+enum { FEW_BYTES = 4096, SMALL_BYTES = 1 << 15, NEW_BATCHES = 16, SOME_BATCHES = 8 };
 enum { SEEN_WORDS = 1 << 15 };               /* most words that copies are looked for in, to tell whether there are any */
 
 typedef struct {
@@ -90,6 +91,12 @@ typedef struct {
     i64 *count, total;
 } Task;
 
+/* Whether another form is to be looked for in this batch, for a field of so many bytes. */
+static int looks_for_another(Form *form, i64 bytes) {
+    int few = bytes < FEW_BYTES && form->kind != PLAIN, fresh = form->age < NEW_BATCHES;
+    return ++form->age % SOME_BATCHES == 0 || bytes >= SMALL_BYTES || (fresh && !few);
+}
+
 /* Encodes in the form of the last time, of one entry or of many columns; MISFIT if another may be smaller. */
 static int encode_again(const Task *task) {
     Job *job = task->job;
@@ -108,7 +115,7 @@ static int encode_again(const Task *task) {
         i64 bytes = 0, total = task->total;
         for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
         int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total; /* of another kind of data */
-        int due = ++form->age % SOME_BATCHES == 0, looks = total * rows.size >= SMALL_BYTES || due;
+        int looks = looks_for_another(form, total * rows.size), due = form->age % SOME_BATCHES == 0;
         int tried = !looks || form->inner_kind == NO_GAIN;
         int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
         repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
@@ -138,7 +145,7 @@ static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
 static int may_shrink(const Task *task, const Rows *flat) {
     Form *form = &task->job->form;
     i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
-    int due = ++form->age % SOME_BATCHES == 0, looks = total * flat->size >= SMALL_BYTES || due;
+    int looks = looks_for_another(form, total * flat->size);
     int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
     return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
 }
