@@ -222,7 +222,8 @@ def test_pads_that_are_nan_of_other_bits(verify: Any) -> None:
 
 @pytest.mark.parametrize(("width", "batches"), [(60, 8), (800, 20)])
 def test_a_small_field_is_looked_at_in_some_batches(width: int, batches: int) -> None:
-    """One that takes another form gets it within 8 batches, also of a few thousand bytes, if it had its form for long."""
+    """One that takes another form gets it within 8 batches, one of a few thousand bytes too, which had its form for
+    long."""
 
     def size(seed: int, most: int) -> int:
         x = torch.randint(0, most, (4, width), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
