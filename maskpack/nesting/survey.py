@@ -131,11 +131,11 @@ _known_forms: Latest[tuple[FieldForm, ...]] = Latest()
 
 
 def _signature(batch: TensorDictBase, entries: Mapping[Path, Any], options: Options) -> tuple[Any, ...] | None:
-    """All that the forms of a flat batch on a device depend on; None for other batches."""
+    """All that the forms of a flat batch depend on; None for other batches."""
     parts: list[Any] = [batch.batch_size, batch.device, options.registry.told, options.pad_token_id, options.ignore]
     for path, value in entries.items():
         if type(value) is Tensor:
-            if not verify.is_away(value) or value.layout is not torch.strided or value.is_meta:
+            if value.layout is not torch.strided or value.is_meta:
                 return None
             parts += (path, value.device, value.dtype, value.shape)
         elif is_object(value):
