@@ -135,7 +135,7 @@ def _signature(batch: TensorDictBase, entries: Mapping[Path, Any], options: Opti
     parts: list[Any] = [batch.batch_size, batch.device, options.registry.told, options.pad_token_id, options.ignore]
     for path, value in entries.items():
         if type(value) is Tensor:
-            if value.layout is not torch.strided or value.is_meta:
+            if value.is_nested or value.layout is not torch.strided or value.is_meta:
                 return None
             parts += (path, value.device, value.dtype, value.shape)
         elif is_object(value):
