@@ -14,7 +14,7 @@ import oracle
 import pytest
 import samples
 import torch
-from kernels import DEVICE, IS_GPU, Place, at, count_syncs, kernel_test
+from kernels import DEVICE, IS_GPU, Place, at, count_syncs, encoding_of, kernel_test
 from samples import PAD
 from tensordict import TensorDict
 from torch import Tensor
@@ -453,6 +453,51 @@ def test_what_does_not_fit_its_form_is_left_to_the_host(by_kernels: Place) -> No
         assert by_kernels.names(packed) <= names
     assert by_kernels.encoded[0] is None  # the host chooses
     assert by_kernels.encoded[2] is None  # and once more, as a field did not fit
+
+
+def ids_like(rng: np.random.Generator, n: int, bits: float = 16) -> np.ndarray:
+    """As frequent as token ids: each number of bits as often as any other."""
+    return (2 ** (bits * rng.random(n))).astype(np.int64)
+
+
+def coded_rows(seed: int) -> dict[str, list[np.ndarray]]:
+    """Rows of fields with coded blocks, and with blocks that are none: of few words, of words that have no code, of
+    about as many bits in either way, near to others."""
+    rng = np.random.default_rng(seed)
+    ids = [ids_like(rng, n) for n in (*LENGTHS, 15, 16, 17, 271)]
+    ids[8][1500], ids[8][1900] = 1 << 29, -(1 << 20)  # behind the words that codes are fitted to
+    large = np.arange(256) % 128 < np.arange(80, 104)[:, None]
+    mixed = np.where(large, (1 << 16) - 1, ids_like(rng, large.size, 7).reshape(large.shape))
+    ids[4] = np.concatenate([ids_like(rng, 1024), mixed.reshape(-1)])
+    near = [row + rng.integers(-2, 3, len(row)) for row in ids]
+    near[8][:700], near[4][:1500] = ids_like(rng, 700), ids_like(rng, 1500)
+    return {"ids": ids, "near": near, "same": ids}
+
+
+@kernel_test
+@pytest.mark.parametrize(("form", "dtype"), [("padded", torch.int64), ("nested", torch.int32)])
+def test_coded_blocks_are_those_of_the_host(by_kernels: Place, form: str, dtype: torch.dtype) -> None:
+    registry = {name: MaskNestingSpec("mask") for name in ("mask", "ids", "same")}
+    registry["near"] = MaskNestingSpec("mask", hints=("near:ids",))
+    batches: list[TensorDict] = []
+    for seed in range(3):
+        rows = coded_rows(seed) | {"mask": [np.ones(len(row)) for row in coded_rows(seed)["ids"]]}
+        fields = {name: jagged(own, torch.bool if name == "mask" else dtype) for name, own in rows.items()}
+        padded = {name: torch.nested.to_padded_tensor(x, 0) for name, x in fields.items()}
+        batches.append(TensorDict(padded, [len(rows["ids"])]))
+
+    def packed_at(device: Any) -> PackedBatch:
+        given = [batch.to(device) for batch in batches]
+        given = given if form == "padded" else [nest_batch_by_mask(own, registry=registry) for own in given[:2]]
+        return [compress(own, registry=registry) for own in given][-1]
+
+    seen = packed_at(DEVICE)
+    assert by_kernels.plans == [True] if form == "padded" else by_kernels.names(seen) == {*registry}
+    assert encoding_of(seen) == encoding_of(packed_at("cpu"))
+    oracle.assert_same_batch(decompress(seen, device="cpu"), batches[2 if form == "padded" else 1].to("cpu"))
+    said = {name: seen.table.array(seen.table.entries[seen.table.fields[seen.numbers[name,]]]["a"]) for name in rows}
+    assert {16, 29, abi.CODED} <= {*said["ids"].tolist()}
+    assert {3 | abi.NEAR, abi.CODED} <= {*said["near"].tolist()}
 
 
 @kernel_test

@@ -217,6 +217,7 @@ def every_field(seed: int, turn: int, holes: bool, share: int) -> tuple[TensorDi
     for name, before in (("near", ""), ("nearer", "near:near"), ("nearest", "near:nearer")):
         add(name, near, 0, 1, *([before] if before else []))
         near = near * 1000 + torch.from_numpy(rng.integers(-3, 4, len(near))).int()
+    add("ids", torch.from_numpy(2 ** (17 * rng.random(len(near)))).long(), 1)
     return TensorDict(fields, batch_size=[len(LENGTHS)]), registry
 
 
@@ -230,6 +231,7 @@ def test_every_dtype_pad_mask_shape_and_form(place: str, turn: int, holes: bool,
         kinds = " ".join(own.table.kind(number) for number in range(len(own.tensors)))
         assert {*WORDS, "columns"} <= {*kinds.split()}
         assert {form.kind for form in own.tensors} == {"padded", "dense"}
+        assert own.table.entries[own.table.fields[own.numbers["ids",]]]["number"]  # its blocks have codes
 
 
 @pytest.mark.parametrize("kinds", [("blocks", "rle"), ("sparse", "arange"), ("bitmap", "delta"), ("plain", "blocks")])

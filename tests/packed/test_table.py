@@ -490,13 +490,14 @@ def test_token_ids_are_coded(dtype: torch.dtype) -> None:
     few bits."""
     rng = np.random.default_rng(3)
     few = 14 if dtype is torch.int16 else 20
-    lengths = [700, 256, 63, 64, 1, 0, 511, 257]
+    lengths = [4000, 256, 63, 64, 1, 0, 511, 257]
     ids = [(-5 + 2 ** (rng.random(n) * few)).astype(np.int64) for n in lengths]
     ids[3] = np.full(64, 2**few - 6)  # of one width
-    x = torch.zeros(8, 700, dtype=dtype)
+    ids[0][254::256] = ids[0][255::256] = 2**few - 6  # the last words of blocks are long
+    x = torch.zeros(8, 4000, dtype=dtype)
     for row, line in enumerate(ids):
         x[row, : line.size] = torch.tensor(line)
-    batch = TensorDict({"m": torch.arange(700) < torch.tensor(lengths)[:, None], "x": x}, [8])
+    batch = TensorDict({"m": torch.arange(4000) < torch.tensor(lengths)[:, None], "x": x}, [8])
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m")}
     packed = compress(batch, registry=registry)
     entry = packed.table.entries[entry_of(packed, "x")]
@@ -505,16 +506,18 @@ def test_token_ids_are_coded(dtype: torch.dtype) -> None:
     assert widths == sorted(widths)
     assert widths[3] <= few + 1
     said, numbers, expected = packed.table.array(entry["a"]).tolist(), 0, list[int]()
+    line_of_c = packed.table.array(entry["c"]).view("<u4").tolist()
     for line in ids:
         for block in (line[at : at + 256] for at in range(0, line.size, 256)):
             above, bits = (block - block.min()).tolist(), int(block.max() - block.min()).bit_length()
             ends = list(itertools.accumulate(2**width for width in widths))
-            coded = sum(next(width for width, end in zip(widths, ends, strict=True) if one < end) for one in above)
-            coded = -(-len(above) // 16) + -(-coded // 32)
+            used = sum(next(width for width, end in zip(widths, ends, strict=True) if one < end) for one in above)
+            coded = -(-len(above) // 16) + -(-used // 32)
             lanes, places = (1, len(above)) if len(above) < 64 else (8, -(-len(above) // 8))
             plain = -(-places * bits // 32) * lanes
             expected.append(64 if 16 * coded < 15 * plain else bits)
             numbers += coded if expected[-1] == 64 else plain
+            assert expected[-1] != 64 or not used % 32 or line_of_c[numbers - 1] >> used % 32 == 0  # what is behind
     assert said == expected
     assert 4 < said.count(64) < len(said)
     assert int(entry["c"]["count"]) == numbers

@@ -78,6 +78,7 @@ TARGET static void OF_ISA(pack_codes)(const Codes *codes, const u32 *words, i64 
         waiting >>= used & ~7u;
         used &= 7;
     }
+    memcpy(to, &waiting, 8); /* 0 behind the words */
 }
 
 /* The n words of a coded block of some u32 numbers; two at a time. `words` has room for BLOCK. */

@@ -151,10 +151,8 @@ class KnownForms:
         return self._recipes[key]
 
     def _left_to_host(self) -> set[int]:
-        """The jobs of pieces and of words with codes, which the kernels do not write, and those that a concat joins to
-        them."""
-        coded = (any(form.kind == abi.BLOCKS and form.number for form in inner) for inner in self.inner)
-        left = {place for place, own in enumerate(coded) if own or self.kinds[place] == abi.PIECES}
+        """The jobs of pieces, which the kernels do not write, and those that a concat joins to them."""
+        left = {place for place, kind in enumerate(self.kinds) if kind == abi.PIECES}
         concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
         joined = [{place, *map(int, self.jobs[["head", "tail"]][place])} for place in concats]
         while (more := left.union(*(own for own in joined if own & left))) > left:

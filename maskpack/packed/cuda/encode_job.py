@@ -29,7 +29,8 @@ class Unit(NamedTuple):
         row_stride: words from one row to the next in a padded tensor.
         counts, low, width: of a padded tensor, the address of int32 [3, rows]: valid tokens of its mask, spans (at most
             one) and first valid position; and the columns of the mask that it has. Address 0 for packed values.
-        number, second, bytes: base and bytes of NARROW; step of ARANGE; the two words of BITMAP.
+        number, second, bytes: base and bytes of NARROW; widths of codes of BLOCKS; step of ARANGE; the two words of
+            BITMAP.
         near, head, tail: the units that a field is near to, or put together from; -1 for none.
         bools: 1 for bools.
         pad_mode, pad: what is under the mask of a padded tensor, and the word of a constant.

@@ -31,7 +31,7 @@ PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
         abi.SPARSE, abi.CONCAT,
     )
 )  # fmt: skip
-BLOCK, NEAR_BIT = tl.constexpr(abi.BLOCK), tl.constexpr(abi.NEAR)
+BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 MISFIT, ODD, NEAR_USED = (
     tl.constexpr(abi.IS_MISFIT),
     tl.constexpr(abi.IS_ODD),
@@ -138,9 +138,22 @@ def _distances(words, others, size):
 
 
 @triton.jit
-def _in_blocks(words, others, near, size, left, CHUNK: tl.constexpr):
+def _codes(widths, words):
+    """The code of words above the least of their block, its width, and its first word; and what is behind all codes."""
+    w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31
+    second = 1 << w0
+    third = second + (1 << w1)
+    fourth = third + (1 << w2)
+    code = (words >= second).to(tl.int32) + (words >= third).to(tl.int32) + (words >= fourth).to(tl.int32)
+    width = tl.where(code == 0, w0, tl.where(code == 1, w1, tl.where(code == 2, w2, w3)))
+    first = tl.where(code == 0, 0, tl.where(code == 1, second, tl.where(code == 2, third, fourth)))
+    return code, width, first, fourth + (1 << w3)
+
+
+@triton.jit
+def _in_blocks(words, others, near, widths, size, left, CHUNK: tl.constexpr):
     """The words of each block as numbers of few bits [blocks, BLOCK]; and of each block the words, the bits of a
-    number, the least word, and whether its numbers are distances."""
+    number, the u32 numbers, the least word, whether its numbers are distances, and whether they have codes."""
     blocks: tl.constexpr = CHUNK // BLOCK
     block = tl.arange(0, blocks)
     count = tl.minimum(tl.maximum(left - block * BLOCK, 0), BLOCK)
@@ -149,7 +162,8 @@ def _in_blocks(words, others, near, size, left, CHUNK: tl.constexpr):
     low = tl.min(tl.where(inside, lines, _MOST), 1)
     high = tl.max(tl.where(inside, lines, -_MOST - 1), 1)
     some = count > 0
-    bits = _bits(tl.where(some, high - low, 0))
+    most = tl.where(some, high - low, 0)
+    bits = _bits(most)
     numbers = lines - low[:, None]
     by_distance = count < 0
     if near:
@@ -161,7 +175,15 @@ def _in_blocks(words, others, near, size, left, CHUNK: tl.constexpr):
         bits = tl.minimum(far, bits)
         numbers = tl.where(by_distance[:, None], apart, numbers)
         low = tl.where(by_distance, 0, low)
-    return tl.where(inside, numbers, 0), count, bits, low, by_distance
+    numbers = tl.where(inside, numbers, 0)
+    taken = _numbers(count, bits)
+    coded = count < 0
+    if widths != 0:
+        _, width, _, end = _codes(widths, numbers.to(tl.int32))
+        fewer = (count + CODES - 1) // CODES + (tl.sum(tl.where(inside, width, 0), 1) + 31) // 32
+        coded = (by_distance == 0) & (most < end) & (16 * fewer < 15 * taken)
+        taken = tl.where(coded, fewer, taken)
+    return numbers, count, bits, taken, low, by_distance, coded
 
 
 # -------------------------------------------------------------------- stretches
@@ -245,7 +267,7 @@ def _measure_row(units, tables, stat, number, row, rows, CHUNK: tl.constexpr):
     address, n = _row(unit, tables, row, rows)
     kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
     items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
-    near = tl.load(unit + NEAR)
+    near, widths = tl.load(unit + NEAR), tl.load(unit + NUMBER).to(tl.int32)
     beside, others_stride = address, stride
     head_n, tail_n = n * 0, n * 0
     behind, behind_stride = address, stride
@@ -284,10 +306,12 @@ def _measure_row(units, tables, stat, number, row, rows, CHUNK: tl.constexpr):
             others = words
             if near >= 0:
                 others = _words(beside, size, items, others_stride, at, inside)
-            _, blocks_of, bits, bases, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
+            _, blocks_of, bits, taken, bases, by_distance, _ = _in_blocks(
+                words, others, near >= 0, widths, size, n - begin, CHUNK
+            )
             used = used | tl.max((bits > 32).to(tl.int32)) * MISFIT
             used = used | tl.max(by_distance.to(tl.int32)) * NEAR_USED
-            numbers += tl.sum(_numbers(blocks_of, bits))
+            numbers += tl.sum(taken)
             low = tl.minimum(low, tl.min(tl.where(blocks_of > 0, bases, _MOST)))
             high = tl.maximum(high, tl.max(tl.where(blocks_of > 0, bases, -_MOST - 1)))
         elif (kind == RLE) | (kind == DELTA):
@@ -341,30 +365,31 @@ def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(
-    body, widths, bases, numbers_at, numbers, count, bits, low, by_distance, b_size, before, CHUNK: tl.constexpr
-):  # fmt: skip
-    """Writes blocks behind the `before` u32 numbers of the row; how many they have."""
-    blocks: tl.constexpr = CHUNK // BLOCK
-    block = tl.arange(0, blocks)
-    own = _numbers(count, bits)
-    first = before + tl.cumsum(own, 0) - own
-    some = count > 0
-    tl.store(body + widths + block, tl.where(by_distance, bits | NEAR_BIT, bits).to(tl.uint8), mask=some)
-    if b_size > 0:
-        _store(body + bases, b_size, block, low, some)
+def _write_blocks(to, numbers, count, bits, taken, coded, widths, before, CHUNK: tl.constexpr):
+    """Writes the bits of blocks behind the `before` u32 numbers of the row."""
+    first = (before + tl.cumsum(taken, 0) - taken)[:, None]
     place = tl.arange(0, BLOCK)[None, :]
     in_lanes = (count >= _FEW)[:, None]
     bit = tl.where(in_lanes, place // _LANES, place) * bits[:, None]
+    if widths != 0:
+        inside, with_codes = place < count[:, None], coded[:, None]
+        code, width, least, _ = _codes(widths, numbers.to(tl.int32))
+        width = tl.where(inside, width, 0)
+        behind = (count + CODES - 1) // CODES * 32
+        bit = tl.where(with_codes, behind[:, None] + tl.cumsum(width, 1) - width, bit)
+        numbers = tl.where(with_codes, numbers - least, numbers)
+        in_lanes = in_lanes & (with_codes == 0)
+        code = tl.where(inside, code, 0) << (2 * (place % CODES))
+        line = tl.sum(tl.reshape(code, (CHUNK // BLOCK, BLOCK // CODES, CODES)), 2)
+        at = tl.arange(0, BLOCK // CODES)[None, :]
+        tl.store(to + first + at, line.to(tl.int32), mask=with_codes & (at * CODES < count[:, None]))
     step = tl.where(in_lanes, _LANES, 1)
-    at = first[:, None] + (bit >> 5) * step + tl.where(in_lanes, place % _LANES, 0)
+    at = first + (bit >> 5) * step + tl.where(in_lanes, place % _LANES, 0)
     pair = numbers << (bit & 31)
-    to = (body + numbers_at).to(tl.pointer_type(tl.int32))
     low_half = ((pair << 32) >> 32).to(tl.int32)
     high_half = (pair >> 32).to(tl.int32)
     tl.atomic_or(to + at, low_half, mask=low_half != 0, sem="relaxed")
     tl.atomic_or(to + at + step, high_half, mask=high_half != 0, sem="relaxed")
-    return tl.sum(own)
 
 
 @triton.jit
@@ -374,7 +399,7 @@ def _write_row(units, tables, places, body, number, row, rows, CHUNK: tl.constex
     kind, size = tl.load(unit + KIND), tl.load(unit + SIZE)
     items, stride = tl.load(unit + ITEMS), tl.load(unit + STRIDE)
     b_size, c_size = tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
-    near = tl.load(unit + NEAR)
+    near, widths = tl.load(unit + NEAR), tl.load(unit + NUMBER).to(tl.int32)
     beside, others_stride = address, stride
     if (kind == BLOCKS) & (near >= 0):
         beside, _ = _row(units + near * UNIT, tables, row, rows)
@@ -396,11 +421,17 @@ def _write_row(units, tables, places, body, number, row, rows, CHUNK: tl.constex
             others = words
             if near >= 0:
                 others = _words(beside, size, items, others_stride, at, inside)
-            numbers, count, bits, low, by_distance = _in_blocks(words, others, near >= 0, size, n - begin, CHUNK)
-            index = (begin // BLOCK).to(tl.int64)
-            before += _write_blocks(
-                body, a + index, b + index * b_size, c, numbers, count, bits, low, by_distance, b_size, before, CHUNK
+            numbers, count, bits, taken, low, by_distance, coded = _in_blocks(
+                words, others, near >= 0, widths, size, n - begin, CHUNK
             )
+            block = begin // BLOCK + tl.arange(0, CHUNK // BLOCK)
+            said = tl.where(coded, CODED, tl.where(by_distance, bits | NEAR_BIT, bits))
+            tl.store(body + a + block, said.to(tl.uint8), mask=count > 0)
+            if b_size > 0:
+                _store(body + b, b_size, block, low, count > 0)
+            to = (body + c).to(tl.pointer_type(tl.int32))
+            _write_blocks(to, numbers, count, bits, taken, coded, widths, before, CHUNK)
+            before += tl.sum(taken)
         elif kind == BITMAP:
             byte = begin // 8 + tl.arange(0, CHUNK // 8)
             ones = tl.reshape((inside & (words != tl.load(unit + NUMBER))).to(tl.int32), (CHUNK // 8, 8))
