@@ -37,7 +37,7 @@ enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
     X(RLE, NONE, NONE)        \
     X(ARANGE, NONE, NONE)     \
     X(DELTA, NONE, NONE)      \
-    X(SPARSE, NONE, NONE)     \
+    X(SPARSE, OF_ROWS, OF_NEAR) \
     X(DICTIONARY, OF_ROWS, NONE) \
     X(COLUMNS, OF_COLUMNS, NONE) \
     X(CONCAT, OF_FIELD, OF_FIELD) \
@@ -164,14 +164,14 @@ typedef struct {
 /* ------------------------------------------------------------------ decoding on a device (packed/cuda/job_table.py) */
 
 /* How its kernel finds a word. FROM_TABLE: the table itself. */
-enum { BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK, FROM_TABLE };
+enum { BY_PLACE, BY_PIECE, BY_BIT, BY_BLOCK, FROM_TABLE };
 
 typedef struct {
     i64 tokens, longest, bounds, splits, starts, ends;
 } Axis;
 
 typedef struct {
-    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near;
+    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near, splits, starts, ends;
 } Source;
 
 /* An entry that is decoded; `flat`: whether its words are found without their row. */

@@ -47,9 +47,9 @@
 #include "encodings/bitmap.c"
 #include "encodings/stretches.c"
 #include "encodings/arange.c"
-#include "encodings/sparse.c"
 #include "encodings/dictionary.c"
 #include "encodings/pieces.c"
+#include "encodings/sparse.c"
 #include "encodings/columns.c"
 #include "encodings/concat.c"
 

@@ -37,7 +37,15 @@ static int may_copy(const Rows *rows, const Job *job, i64 bytes, i64 part) {
     return 8 * bytes > total * rows->size && bytes >= FEW_BYTES / 4 && has_copies(rows, most > FEW_BYTES ? most : FEW_BYTES);
 }
 
-/* Encodes packed values anew: columns, a dictionary, pieces or one entry, whichever takes fewest bytes. */
+/* Whether rows that take `bytes` of `total` words in another form clearly take fewer as SPARSE, as far as a sample can tell. */
+static int may_be_sparse(const Rows *rows, i64 bytes, i64 total) {
+    u8 words[8 * GLANCE_WORDS];
+    i64 bounds[SAMPLE_ROWS + 1];
+    Rows sample = sample_of(rows, GLANCE_WORDS, FEW_WORDS, words, bounds);
+    return 100 * sparse_bytes(&sample) + 1600 < 90 * (bytes * total_words(&sample) / total);
+}
+
+/* Encodes packed values anew: columns, a dictionary, pieces, SPARSE or one entry, whichever takes fewest bytes. */
 static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *out, Entry *slots, i64 *count, Form *form) {
     i64 start = out->used, total = total_words(rows), plain = total * rows->size, layout = slots->layout;
     *count = 1;
@@ -46,27 +54,29 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
     int copies = job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
-    int ways[] = {columns, repeats, copies}; /* columns, a dictionary, pieces */
-    if (!columns && !repeats && !copies) return FITS;
+    int zeros = job->hints >> SPARSE & 1 || sparse_bytes(rows) < plain;
+    int ways[] = {columns, repeats, copies, zeros, zeros && near}; /* columns, a dictionary, pieces, SPARSE without `near` and with it */
+    if (!columns && !repeats && !copies && !zeros) return FITS;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     int many = job->columns > FEW_COLUMNS;
     u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
     if (!tried || !memory) done = NO_MEMORY;
-    for (int way = 0; way < 3 && done == FITS; way++) {
+    for (int way = 0; way < 5 && done == FITS; way++) {
         if (!ways[way]) continue;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
         i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
         Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
         int fits;
         tried[0] = tried[1] = entry_of(PLAIN, layout, rows->items, rows->size);
-        if (way == 1) fits = dictionary_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
-        else if (way == 2) fits = pieces_encode(rows, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        if (way == 1) fits = dictionary_encode(rows, NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        else if (way == 2) fits = pieces_encode(rows, NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
+        else if (way) fits = sparse_encode(rows, way == 4 ? near : NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
         else if (many) fits = columns_encode(rows, job->columns, &spare, tried);
         else fits = columns_choose(rows, job->columns, (int)job->integers, &spare, tried);
         /* some more bytes pay: many columns are taken without the others, and a codec makes fewer bytes of them */
         if (!way && many) limit = best + best / 32 - (i64)sizeof(Entry) * entries;
-        /* fewer bytes pay less: kernels do not read pieces */
-        if (way == 2 && !(job->hints >> PIECES & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
+        /* fewer bytes pay less: kernels do not read pieces, and do not write SPARSE */
+        if (way >= 2 && form->kind != SPARSE && !(job->hints >> (way == 2 ? PIECES : SPARSE) & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
         for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
         if (fits == NO_MEMORY) done = fits;
         if (fits != FITS || bytes >= limit || adopt(out, start, &spare) != FITS) continue;
@@ -75,7 +85,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         *count = entries;
         *form = found;
     }
-    if ((repeats || copies) && form->kind != DICTIONARY && form->kind != PIECES) form->inner_kind = NO_GAIN;
+    if ((repeats || copies) && form->inner_kind < 0) form->inner_kind = NO_GAIN;
     form->cost = total ? best * COST_WORDS / total : 0;
     free(tried);
     free(memory);
@@ -119,7 +129,7 @@ static int encode_again(const Task *task) {
         int tried = !looks || form->inner_kind == NO_GAIN;
         int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
         repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
-        if (other || (looks && (repeats || is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total)))) done = MISFIT;
+        if (other || (looks && (repeats || may_be_sparse(&quick, bytes, total) || is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total)))) done = MISFIT;
     }
     free(ends);
     return done;
@@ -147,6 +157,7 @@ static int may_shrink(const Task *task, const Rows *flat) {
     i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
     int looks = looks_for_another(form, total * flat->size);
     int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
+    if (looks && form->kind != SPARSE && may_be_sparse(flat, bytes, total)) return 1;
     return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
 }
 
@@ -164,7 +175,7 @@ static int encode_packed(const Task *task) {
         flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL};
     }
     if (done == FITS && has_kind(form->kind) && ENCODINGS[form->kind]->encode_stored) {
-        done = ENCODINGS[form->kind]->encode_stored(&flat, job->hints, (int)job->integers, task->out, task->slots, form, 1);
+        done = ENCODINGS[form->kind]->encode_stored(&flat, task->near, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
         if (done == FITS && may_shrink(task, &flat)) done = MISFIT;
         if (done != FITS) task->out->used = start;

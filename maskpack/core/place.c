@@ -11,7 +11,7 @@ static void sum_rows(Placing *placing, Placed *placed) {
         if (unit->kind == BITMAP) words = (words + 7) / 8;
         if (unit->kind == BLOCKS) words = (words + BLOCK - 1) / BLOCK;
         spot->at[0] = sums[0];
-        spot->at[1] = unit->kind == BLOCKS ? sums[0] : unit->kind == SPARSE ? sums[2] : sums[1];
+        spot->at[1] = unit->kind == BLOCKS ? sums[0] : sums[1];
         spot->at[2] = sums[2];
         sums[0] += words;
         sums[1] += stat->total > 1 ? stat->total - 1 : 0;

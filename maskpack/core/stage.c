@@ -6,7 +6,7 @@
 /* Where the kernel finds the words of an entry; false without memory. */
 static int add_source(Stage *stage, i64 index, const Extent *extent, Source *source) {
     const Entry *entry = stage->entries + index;
-    *source = (Source){BY_PLACE, -1, -1, 1, entry->a.at, entry->a.size, -1, entry->number, 0, -1, -1, -1, -1, -1};
+    *source = (Source){BY_PLACE, -1, -1, 1, entry->a.at, entry->a.size, -1, entry->number, 0, -1, -1, -1, -1, -1, -1, -1, -1};
     return ENCODINGS[entry->kind]->stage(stage, entry, extent, source);
 }
 

@@ -88,6 +88,21 @@ static void copy_apart(u8 *to, i64 to_step, const u8 *from, i64 from_step, i64 n
     else for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)size);
 }
 
+/* Adds n words to others, times 1 or -1. */
+static void add_words(u8 *to, const u8 *words, const u8 *others, i64 times, i64 n, i64 size) {
+#define ADD_WORDS(wide, T)                            \
+    case wide:                                        \
+        for (i64 i = 0; i < n; i++) {                 \
+            T word, other;                            \
+            memcpy(&word, words + wide * i, wide);    \
+            memcpy(&other, others + wide * i, wide);  \
+            word = (T)(word + (T)times * other);      \
+            memcpy(to + wide * i, &word, wide);       \
+        }                                             \
+        break;
+    switch (size) { ADD_WORDS(1, u8) ADD_WORDS(2, uint16_t) ADD_WORDS(4, u32) ADD_WORDS(8, u64) }
+}
+
 static u64 hash_words(const u8 *p, i64 nbytes) {
     u64 hash = (u64)nbytes * 0x9E3779B97F4A7C15ull;
     for (; nbytes >= 8; p += 8, nbytes -= 8) hash = (hash ^ load(p)) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;

@@ -43,8 +43,8 @@ RL_FIELDS = MaskNestingRegistry(
         **{
             name: _field(_RESPONSE_OR_SEQUENCE, ZEROS, hints=hints)
             for name, hints in {
-                "rollout_log_probs": (),
-                "old_log_probs": ("near:rollout_log_probs",),
+                "rollout_log_probs": ("near:old_log_probs",),
+                "old_log_probs": (),
                 "ref_log_prob": ("near:old_log_probs",),
                 "entropys": (),
                 "sum_pi_squared": (),

@@ -28,7 +28,7 @@ from maskpack.fields.options import Options, Registry, registry_of
 from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import check_lengths, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks, verify
+from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Origins
 from maskpack.nesting.coverage import DenseField, check_strict, hidden_tensors
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, name_of_jagged, read_layouts, read_pads

@@ -245,6 +245,7 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     if blocks:
         parts = native.structs(np.array(given, np.int64).reshape(-1), abi.GIVEN)
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        block = block[np.argsort(block[:, _ENTRY], kind="stable")]  # a field comes after those that it is near to
         all_targets = native.structs(block.reshape(-1), abi.TARGET)
         native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))

@@ -129,8 +129,8 @@ class Table:
 
     @cached_property
     def references(self) -> list[list[int]]:
-        """The entries that each entry refers to: the rows that a dictionary or pieces store, columns, the head and tail
-        of a concat, the field that blocks are near to."""
+        """The entries that each entry refers to: the rows that it stores, columns, the head and tail of a concat, the
+        field that it is near to."""
         out: list[list[int]] = []
         numbers = (self.entries[name].tolist() for name in ("kind", "number", "first", "second"))
         for kind, number, first, second in zip(*numbers, strict=True):
@@ -147,8 +147,7 @@ class Table:
         return " ".join([abi.KINDS[int(self.entries["kind"][at])], *dict.fromkeys(inner)])
 
     def own_entries(self, field: int) -> list[int]:
-        """The entries that a field alone is stored in: its own, and the parts of a dictionary, of pieces or of
-        columns."""
+        """The entries that a field alone is stored in: its own, those of the rows that it stores, and columns."""
         return self._own_entries(int(self.fields[field]))
 
     def _own_entries(self, at: int) -> list[int]:
@@ -157,7 +156,8 @@ class Table:
     def parts(self, at: int) -> list[int]:
         """The entries that an entry is made of: the rows that it stores, columns, or itself."""
         is_made = abi.REFERENCES[int(self.entries["kind"][at])][0] in (abi.OF_ROWS, abi.OF_COLUMNS)
-        return self.references[at] if is_made else [at]
+        near = int(self.entries["second"][at])
+        return [part for part in self.references[at] if part != near] if is_made else [at]
 
     @cached_property
     def _reached(self) -> list[int]:

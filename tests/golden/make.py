@@ -145,6 +145,11 @@ def encodings() -> Golden:
     rows = noise(14, 2**63)
     rows[1], rows[4] = rows[0][30:80] + rows[1][50:], rows[4][:20] + rows[0][:46]
     fields["pieces"] = rows_under(MASK, rows, i64)
+    holes = [
+        [(x + y) * (s % 9 > 2) for s, (x, y) in enumerate(zip(*rows, strict=True))]
+        for rows in zip(far, near, strict=True)
+    ]
+    fields["holes"] = rows_under(MASK, holes, torch.int32)
     fields["same"] = fields["plain"].clone()
     batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [len(MASK)])
     specs = under_mask(*fields)
@@ -152,6 +157,8 @@ def encodings() -> Golden:
     specs["blocks"] = MaskNestingSpec("mask", -1)
     specs["columns"] = MaskNestingSpec("mask", hints=("columns",))
     specs["pieces"] = MaskNestingSpec("mask", hints=("pieces",))
+    specs["sparse"] = MaskNestingSpec("mask", hints=("sparse",))
+    specs["holes"] = MaskNestingSpec("mask", hints=("sparse", "near:far"))
     kinds = {name: name.partition("_")[0].rstrip("1248") for name in fields}
     kinds |= {
         "same": "plain",
@@ -159,6 +166,8 @@ def encodings() -> Golden:
         "near": "blocks",
         "columns": "columns plain arange",
         "pieces": "pieces plain",
+        "sparse": "sparse bitmap",
+        "holes": "sparse blocks",
     }
     return Golden(batch, {"registry": specs}, kinds=kinds)
 

@@ -147,7 +147,7 @@ class Form:
     def registry(self, hinted: bool = True) -> dict[str, MaskNestingSpec]:
         specs = {"m": MaskNestingSpec("m"), "hm": MaskNestingSpec("hm"), "tm": MaskNestingSpec("tm")}
         for dtype in self.dtypes:
-            hints = {"concat": f"concat:head {dtype},tail {dtype}", "plain": "sparse", "near": "dictionary"}
+            hints = {"concat": f"concat:head {dtype},tail {dtype}", "plain": "delta", "near": "dictionary"}
             hints["coded"] = "blocks"
             for name, own, hint in (
                 ("x", "m", hints.get(self.kind, self.kind)),
@@ -368,6 +368,7 @@ def followed(packed: PackedBatch) -> None:
             "concat": [first, second],
             "dictionary": [first],
             "pieces": [first],
+            "sparse": [first, *[second] * (second >= 0)],
             "columns": range(first, first + int(entry["number"])),
         }
         for other in inner.get(kind, [second] if kind == "blocks" and second >= 0 else []):

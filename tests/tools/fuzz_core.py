@@ -25,8 +25,10 @@ abi = runpy.run_path(str(CORE.with_name("abi.py")))  # an import of the package 
 ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "TARGET"))
 CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
 OF_MASK, OF_LAYOUT, KEPT = (abi[name] for name in ("OF_MASK", "OF_LAYOUT", "KEPT"))
-OF_ROWS = [(abi[name], *[0] * 7) for name in ("DICTIONARY", "PIECES")]
-"""Forms: a dictionary of plain rows, pieces of them."""
+OF_ROWS = [
+    (abi[name], number, *[0] * 6) for name, number in (("DICTIONARY", 0), ("PIECES", 0), ("SPARSE", 0), ("SPARSE", 1))
+]
+"""Forms: a dictionary of plain rows, pieces of them, their words that are not 0, and the distances of these."""
 LIBRARY = list[str]()
 MARGIN = 16
 """Words behind every output, which stay as they are."""
@@ -86,6 +88,7 @@ def words(rng: np.random.Generator, lengths: list[int], dtype: np.dtype[Any], it
         lambda: np.concatenate([[], *(np.arange(m * items) % 50 * rng.integers(1, 3) for m in lengths)]),
         lambda: 2 ** (rng.random(n) * min(17, 8 * dtype.itemsize - 1)),
         lambda: copied(rng, n),
+        lambda: with_holes(rng, n),
     ]
     return kinds[rng.integers(len(kinds))]().astype(dtype)
 
@@ -98,6 +101,12 @@ def copied(rng: np.random.Generator, n: int) -> np.ndarray:
         length = min(int(rng.integers(1, 300)), n - end)
         out[end : end + length] = out[begin : begin + length]
     return out
+
+
+def with_holes(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Words that are 0 in stretches of any length."""
+    ends = np.cumsum(rng.integers(1, rng.choice([2, 40, 300]), n + 1))
+    return rng.integers(1, 150_000, n) * (np.searchsorted(ends, np.arange(n), "right") % 2)
 
 
 class Table(NamedTuple):
@@ -278,7 +287,7 @@ def run(core: Core, seed: int) -> None:
         job["pads"][: len(trials)] = trials
     for threads in (1, 3, 2):  # then in the forms that were chosen before, then in others, which may not fit
         if threads == 2:
-            jobs["form"] = OF_ROWS[rng.integers(2)]
+            jobs["form"] = OF_ROWS[rng.integers(4)]
         table = core.encode(jobs, mask, threads)
         fields = table.fields
         targets, outs = np.zeros(jobs.size, TARGET), []

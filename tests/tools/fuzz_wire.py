@@ -307,7 +307,6 @@ def simple_encodings() -> Made:
     made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
     made.field(made.entry("arange", made.put([1, 2, 3]), layout=2, number=7), "padded", dim=1, pad=9)
     made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
-    made.field(made.entry("sparse", made.put([1, 0, 2]), made.put([3, 0, 1]), made.put([7, 8, 9]), layout=0))
     blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
     made.field(made.entry("blocks", *blocks, layout=0))
     made.field(made.entry("blocks", *coded(made), layout=0, number=WIDTHS))
@@ -324,6 +323,10 @@ def encodings_of_others() -> Made:
     made.field(made.entry("blocks", *near, layout=0, second=plain))
     stored = made.entry("plain", made.put(range(6)), layout=0)
     made.field(made.entry("dictionary", made.put([5, 6, 5]), made.put([4, 2]), layout=0, number=5, first=stored))
+    for second in (-1, plain):  # 0 1 2 0, 0 0, 3 0 4 5
+        stored = made.entry("plain", made.put([1, 2, 3, 4, 5]), layout=0)
+        places = made.put([1, 0, 1]), made.put([2, 0, 3]), made.put([2, 1, 2])
+        made.field(made.entry("sparse", *places, layout=0, first=stored, second=second))
     column = made.entry("plain", made.put(range(10)), layout=0)
     made.entry("arange", made.put([3]), layout=0, number=1)
     made.field(made.entry("columns", layout=0, items=2, first=column, number=2))

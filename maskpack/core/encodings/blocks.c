@@ -161,16 +161,18 @@ static int blocks_encode(const Rows *rows, const Rows *near, Out *out, Entry *en
 
 static int blocks_open(Cursor *cursor) { return !cursor->num_parts || cursor_reserve(cursor); }
 
+/* The words of the field that an entry is near to, in the row at its cursor, which moves on there; NULL for none. */
+static const u8 *near_row(Cursor *cursor) {
+    Cursor *near = cursor->parts;
+    if (!cursor->num_parts) return NULL;
+    if (!near->done) row_decode(near, cursor->scratch);
+    else near->row++;
+    return near->done ? row_before(near) : cursor->scratch;
+}
+
 static void blocks_decode(Cursor *cursor, i64 n, u8 *out) {
-    const u8 *near = NULL;
+    const u8 *near = near_row(cursor);
     i64 size = cursor->entry->size;
-    if (cursor->num_parts && cursor->parts->done) {
-        near = row_before(cursor->parts);
-        cursor->parts->row++;
-    } else if (cursor->num_parts) {
-        near = cursor->scratch;
-        row_decode(cursor->parts, cursor->scratch);
-    }
     for (i64 at = 0; at < n; at += BLOCK) {
         u32 words[BLOCK];
         i64 count = n - at < BLOCK ? n - at : BLOCK;
@@ -235,6 +237,16 @@ static int blocks_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
     return any > 1;
 }
 
+/* Stages the field that an entry is near to, if there is one. */
+static int stage_near(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
+    Source near;
+    if (entry->second < 0) return 1;
+    if (!add_source(stage, entry->second, extent, &near)) return 0;
+    source->near = stage->used;
+    for (size_t at = 0; at < sizeof near / sizeof(i64); at++) add(stage, ((const i64 *)&near)[at]);
+    return 1;
+}
+
 /* The table of the first block of each row; fields of a layout share it. */
 static i64 block_begins(Stage *stage, const Entry *entry, const Extent *extent) {
     for (i64 at = 0; at < stage->num_sources; at++) {
@@ -262,12 +274,7 @@ static int blocks_stage(Stage *stage, const Entry *entry, const Extent *extent, 
             add(stage, 512 * cursor.c + n);
             block_next(&cursor, n);
         }
-    if (entry->second < 0) return 1;
-    Source near;
-    if (!add_source(stage, entry->second, extent, &near)) return 0;
-    source->near = stage->used;
-    for (size_t at = 0; at < sizeof near / sizeof(i64); at++) add(stage, ((const i64 *)&near)[at]);
-    return 1;
+    return stage_near(stage, entry, extent, source);
 }
 
 static void blocks_place(Placing *placing, Placed *placed, Entry *entry) {

@@ -32,8 +32,10 @@ static i64 stored_rows(const Table *table, const Entry *entry, i64 **bounds) {
     i64 items = table->entries[entry->first].items, words = MANY / (items ? items : 1);
     i64 stored = ENCODINGS[entry->kind]->count_stored(table, entry);
     if (!(*bounds = calloc((size_t)stored + 1, sizeof(i64)))) return -1;
-    for (i64 i = 0; i < stored; i++)
-        (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(table->body, &entry->b, i), words - (*bounds)[i]);
+    for (i64 i = 0; i < stored; i++) {
+        i64 most = entry->kind == SPARSE ? row_elements(table, entry, NULL, i) * entry->items : words - (*bounds)[i];
+        (*bounds)[i + 1] = (*bounds)[i] + cut_to(number_at(table->body, &entry->b, i), most);
+    }
     return stored;
 }
 
@@ -111,7 +113,7 @@ static int stored_encode(const Rows *stored, i64 hints, int integers, Out *out, 
 }
 
 /* Rows of packed values as a dictionary: two entries. MISFIT if every row differs. */
-static int dictionary_encode(const Rows *rows, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
+static int dictionary_encode(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
     List index = {0};
     i64 *firsts = malloc(sizeof(i64) * (size_t)(rows->rows + 1));
     i64 found = firsts ? find_repeated(rows, &index, firsts) : -1;
@@ -222,6 +224,22 @@ static int dictionary_is_odd(Check *check, i64 index, const Array *lengths, i64 
     return entry_is_odd(check, entry->first, &entry->b, count_stored(check->table->body, entry, rows));
 }
 
+/* Stages the rows that an entry stores. */
+static int stage_stored(Stage *stage, const Entry *entry, i64 stored, Source *source) {
+    const Entry *inner = stage->entries + entry->first;
+    i64 *bounds = calloc((size_t)stored + 1, sizeof(i64));
+    if (!bounds) return 0;
+    for (i64 i = 0; i < stored; i++) bounds[i + 1] = bounds[i] + number_at(stage->body, &entry->b, i);
+    Extent rows = {stored, bounds, -1, inner->items};
+    if (!ENCODINGS[inner->kind]->marked) { /* its words are found by place */
+        rows.table = stage->used;
+        for (i64 i = 0; i <= stored; i++) add(stage, bounds[i]);
+    }
+    int fine = add_source(stage, entry->first, &rows, source);
+    free(bounds);
+    return fine;
+}
+
 static int dictionary_stage(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
     i64 index = stage->used, stored = 0;
     for (i64 row = 0; row < extent->rows; row++) {
@@ -229,16 +247,7 @@ static int dictionary_stage(Stage *stage, const Entry *entry, const Extent *exte
         stored = own + 1 > stored ? own + 1 : stored;
         add(stage, own);
     }
-    i64 *bounds = calloc((size_t)stored + 1, sizeof(i64));
-    if (!bounds) return 0;
-    for (i64 i = 0; i < stored; i++) bounds[i + 1] = bounds[i] + number_at(stage->body, &entry->b, i);
-    Extent rows = {stored, bounds, -1, entry->items};
-    if (!ENCODINGS[stage->entries[entry->first].kind]->marked) { /* its words are found by place */
-        rows.table = stage->used;
-        for (i64 i = 0; i <= stored; i++) add(stage, bounds[i]);
-    }
-    int fine = add_source(stage, entry->first, &rows, source);
-    free(bounds);
+    int fine = stage_stored(stage, entry, stored, source);
     source->rows = index;
     return fine;
 }

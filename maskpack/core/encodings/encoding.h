@@ -82,7 +82,7 @@ typedef struct {
     int (*encode)(const Rows *rows, const Rows *near, Out *out, Entry *entry);
     /* Of an encoding that stores rows (OF_ROWS): packed values as two entries, `again` in the form of the last time; how many
        rows an entry stores; the parts of a table's rows between `cuts`, of which part p goes to out[p * n]. NULL for others. */
-    int (*encode_stored)(const Rows *rows, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again);
+    int (*encode_stored)(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again);
     i64 (*count_stored)(const Table *table, const Entry *entry);
     void (*split)(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n);
     /* Gets what a cursor needs to decode; false without memory. NULL if it needs no more than its parts. */

@@ -171,23 +171,26 @@ static int has_copies(const Rows *rows, i64 most) {
     return 16 * copied > total;
 }
 
+/* Divided rows as two entries: what is stored of them, and `kind`. */
+static int divided_encode(const Search *search, i64 kind, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
+    const Rows *rows = search->rows;
+    Rows stored = {rows->rows, rows->size, 1, search->bounds, NULL, search->stored, NULL, NULL, NULL, NULL};
+    entries[1] = entry_of(kind, entries->layout, rows->items, rows->size);
+    entries[1].first = 0;
+    entries[0].items = 1;
+    int done = stored_encode(&stored, hints, integers, out, entries, form, again);
+    form->kind = kind;
+    if (done != FITS) return done;
+    int fits = put_numbers(out, &entries[1].a, &search->each) && put_numbers(out, &entries[1].b, &search->lengths);
+    return fits && put_list(out, &entries[1].c, &search->copies, 0, kind == SPARSE) ? FITS : FULL;
+}
+
 /* Rows of packed values as pieces: two entries. MISFIT if they have few copies. */
-static int pieces_encode(const Rows *rows, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
+static int pieces_encode(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
     Search search;
     int done = search_open(&search, rows);
     if (done == FITS && 32 * search.copied < total_words(rows)) done = MISFIT;
-    if (done == FITS) {
-        Rows stored = {rows->rows, rows->size, 1, search.bounds, NULL, search.stored, NULL, NULL, NULL, NULL};
-        entries[1] = entry_of(PIECES, entries->layout, rows->items, rows->size);
-        entries[0].items = 1;
-        done = stored_encode(&stored, hints, integers, out, entries, form, again);
-    }
-    if (done == FITS) {
-        entries[1].first = 0;
-        int fits = put_numbers(out, &entries[1].a, &search.each) && put_numbers(out, &entries[1].b, &search.lengths);
-        done = fits && put_list(out, &entries[1].c, &search.copies, 0, 0) ? FITS : FULL;
-        form->kind = PIECES;
-    }
+    if (done == FITS) done = divided_encode(&search, PIECES, hints, integers, out, entries, form, again);
     search_close(&search);
     return done;
 }

@@ -30,10 +30,7 @@ from maskpack.packed.cuda import encode_job
 from maskpack.packed.cuda.encode_job import Stat, Unit
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
-_WRITTEN_HERE = {
-    *(abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA),
-    *(abi.SPARSE, abi.CONCAT),
-}
+_WRITTEN_HERE = {abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT}
 _UNKNOWN = -1
 MOST = (1 << 31) - 2 * encode_job.CHUNK
 """Words of a row that the kernels can count."""
@@ -151,8 +148,8 @@ class KnownForms:
         return self._recipes[key]
 
     def _left_to_host(self) -> set[int]:
-        """The jobs of pieces, which the kernels do not write, and those that a concat joins to them."""
-        left = {place for place, kind in enumerate(self.kinds) if kind == abi.PIECES}
+        """The jobs of pieces and of SPARSE, which the kernels do not write, and those that a concat joins to them."""
+        left = {place for place, kind in enumerate(self.kinds) if kind in (abi.PIECES, abi.SPARSE)}
         concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
         joined = [{place, *map(int, self.jobs[["head", "tail"]][place])} for place in concats]
         while (more := left.union(*(own for own in joined if own & left))) > left:

@@ -68,9 +68,9 @@ class Stat(NamedTuple):
     Attributes:
         flags: of abi.h: IS_MISFIT, its words do not fit the form; IS_ODD, bytes of bools are not 0 and 1; NEAR_USED,
             some block has distances; IS_STRAY, something under the mask is not the pad.
-        total: numbers of the bits of all blocks; stretches of RLE and DELTA; words of SPARSE that are not 0.
+        total: numbers of the bits of all blocks; stretches of RLE and DELTA.
         low, high: least and largest word of the stretches; of ARANGE and BITMAP, `low` is the first word of the row.
-        least, most: of the lengths of all stretches but the last of the row; `most` is the last place of SPARSE.
+        least, most: of the lengths of all stretches but the last of the row.
         hash: of all words; equal rows have the same.
     """
 

@@ -24,13 +24,10 @@ UNIT, STAT = tl.constexpr(len(encode_job.Unit._fields)), tl.constexpr(len(encode
     KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
     HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
 ) = (tl.constexpr(place) for place in range(len(encode_job.Unit._fields)))  # fmt: skip
-PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, SPARSE, CONCAT = (
+PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, CONCAT = (
     tl.constexpr(kind)
-    for kind in (
-        abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA,
-        abi.SPARSE, abi.CONCAT,
-    )
-)  # fmt: skip
+    for kind in (abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT)
+)
 BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 MISFIT, ODD, NEAR_USED = (
     tl.constexpr(abi.IS_MISFIT),
@@ -330,10 +327,6 @@ def _measure_row(units, tables, stat, number, row, rows, CHUNK: tl.constexpr):
         elif kind == ARANGE:
             expected = _signed(first + at.to(tl.int64) * step, size)
             flags = flags | tl.where(inside & (words != expected), MISFIT, 0)
-        elif kind == SPARSE:
-            real = inside & (words != 0)
-            count += real.to(tl.int64)
-            most = tl.maximum(most, tl.where(real, at, 0).to(tl.int64))
         elif kind == CONCAT:
             in_head = at < head_n
             expected = _words(beside, size, items, others_stride, at, inside & in_head)
@@ -448,12 +441,6 @@ def _write_row(units, tables, places, body, number, row, rows, CHUNK: tl.constex
             if c_size > 0:
                 _store(body + c, c_size, order, values, starts)
             before += tl.sum(starts.to(tl.int64))
-        elif kind == SPARSE:
-            real = inside & (words != 0)
-            order = before + tl.cumsum(real.to(tl.int64), 0) - 1
-            _store(body + b, b_size, order, at.to(tl.int64), real)
-            _store(body + c, size, order, words, real)
-            before += tl.sum(real.to(tl.int64))
         begin += CHUNK
 
 

@@ -78,7 +78,6 @@ class JobSource(NamedTuple):
     BY_PIECE    piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and
                 data[p] once for each place in the piece
     BY_BIT      more[bit]
-    BY_SEARCH   more[...] where data, the places of a row, has this one; 0 elsewhere
     BY_BLOCK    the least word of the block, in the table `more`, + the bits of the place in `numbers`, in coded blocks
                 those behind the words before it; or the distance that they are, added to the word of another source
     FROM_TABLE  the table itself
@@ -86,8 +85,8 @@ class JobSource(NamedTuple):
     Attributes:
         kind: one of these.
         rows: table [B] of the stored row of each row; without it, the row itself.
-        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes,
-            places or blocks; without it, row b begins at `b * begin_unit`.
+        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes
+            or blocks; without it, row b begins at `b * begin_unit`.
         data, data_size: array, and bytes of an entry.
         more: a second array, or table: words.
         number: a base, a step, or the widths of codes.
@@ -97,6 +96,9 @@ class JobSource(NamedTuple):
             blocks, `pieces` is a table of 512 times the place of each in `numbers`, plus its words.
         numbers: array of the bits of blocks.
         near: table of another JobSource, whose words the distances are added to.
+        splits, starts, ends: of rows of zeros and stored words, tables of the stretches of the latter: the first of
+            each row [B + 1], the place where each begins [N], and the words before each [N + 1]. Stored words are those
+            that the numbers above are for; where `near` is there, they are distances.
     """
 
     kind: int
@@ -113,6 +115,9 @@ class JobSource(NamedTuple):
     sums: int = -1
     numbers: int = -1
     near: int = -1
+    splits: int = -1
+    starts: int = -1
+    ends: int = -1
 
 
 assert JobSource._fields == abi.SOURCE.names

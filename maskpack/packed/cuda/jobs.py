@@ -69,7 +69,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
 
 def _needs_host(entries: Any, at: int) -> bool:
     """Whether an entry is pieces, or a chain of near fields leads to some, or to columns, which have a job each."""
-    while entries[at]["kind"] == abi.BLOCKS and entries[at]["second"] >= 0:
+    while abi.REFERENCES[entries[at]["kind"]][1] == abi.OF_NEAR and entries[at]["second"] >= 0:
         at = entries[at]["second"]
         if entries[at]["kind"] in (abi.COLUMNS, abi.CONCAT):
             return True

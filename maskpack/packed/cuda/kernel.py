@@ -19,7 +19,7 @@ from maskpack.core import abi
 from maskpack.packed.cuda import job_table
 
 JOB = tl.constexpr(job_table.JOB)
-BY_PLACE, BY_PIECE, BY_BIT, BY_SEARCH, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
+BY_PLACE, BY_PIECE, BY_BIT, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
 BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
@@ -29,6 +29,7 @@ _WARPS = 8
 ) = (tl.constexpr(place) for place in range(2 + len(job_table.JobTarget._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
+    FIRST_STRETCH, STRETCH_STARTS, STRETCH_ENDS,
 ) = (tl.constexpr(place) for place in range(len(job_table.JobSource._fields)))  # fmt: skip
 
 
@@ -83,6 +84,23 @@ def _bound(tables, table, unit, row):
     return at * unit
 
 
+@triton.jit
+def _nearest(tables, splits, starts, ends, row, column, mask):
+    """The place, among the elements of a row that lie in spans, of the one at a column, or of the nearest one if there
+    is none; and if there is."""
+    first = tl.load(tables + splits + row)
+    count = tl.load(tables + splits + row + 1) - first
+    starts, ends = tables + starts + first, tables + ends + first
+    run = _at_most(starts.to(tl.pointer_type(tl.uint8)), 8, count, 0, column, mask) - 1
+    some = mask & (run >= 0)
+    begin = tl.load(ends)
+    before = (tl.load(ends + run, mask=some, other=0) - begin).to(tl.int32)
+    length = (tl.load(ends + run + 1, mask=some, other=0) - begin).to(tl.int32) - before
+    inside = column - tl.load(starts + run, mask=some, other=0).to(tl.int32)
+    seen = tl.where(some, before + tl.minimum(inside + 1, length), 1)
+    return tl.maximum(seen - 1, 0), some & (inside < length)
+
+
 # -------------------------------------------------------------------- encodings
 
 
@@ -121,16 +139,6 @@ def _by_bit(body, source, size, first, place, mask):
     byte = tl.load(body + tl.load(source + DATA) + first + (place >> 3), mask=mask, other=0)
     bit = (byte.to(tl.int32) >> (place & 7)) & 1
     return _number(body + tl.load(source + MORE), size, bit, mask)
-
-
-@triton.jit
-def _by_search(body, source, size, first, count, place, mask):
-    wide = tl.load(source + DATA_SIZE)
-    places = body + tl.load(source + DATA) + first * wide
-    at = _at_most(places, wide, count, 0, place, mask) - 1
-    there = mask & (at >= 0)
-    there = there & (_number(places, wide, at, there) == place)
-    return _number(body + tl.load(source + MORE) + first * size, size, at, there)
 
 
 @triton.jit
@@ -205,19 +213,24 @@ def _of_source(body, tables, source, size, row, place, mask):
     first = _bound(tables, begins, unit, stored)
     kind = tl.load(source + KIND)
     apart = place < 0
+    splits = tl.load(source + FIRST_STRETCH)
+    if splits >= 0:
+        starts, ends = tl.load(source + STRETCH_STARTS), tl.load(source + STRETCH_ENDS)
+        place, apart = _nearest(tables, splits, starts, ends, stored, place, mask)
+        mask = mask & apart
     if kind == BY_PLACE:
         words = _by_place(body, source, first, place, mask)
     elif kind == BY_PIECE:
         words = _by_piece(body, tables, source, stored, first, place, mask)
     elif kind == BY_BIT:
         words = _by_bit(body, source, size, first, place, mask)
-    elif kind == BY_SEARCH:
-        count = _bound(tables, begins, unit, stored + 1) - first
-        words = _by_search(body, source, size, first, count, place, mask)
     elif kind == BY_BLOCK:
-        words, apart = _by_block(body, tables, source, first, place, mask)
+        words, by_block = _by_block(body, tables, source, first, place, mask)
+        apart = apart | by_block
     else:
         words = tl.load(tables + tl.load(source + DATA) + place, mask=mask, other=0)
+    if splits >= 0:
+        words = tl.where(mask, words, 0)
     return words, apart
 
 
@@ -252,22 +265,6 @@ def _column(job, items, width, out):
         column = rest // inner
         item = layer * inner + (rest - column * inner)
     return column, item
-
-
-@triton.jit
-def _nearest(tables, job, row, begin, column, mask):
-    """The place in the row of the element at a column, or of the nearest one if there is none; and if there is."""
-    splits = tables + tl.load(job + SPLITS) + row
-    first = tl.load(splits)
-    starts = tables + tl.load(job + STARTS) + first
-    ends = tables + tl.load(job + ENDS) + first
-    run = _at_most(starts.to(tl.pointer_type(tl.uint8)), 8, tl.load(splits + 1) - first, 0, column, mask) - 1
-    some = mask & (run >= 0)
-    before = (tl.load(ends + run, mask=some, other=0) - begin).to(tl.int32)
-    count = (tl.load(ends + run + 1, mask=some, other=0) - begin).to(tl.int32) - before
-    inside = column - tl.load(starts + run, mask=some, other=0).to(tl.int32)
-    seen = tl.where(some, before + tl.minimum(inside + 1, count), 1)
-    return tl.maximum(seen - 1, 0), some & (inside < count)
 
 
 @triton.jit
@@ -340,7 +337,8 @@ def _chunk(body, tables, job, row, target, to, at, begin, length, items, width, 
     else:
         live = out < width * items
         column, item = _column(job, items, width, out)
-        place, taken = _nearest(tables, job, row, begin, column, live)
+        splits, starts, ends = tl.load(job + SPLITS), tl.load(job + STARTS), tl.load(job + ENDS)
+        place, taken = _nearest(tables, splits, starts, ends, row, column, live)
         place = place * items + item
         pad = tl.load(job + PADS) + row * tl.load(job + PAD_ROW) + (item & tl.load(job + PAD_ITEMS))
         words = tl.load(tables + pad, mask=live & (taken == 0), other=0)
