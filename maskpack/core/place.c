@@ -89,32 +89,66 @@ static i64 same_before(const Placing *placing, const Settled *fields, i64 at) {
     return -1;
 }
 
-/* Places a field; false if it does not fit its form. */
-static int place_field(Placing *placing, Settled *fields, i64 at) {
-    Settled *field = fields + at;
-    i64 total = 0, rows = placing->rows, nbytes = 0, made = placing->num_entries;
+/* The words of a field; -1 if some do not fit its form, or are not its pad under the mask. */
+static i64 count_fitting(const Placing *placing, const Settled *field) {
+    i64 total = 0, rows = placing->rows;
     for (i64 unit = field->first; unit < field->first + field->units; unit++)
         for (i64 row = 0; row < rows; row++) {
             i64 words = unit_words(placing, unit, row);
-            total += words;
             i64 flags = row < placing->units[unit].rows ? placing->stats[unit * rows + row].flags : 0;
-            if (flags & IS_STRAY || (words && flags & IS_MISFIT)) return 0;
+            if (flags & IS_STRAY || (words && flags & IS_MISFIT)) return -1;
+            total += words;
         }
+    return total;
+}
+
+/* Adds the entry of a field itself. */
+static int add_entry(Placing *placing, Settled *field, Entry entry) {
+    field->entry = placing->num_entries;
+    placing->entries[placing->num_entries++] = entry;
+    return 1;
+}
+
+/* Adds the entries of the units of a field, `stored` rows of the one of a dictionary; their bytes, -1 if what they are near
+   to has no entry. */
+static i64 place_units(Placing *placing, const Settled *fields, const Settled *field, i64 stored) {
+    i64 nbytes = 0, rows = placing->rows;
+    for (i64 unit = field->first; unit < field->first + field->units; unit++) {
+        Entry *entry = placing->entries + placing->num_entries++;
+        entry->layout = field->layout;
+        if (field->kind == DICTIONARY) place_unit(placing, unit, placing->firsts, stored, entry);
+        else place_unit(placing, unit, NULL, placing->units[unit].rows, entry);
+        i64 used = 0;
+        for (i64 row = 0; row < rows; row++) used |= placing->stats[unit * rows + row].flags & NEAR_USED;
+        if (used && fields[field->near].entry < 0) return -1;
+        if (used) entry->second = fields[field->near].entry;
+        nbytes += bytes_of(entry);
+    }
+    return nbytes;
+}
+
+/* Finds the rows of a dictionary that differ, how many; the others are to equal them. */
+static i64 place_repeated(Placing *placing, const Settled *field) {
+    i64 stored = find_alike(placing, field->first), first = field->first * placing->rows;
+    for (i64 row = 0; row < placing->rows; row++) placing->spots[first + row].way = first + placing->firsts[placing->index[row]];
+    return stored;
+}
+
+/* Places a field; false if it does not fit its form. */
+static int place_field(Placing *placing, Settled *fields, i64 at) {
+    Settled *field = fields + at;
+    i64 total = count_fitting(placing, field), rows = placing->rows, stored = rows, made = placing->num_entries;
     Entry whole = entry_of(field->kind, field->layout, field->items, field->size);
+    if (total < 0) return 0;
     if (!total) {
         whole.kind = PLAIN;
         place_array(placing, &whole.a, field->size, 0);
-        placing->entries[placing->num_entries++] = whole;
-        field->entry = made;
-        return 1;
+        return add_entry(placing, field, whole);
     }
     if (field->kind == CONCAT) {
-        if (fields[field->head].entry < 0 || fields[field->tail].entry < 0) return 0;
         whole.first = fields[field->head].entry;
         whole.second = fields[field->tail].entry;
-        placing->entries[placing->num_entries++] = whole;
-        field->entry = made;
-        return 1;
+        return whole.first >= 0 && whole.second >= 0 && add_entry(placing, field, whole);
     }
     i64 before = same_before(placing, fields, at);
     if (before >= 0) {
@@ -123,26 +157,9 @@ static int place_field(Placing *placing, Settled *fields, i64 at) {
         field->entry = fields[before].entry;
         return 1;
     }
-    i64 stored = rows;
-    if (field->kind == DICTIONARY) {
-        stored = find_alike(placing, field->first);
-        if (stored == rows) return 0;
-        for (i64 row = 0; row < rows; row++)
-            placing->spots[field->first * rows + row].way = field->first * rows + placing->firsts[placing->index[row]];
-    }
-    for (i64 unit = field->first; unit < field->first + field->units; unit++) {
-        Entry *entry = placing->entries + placing->num_entries++;
-        entry->layout = field->layout;
-        if (field->kind == DICTIONARY) place_unit(placing, unit, placing->firsts, stored, entry);
-        else place_unit(placing, unit, NULL, placing->units[unit].rows, entry);
-        i64 used = 0;
-        for (i64 row = 0; row < rows; row++) used |= placing->stats[unit * rows + row].flags & NEAR_USED;
-        if (used) {
-            if (fields[field->near].entry < 0) return 0;
-            entry->second = fields[field->near].entry;
-        }
-        nbytes += bytes_of(entry);
-    }
+    if (field->kind == DICTIONARY && (stored = place_repeated(placing, field)) == rows) return 0;
+    i64 nbytes = place_units(placing, fields, field, stored);
+    if (nbytes < 0) return 0;
     if (field->kind == DICTIONARY) {
         memcpy(placing->numbers, placing->index, sizeof(i64) * (size_t)rows);
         place_numbers(placing, &whole.a, rows, 0);
@@ -152,7 +169,7 @@ static int place_field(Placing *placing, Settled *fields, i64 at) {
         nbytes += bytes_of(&whole);
     } else whole.number = field->units;
     whole.first = made;
-    if (field->kind == DICTIONARY || field->kind == COLUMNS) placing->entries[placing->num_entries++] = whole;
+    if (field->kind == DICTIONARY || field->kind == COLUMNS) add_entry(placing, field, whole);
     field->entry = placing->num_entries - 1;
     Form form = {0};
     form.cost = field->cost;
