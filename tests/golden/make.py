@@ -145,7 +145,10 @@ def encodings() -> Golden:
     rows = noise(14, 2**63)
     rows[1], rows[4] = rows[0][30:80] + rows[1][50:], rows[4][:20] + rows[0][:46]
     fields["pieces"] = rows_under(MASK, rows, i64)
-    holes = [[(x + y) * (s % 9 > 2) for s, (x, y) in enumerate(zip(*rows, strict=True))] for rows in zip(far, near, strict=True)]
+    holes = [
+        [(x + y) * (s % 9 > 2) for s, (x, y) in enumerate(zip(*rows, strict=True))]
+        for rows in zip(far, near, strict=True)
+    ]
     fields["holes"] = rows_under(MASK, holes, torch.int32)
     fields["same"] = fields["plain"].clone()
     batch = TensorDict({"mask": torch.tensor(MASK), **fields}, [len(MASK)])

@@ -889,8 +889,8 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
         beside: dict[str, int] | None = None,
     ) -> bytes:
         made = of_rows(4, 2, 4)
-        words = made.put(range(1, 1 + sum(stored * 3 if len(stored) == 1 else stored)), size)
-        inner = made.entry("plain", words, layout=0, items=items, size=size)
+        numbers = made.put(range(1, 1 + sum(stored * 3 if len(stored) == 1 else stored)), size)
+        inner = made.entry("plain", numbers, layout=0, items=items, size=size)
         if beside is not None:
             near = made.entry("arange", made.put([10, 20, 250]), **{"layout": 0, "number": 1} | beside)
         places = made.put(zeros), made.put(stored), made.put(lengths)
@@ -898,7 +898,7 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
         return made.joined()
 
     row_ends = 0, 4, 6, 10
-    for data, words in (
+    for data, want in (
         (sparse(), [0, 1, 2, 0, 0, 0, 3, 0, 4, 5]),
         (sparse(beside={}), [0, 12, 14, 0, 0, 0, 253, 0, 0, 2]),
         (sparse((1,), (2, 0, 2), (1,)), [0, 1, 0, 2, 0, 0, 0, 3, 0, 4]),
@@ -908,7 +908,7 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
         packed = PackedBatch.from_bytes(data)
         for rows in (slice(0, 3), slice(1, 3), slice(0, 1), slice(1, 2), slice(0, 0)):
             for part in (packed[rows], PackedBatch.from_bytes(packed[rows].to_bytes()), packed[rows].own()):
-                own = words[row_ends[rows.start] : row_ends[rows.stop]]
+                own = want[row_ends[rows.start] : row_ends[rows.stop]]
                 assert decompress(part)["f0"].values().tolist() == own
     for zeros in ((1, 0, 2), (2, 1, 1), (3, 0, 1), (1, 0), (1, 0, 1, 0), (), (255, 0, 1), (2,)):
         refused(sparse(zeros), 'field "f0"', CANNOT)
@@ -917,12 +917,20 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
     for lengths in ((2, 1, 1), (2, 0, 3), (3, 1, 2), (2, 1), (2, 1, 2, 1), (), (2,), (0,), (1,)):
         refused(sparse(lengths=lengths), CANNOT)
     refused(sparse((1,), (2, 0, 3), (1,)), CANNOT)
-    for wrong in ({"items": 2}, {"size": 2}, {"beside": {"layout": -1}}, {"beside": {"items": 2}}, {"beside": {"size": 2}}):
+    for wrong in (
+        {"items": 2},
+        {"size": 2},
+        {"beside": {"layout": -1}},
+        {"beside": {"items": 2}},
+        {"beside": {"size": 2}},
+    ):
         refused(sparse(**wrong), CANNOT)
     long = Made(1)
     stored = long.entry("rle", long.put([1]), NONE, long.put([1]))
     half = long.put([1 << 33], 8)
-    long.field(long.entry("sparse", long.put([1]), half, long.put([1]), items=1 << 34, first=stored), shape=[1 << 10, 1 << 24])
+    long.field(
+        long.entry("sparse", long.put([1]), half, long.put([1]), items=1 << 34, first=stored), shape=[1 << 10, 1 << 24]
+    )
     in_a_process(lambda: PackedBatch.from_bytes(long.joined()), 6, 200)
 
 

@@ -148,8 +148,8 @@ class KnownForms:
         return self._recipes[key]
 
     def _left_to_host(self) -> set[int]:
-        """The jobs of pieces, of SPARSE and of words with codes, which the kernels do not write, and those that a concat
-        joins to them."""
+        """The jobs of pieces, SPARSE and words with codes, which the kernels do not write, and those that a concat joins
+        to them."""
         coded = (any(form.kind == abi.BLOCKS and form.number for form in inner) for inner in self.inner)
         left = {place for place, own in enumerate(coded) if own or self.kinds[place] in (abi.PIECES, abi.SPARSE)}
         concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
