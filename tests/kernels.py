@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from maskpack import PackedBatch
 from maskpack.core import native
+from maskpack.core.keys import Path
 from maskpack.nesting import checks, device_read, verify
 from maskpack.packed import batch
 from maskpack.packed.cuda import decode, encode, job_table
@@ -109,11 +110,16 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
     guarded.check()
 
 
-def encoding_of(packed: PackedBatch) -> list[Any]:
+def sparse_fields(packed: PackedBatch) -> set[Path]:
+    """The fields that kernels leave to the host, which chooses their encodings anew where there are kernels."""
+    return {path for path, number in packed.numbers.items() if packed.table.kind(number).startswith("sparse")}
+
+
+def encoding_of(packed: PackedBatch, without: Collection[Path] = ()) -> list[Any]:
     """The layouts of a batch, and of each field the entries that it is made of, with their arrays."""
     found: list[Any] = [{name: (own, own.anchor) for name, own in packed.layouts.items()}]
     for number, form in enumerate(packed.tensors):
-        for place in packed.table.own_entries(number):
+        for place in packed.table.own_entries(number) if form.path not in without else ():
             entry = packed.table.entries[place]
             found.append([form.path, *(int(entry[name]) for name in ("kind", "items", "size", "number"))])
             found += [(array.dtype, array.tobytes()) for array in packed.table.arrays_of(place)]

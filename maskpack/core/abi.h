@@ -171,7 +171,7 @@ typedef struct {
 } Axis;
 
 typedef struct {
-    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near, splits, starts, ends;
+    i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near, stretches, stretch_starts, stretch_ends;
 } Source;
 
 /* An entry that is decoded; `flat`: whether its words are found without their row. */

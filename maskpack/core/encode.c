@@ -42,7 +42,11 @@ static int may_be_sparse(const Rows *rows, i64 bytes, i64 total) {
     u8 words[8 * GLANCE_WORDS];
     i64 bounds[SAMPLE_ROWS + 1];
     Rows sample = sample_of(rows, GLANCE_WORDS, FEW_WORDS, words, bounds);
-    return 100 * sparse_bytes(&sample) + 1600 < 90 * (bytes * total_words(&sample) / total);
+    Search search;
+    int fits = divide(&search, &sample, NULL) == FITS;
+    i64 most = search.used * rows->size + 4 * search.copies.count, fixed = rows->rows + 2 * (i64)sizeof(Entry), sampled = total_words(&sample);
+    search_close(&search);
+    return fits && 10 * (most * total + fixed * sampled) < 9 * bytes * sampled;
 }
 
 /* Encodes packed values anew: columns, a dictionary, pieces, SPARSE or one entry, whichever takes fewest bytes. */
@@ -54,9 +58,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
     int copies = job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
-    int zeros = job->hints >> SPARSE & 1 || sparse_bytes(rows) < plain;
-    int ways[] = {columns, repeats, copies, zeros, zeros && near}; /* columns, a dictionary, pieces, SPARSE without `near` and with it */
-    if (!columns && !repeats && !copies && !zeros) return FITS;
+    int ways[] = {columns, repeats, copies, 1, 0}; /* columns, a dictionary, pieces, SPARSE, and if it fits, with `near` */
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     int many = job->columns > FEW_COLUMNS;
     u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
@@ -79,6 +81,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         if (way >= 2 && form->kind != SPARSE && !(job->hints >> (way == 2 ? PIECES : SPARSE) & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
         for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
         if (fits == NO_MEMORY) done = fits;
+        if (way == 3) ways[4] = near && fits == FITS;
         if (fits != FITS || bytes >= limit || adopt(out, start, &spare) != FITS) continue;
         memcpy(slots, tried, sizeof(Entry) * (size_t)entries);
         best = bytes;
@@ -129,7 +132,8 @@ static int encode_again(const Task *task) {
         int tried = !looks || form->inner_kind == NO_GAIN;
         int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
         repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
-        if (other || (looks && (repeats || may_be_sparse(&quick, bytes, total) || is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total)))) done = MISFIT;
+        repeats = repeats || (looks && may_be_sparse(&quick, bytes, total));
+        if (other || repeats || (looks && is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total))) done = MISFIT;
     }
     free(ends);
     return done;

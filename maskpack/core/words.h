@@ -88,19 +88,17 @@ static void copy_apart(u8 *to, i64 to_step, const u8 *from, i64 from_step, i64 n
     else for (i64 i = 0; i < n; i++) memcpy(to + i * to_step, from + i * from_step, (size_t)size);
 }
 
-/* Adds n words to others, times 1 or -1. */
-static void add_words(u8 *to, const u8 *words, const u8 *others, i64 times, i64 n, i64 size) {
-#define ADD_WORDS(wide, T)                            \
-    case wide:                                        \
-        for (i64 i = 0; i < n; i++) {                 \
-            T word, other;                            \
-            memcpy(&word, words + wide * i, wide);    \
-            memcpy(&other, others + wide * i, wide);  \
-            word = (T)(word + (T)times * other);      \
-            memcpy(to + wide * i, &word, wide);       \
-        }                                             \
-        break;
-    switch (size) { ADD_WORDS(1, u8) ADD_WORDS(2, uint16_t) ADD_WORDS(4, u32) ADD_WORDS(8, u64) }
+static inline void add_words_of(u8 *to, const u8 *words, const u8 *others, u64 times, i64 n, i64 size) {
+    for (i64 at = 0; at < n * size; at += size) {
+        u64 sum = word_at(words + at, size) + times * word_at(others + at, size);
+        memcpy(to + at, &sum, (size_t)size);
+    }
+}
+
+/* Adds n words to others, times 1 or -1; loops of known size are faster. */
+static void add_words(u8 *to, const u8 *words, const u8 *others, u64 times, i64 n, i64 size) {
+    if (size == 4) add_words_of(to, words, others, times, n, 4);
+    else add_words_of(to, words, others, times, n, size);
 }
 
 static u64 hash_words(const u8 *p, i64 nbytes) {

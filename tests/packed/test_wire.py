@@ -889,8 +889,8 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
         beside: dict[str, int] | None = None,
     ) -> bytes:
         made = of_rows(4, 2, 4)
-        words = made.put(range(1, 1 + sum(stored * 3 if len(stored) == 1 else stored)), size)
-        inner = made.entry("plain", words, layout=0, items=items, size=size)
+        numbers = made.put(range(1, 1 + sum(stored * 3 if len(stored) == 1 else stored)), size)
+        inner = made.entry("plain", numbers, layout=0, items=items, size=size)
         if beside is not None:
             near = made.entry("arange", made.put([10, 20, 250]), **{"layout": 0, "number": 1} | beside)
         places = made.put(zeros), made.put(stored), made.put(lengths)

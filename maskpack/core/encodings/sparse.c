@@ -11,7 +11,7 @@ static int divide_row(Search *search, i64 row, const u8 *words, const u8 *near, 
         if (at == n) break;
         for (end = at + 1; end < n && end - at < most && word_at(words + end * size, size); end++) {}
         u8 *to = search->stored + search->used * size;
-        if (near) add_words(to, words + at * size, near + at * size, -1, end - at, size);
+        if (near) add_words(to, words + at * size, near + at * size, ~0ull, end - at, size);
         else memcpy(to, words + at * size, (size_t)((end - at) * size));
         search->used += end - at;
         if (!push(&search->each, at - before) || !push(&search->copies, end - at)) return 0;
@@ -36,31 +36,18 @@ static int divide(Search *search, const Rows *rows, const Rows *near) {
     return FITS;
 }
 
-/* Two entries: as the last time with the differences to `near`, if these were stored then. */
+/* Rows of packed values as two entries; as the last time, with the differences to `near` if these were stored then. MISFIT if
+   few words are 0. */
 static int sparse_encode(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
     Search search;
     const Rows *beside = again && !form->number ? NULL : near;
     int done = divide(&search, rows, beside);
+    if (done == FITS && !again && 16 * search.used > 15 * total_words(rows)) done = MISFIT;
     if (done == FITS) done = divided_encode(&search, SPARSE, hints, integers || beside, out, entries, form, again);
     if (beside) entries[1].second = OF_JOB_NEAR;
     form->number = beside != NULL;
     search_close(&search);
     return done;
-}
-
-/* The most bytes that rows may take, more or less. */
-static i64 sparse_bytes(const Rows *rows) {
-    i64 bytes = rows->rows, size = rows->size;
-    for (i64 row = 0; row < rows->rows; row++) {
-        const u8 *words = row_words(rows, row);
-        int before = 0;
-        for (i64 at = 0, n = row_length(rows, row); at < n; at++) {
-            int some = word_at(words + at * size, size) != 0;
-            bytes += some ? size + (before ? 0 : 2) : 0;
-            before = some;
-        }
-    }
-    return bytes;
 }
 
 /* The words of the next stretch of the row at the cursor, of which `left` are stored, and the zeros before it. */
@@ -123,7 +110,8 @@ static void sparse_split(const Table *table, i64 index, const i64 *cuts, i64 par
 
 static int sparse_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
     const Table *table = check->table;
-    const Entry *entry = table->entries + index, *inner = table->entries + entry->first, *near = entry->second < 0 ? entry : table->entries + entry->second;
+    const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
+    const Entry *near = entry->second < 0 ? entry : table->entries + entry->second;
     const Array *a = &entry->a, *c = &entry->c;
     i64 some = rows_that_differ(entry, NULL, rows), most = a->count > c->count ? a->count : c->count, at = 0;
     if (inner->layout != entry->layout || inner->items != 1 || inner->size != entry->size || !of_each(&entry->b, rows)) return 0;
@@ -151,7 +139,7 @@ static int sparse_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
 
 /* Three tables: the first stretch of each row; where each begins in its row; and the stored words before each. */
 static int sparse_stage(Stage *stage, const Entry *entry, const Extent *extent, Source *source) {
-    i64 *tables[] = {&source->splits, &source->starts, &source->ends}, zeros, total = 0;
+    i64 *tables[] = {&source->stretches, &source->stretch_starts, &source->stretch_ends}, zeros, total = 0;
     if (!stage_stored(stage, entry, extent->rows, source)) return 0;
     for (int table = 0; table < 3; table++) {
         Cursor cursor = {.table = &(Table){.body = stage->body}, .entry = entry};

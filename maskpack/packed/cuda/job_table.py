@@ -96,9 +96,9 @@ class JobSource(NamedTuple):
             blocks, `pieces` is a table of 512 times the place of each in `numbers`, plus its words.
         numbers: array of the bits of blocks.
         near: table of another JobSource, whose words the distances are added to.
-        splits, starts, ends: of rows of zeros and stored words, tables of the stretches of the latter: the first of
-            each row [B + 1], the place where each begins [N], and the words before each [N + 1]. Stored words are those
-            that the numbers above are for; where `near` is there, they are distances.
+        stretches, stretch_starts, stretch_ends: of rows of zeros and stored words, tables of the stretches of stored
+            ones: the first of each row [B + 1], the place where each begins [N], and the stored words before each
+            [N + 1]. The other numbers are for the stored words; where `near` is there, these are distances.
     """
 
     kind: int
@@ -115,9 +115,9 @@ class JobSource(NamedTuple):
     sums: int = -1
     numbers: int = -1
     near: int = -1
-    splits: int = -1
-    starts: int = -1
-    ends: int = -1
+    stretches: int = -1
+    stretch_starts: int = -1
+    stretch_ends: int = -1
 
 
 assert JobSource._fields == abi.SOURCE.names

@@ -29,7 +29,7 @@ _WARPS = 8
 ) = (tl.constexpr(place) for place in range(2 + len(job_table.JobTarget._fields)))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
-    FIRST_STRETCH, STRETCH_STARTS, STRETCH_ENDS,
+    STRETCHES, STRETCH_STARTS, STRETCH_ENDS,
 ) = (tl.constexpr(place) for place in range(len(job_table.JobSource._fields)))  # fmt: skip
 
 
@@ -213,10 +213,10 @@ def _of_source(body, tables, source, size, row, place, mask):
     first = _bound(tables, begins, unit, stored)
     kind = tl.load(source + KIND)
     apart = place < 0
-    splits = tl.load(source + FIRST_STRETCH)
-    if splits >= 0:
+    stretches = tl.load(source + STRETCHES)
+    if stretches >= 0:
         starts, ends = tl.load(source + STRETCH_STARTS), tl.load(source + STRETCH_ENDS)
-        place, apart = _nearest(tables, splits, starts, ends, stored, place, mask)
+        place, apart = _nearest(tables, stretches, starts, ends, stored, place, mask)
         mask = mask & apart
     if kind == BY_PLACE:
         words = _by_place(body, source, first, place, mask)
@@ -229,7 +229,7 @@ def _of_source(body, tables, source, size, row, place, mask):
         apart = apart | by_block
     else:
         words = tl.load(tables + tl.load(source + DATA) + place, mask=mask, other=0)
-    if splits >= 0:
+    if stretches >= 0:
         words = tl.where(mask, words, 0)
     return words, apart
 
