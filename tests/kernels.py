@@ -110,9 +110,10 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
     guarded.check()
 
 
-def sparse_fields(packed: PackedBatch) -> set[Path]:
-    """The fields that kernels leave to the host, which chooses their encodings anew where there are kernels."""
-    return {path for path, number in packed.numbers.items() if packed.table.kind(number).startswith("sparse")}
+def of_host_alone(packed: PackedBatch) -> set[Path]:
+    """The fields in encodings that kernels do not write, which have others where there are kernels."""
+    kinds = {path: packed.table.kind(number).split()[0] for path, number in packed.numbers.items()}
+    return {path for path, kind in kinds.items() if kind in ("sparse", "pieces")}
 
 
 def encoding_of(packed: PackedBatch, without: Collection[Path] = ()) -> list[Any]:

@@ -124,14 +124,15 @@ enum { MAY = 1, DID = 2 }; /* stay padded */
 
 /* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
    `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `keeps`: whether it may stay padded, MAY or
-   DID the last time; it is contiguous then. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an
+   DID the last time; it is contiguous then. `by_kernels`: whether kernels encode it the next time, which write no PIECES and
+   no SPARSE. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an
    error; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
 
 typedef struct {
     Field field;
     i64 padded, layout, items, size, rows;
     const i64 *bounds, *index;
-    i64 integers, hints, near, head, tail, columns, keeps, num_pads;
+    i64 integers, hints, near, head, tail, columns, keeps, by_kernels, num_pads;
     Trial pads[MOST_PADS];
     Form form;
     i64 result, pad, first, count;

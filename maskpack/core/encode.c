@@ -33,12 +33,13 @@ static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *f
 /* Whether rows that take `bytes` in one entry may take fewer as pieces: in a part of their words there are copies. */
 static int may_copy(const Rows *rows, const Job *job, i64 bytes, i64 part) {
     i64 total = total_words(rows), most = total / part < SEEN_WORDS ? total / part : SEEN_WORDS;
-    if (job->integers != INTEGERS || (rows->size != 4 && rows->size != 8) || (rows->items > 1 && job->layout >= 0)) return 0;
+    if (job->by_kernels || job->integers != INTEGERS || (rows->size != 4 && rows->size != 8) || (rows->items > 1 && job->layout >= 0)) return 0;
     return 8 * bytes > total * rows->size && bytes >= FEW_BYTES / 4 && has_copies(rows, most > FEW_BYTES ? most : FEW_BYTES);
 }
 
 /* Whether rows that take `bytes` of `total` words in another form clearly take fewer as SPARSE, as far as a sample can tell. */
-static int may_be_sparse(const Rows *rows, i64 bytes, i64 total) {
+static int may_be_sparse(const Rows *rows, const Job *job, i64 bytes, i64 total) {
+    if (job->by_kernels) return 0;
     u8 words[8 * GLANCE_WORDS];
     i64 bounds[SAMPLE_ROWS + 1];
     Rows sample = sample_of(rows, GLANCE_WORDS, FEW_WORDS, words, bounds);
@@ -57,8 +58,8 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     if (done != FITS) return done;
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
-    int copies = job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
-    int ways[] = {columns, repeats, copies, 1, 0}; /* columns, a dictionary, pieces, SPARSE, and if it fits, with `near` */
+    int copies = !job->by_kernels && job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
+    int ways[] = {columns, repeats, copies, !job->by_kernels, 0}; /* columns, a dictionary, pieces, SPARSE, and if it fits, with `near` */
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     int many = job->columns > FEW_COLUMNS;
     u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
@@ -132,7 +133,7 @@ static int encode_again(const Task *task) {
         int tried = !looks || form->inner_kind == NO_GAIN;
         int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
         repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
-        repeats = repeats || (looks && may_be_sparse(&quick, bytes, total));
+        repeats = repeats || (looks && may_be_sparse(&quick, job, bytes, total));
         if (other || repeats || (looks && is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total))) done = MISFIT;
     }
     free(ends);
@@ -161,7 +162,7 @@ static int may_shrink(const Task *task, const Rows *flat) {
     i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
     int looks = looks_for_another(form, total * flat->size);
     int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
-    if (looks && form->kind != SPARSE && may_be_sparse(flat, bytes, total)) return 1;
+    if (looks && form->kind != SPARSE && may_be_sparse(flat, task->job, bytes, total)) return 1;
     return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
 }
 

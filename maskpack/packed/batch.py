@@ -42,7 +42,7 @@ from maskpack.packed.batch_plan import BatchPlan, Signed, signed, with_pads
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
-from maskpack.packed.cuda.encode import OnDevice, encode_on_device, learn_forms
+from maskpack.packed.cuda.encode import OnDevice, device_of, encode_on_device, learn_forms
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, shape_in, trimmed
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
@@ -590,7 +590,7 @@ def _encoded(found: Survey, codec: str | None, seen: Signed | None, options: Opt
     ]
     encoded = None
     if rest or away is None:
-        encoded = encode(jobs, layouts, found.rows, dense_rows)
+        encoded = encode(jobs, layouts, found.rows, dense_rows, by_kernels=device_of(values) is not None)
         if encoded is None:
             return None
     if encoded is not None and away is None:

@@ -474,13 +474,17 @@ class EncodedTable(NamedTuple):
     jobs: JobTable
 
 
-def encode(jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int) -> EncodedTable | None:
-    """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1."""
+def encode(
+    jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, *, by_kernels: bool = False
+) -> EncodedTable | None:
+    """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1.
+    `by_kernels`: as kernels can encode them the next time."""
     held: list[Any] = []
     layouts = wholes_first(layouts)
     table = job_table(jobs, layouts, rows, dense_rows, held)
     key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
-    key = (rows.bit_length(), *key)
+    key = (rows.bit_length(), by_kernels, *key)
+    table.jobs["by_kernels"] = by_kernels
     known = _forms.get(key)
     if known is not None:
         table.jobs["form"], kept = known

@@ -147,15 +147,6 @@ class KnownForms:
             self._recipes[key] = self._new_recipe(set(key[0]), key[1], out, rows, dense_rows)
         return self._recipes[key]
 
-    def _left_to_host(self) -> set[int]:
-        """The jobs of pieces and of SPARSE, which the kernels do not write, and those that a concat joins to them."""
-        left = {place for place, kind in enumerate(self.kinds) if kind in (abi.PIECES, abi.SPARSE)}
-        concats = (place for place, kind in enumerate(self.kinds) if kind == abi.CONCAT)
-        joined = [{place, *map(int, self.jobs[["head", "tail"]][place])} for place in concats]
-        while (more := left.union(*(own for own in joined if own & left))) > left:
-            left = more
-        return left
-
     def _new_recipe(
         self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
     ) -> EncodeRecipe:
@@ -164,7 +155,6 @@ class KnownForms:
         lines: list[tuple[int, ...]] = []
         number_of: dict[int, int] = {}  # of a job among the fields
         taken: list[int] = []
-        out = {*out, *self._left_to_host()}
         for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
             kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
             near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
@@ -235,7 +225,7 @@ def encode_on_device(
         row_pads: words of the pads of rows.
         layouts: all layouts, on the host.
     """
-    device = _device_of(values)
+    device = device_of(values)
     if device is None or not rows:
         return None
     forms = forms_of(tensors, rows)
@@ -266,7 +256,7 @@ def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
 
 def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
-    if _device_of(values) is not None and rows:
+    if device_of(values) is not None and rows:
         key = _key(tensors, rows)
         before: KnownForms | None = device_forms.get(key)
         device_forms.keep(key, KnownForms.of(done) if before is None else before.renewed(done))
@@ -276,7 +266,7 @@ def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
     return rows.bit_length(), *((form.path, form.dtype, form.layout, form.shape, form.hints) for form in tensors)
 
 
-def _device_of(values: Mapping[int, Tensor]) -> torch.device | None:
+def device_of(values: Mapping[int, Tensor]) -> torch.device | None:
     """The first device of some values that has kernels."""
     devices = dict.fromkeys(x.device for x in values.values())
     return next((device for device in devices if uses_triton(device, call="compress")), None)
