@@ -212,7 +212,11 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
             -100,
             "MaskNestingSpec(['response', 'sequence'], pad=[-100.0, 0, SIGNED_ZERO, ANY_ZERO])",
         ),
-        ("old_log_probs", 1, "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO, ANY_ZERO], hints="),
+        (
+            "rollout_log_probs",
+            1,
+            "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO, ANY_ZERO], hints=",
+        ),
     ],
 )
 def test_a_known_field_with_another_pad_keeps_its_spec(name, pad, line, tmp_path, capsys):
