@@ -8,14 +8,19 @@ static int refers(Check *check, i64 index, i64 other, i64 steps) {
     return 1;
 }
 
-/* Whether an entry can be decoded: its arrays lie in the body, what it refers to may be, and its encoding finds every number
-   in its range. `lengths` are those of rows that another entry stores. */
-static int entry_check(Check *check, i64 index, const Array *lengths, i64 rows) {
-    const Entry *entry = check->table->entries + index;
-    i64 size = entry->size, total, first = REFERENCES[entry->kind][0];
+/* Whether words of an entry have a size, and its arrays lie in the body. */
+static int lies_check(const Check *check, const Entry *entry) {
+    i64 size = entry->size;
     if (entry->items < 0 || entry->items > (i64)1 << 40 || (size != 1 && size != 2 && size != 4 && size != 8)) return 0;
     for (const Array *array = &entry->a; array <= &entry->c; array++)
         if (!holds(array, check->nbytes, check->align)) return 0;
+    return 1;
+}
+
+/* Whether an entry can be decoded: what it refers to may be, and its encoding finds every number in its range. `lengths` are those of rows that another entry stores. */
+static int entry_check(Check *check, i64 index, const Array *lengths, i64 rows) {
+    const Entry *entry = check->table->entries + index;
+    i64 total, first = REFERENCES[entry->kind][0];
     References to = references_of(entry);
     for (i64 i = 0; i < to.count && first != OF_ROWS; i++)
         if (!refers(check, index, to.first + i, first == OF_FIELD)) return 0;
@@ -54,7 +59,7 @@ static int all_references_check(Check *check, i64 n, i64 *bad) {
     const Entry *entries = check->table->entries;
     for (*bad = 0; *bad < n; ++*bad) {
         const Entry *entry = entries + *bad;
-        if (entry->layout < -1 || entry->layout >= check->num_layouts || !references_check(entry, *bad)) return 0;
+        if (entry->layout < -1 || entry->layout >= check->num_layouts || !lies_check(check, entry) || !references_check(entry, *bad)) return 0;
         i64 first = REFERENCES[entry->kind][0], mark = first == OF_ROWS ? INSIDE : COLUMN;
         if (first != OF_ROWS && first != OF_COLUMNS) continue;
         for (i64 i = 0; i < references_of(entry).count; i++) { /* of one alone, or all may have all of them */
