@@ -18,7 +18,7 @@ from torch import Tensor
 from maskpack import PackedBatch
 from maskpack.core import native
 from maskpack.core.keys import Path
-from maskpack.nesting import checks, device_read, verify
+from maskpack.nesting import checks, device_read, gather
 from maskpack.packed import batch
 from maskpack.packed.cuda import decode, encode, job_table
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -97,7 +97,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
             for module in (decode, encode, device_read):
                 patch.setattr(module, "uses_triton", lambda device, call: True)
             patch.setattr(checks, "uses_triton", lambda device: True)
-            patch.setattr(verify, "is_away", lambda x: True)
+            patch.setattr(gather, "is_away", lambda x: True)
             patch.setattr(batch.BatchPlan, "of", lambda *given: None)  # plans of the host
             for module, name, number in (
                 (job_table, "CHUNK", chunk),

@@ -32,7 +32,7 @@ from tensordict import TensorDict, TensorDictBase
 
 import maskpack as mp
 from maskpack.core import pads
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 
 B = len(ROWS)
 DTYPES = [

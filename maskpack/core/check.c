@@ -17,7 +17,8 @@ static int lies_check(const Check *check, const Entry *entry) {
     return 1;
 }
 
-/* Whether an entry can be decoded: what it refers to may be, and its encoding finds every number in its range. `lengths` are those of rows that another entry stores. */
+/* Whether an entry can be decoded: what it refers to may be, and its encoding finds every number in its range. `lengths` are
+   those of rows that another entry stores. */
 static int entry_check(Check *check, i64 index, const Array *lengths, i64 rows) {
     const Entry *entry = check->table->entries + index;
     i64 total, first = REFERENCES[entry->kind][0];

@@ -35,7 +35,7 @@ from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.nesting.survey import has_masks
+from maskpack.nesting.axes import has_masks
 from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
 from maskpack.packed.file.codec import check_codec
 from maskpack.planning.ranks import RankPlans, plan_ranks

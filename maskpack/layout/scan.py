@@ -20,17 +20,26 @@ from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of,
 def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
     """Of a mask [B, S] on the CPU: its layout; and the value () of the valid tokens, if all have the same bits and all
     other bits are 0, else None."""
-    dtype = mask.dtype
-    if dtype.is_complex or dtype == torch.float8_e8m0fnu:  # 0 has no bits of its own there
-        mask = mask.to(torch.complex128 if dtype.is_complex else torch.float32) != 0
-    bits = words(mask)
-    if bits.stride(1) != 1:
-        bits = bits.contiguous()
-    layout, value = native.scan(described(mask.dtype, bits))
+    dtype, bits = readable(mask)
+    layout, value = native.scan(described(dtype, bits))
     if value is None or mask.dtype != dtype:
         return layout, None
     word = np.frombuffer(value.to_bytes(8, "little", signed=True), word_dtype(dtype.itemsize), 1)
     return layout, from_words(word, dtype)[0]
+
+
+def is_plain(mask: Tensor) -> bool:
+    """Whether the zeros of a mask are told by their bits."""
+    return not mask.dtype.is_complex and mask.dtype != torch.float8_e8m0fnu
+
+
+def readable(mask: Tensor) -> tuple[torch.dtype, Tensor]:
+    """The dtype and the words of a mask [B, S] on the CPU, as the core reads them: a copy if they do not lie together
+    in each row, or if 0 has no bits of its own."""
+    if not is_plain(mask):
+        mask = mask.to(torch.complex128 if mask.dtype.is_complex else torch.float32) != 0
+    bits = words(mask)
+    return mask.dtype, bits if bits.stride(1) == 1 else bits.contiguous()
 
 
 def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:

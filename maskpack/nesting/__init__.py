@@ -1,9 +1,9 @@
 """Padded to jagged and back: the mask of each field, and the check that its masked-out elements equal its pad.
 
-axes.py        the masks of a batch and their RowLayouts        survey.py    the form, layout and values of each field
-checks.py      comparison of a field with its pad               verify.py    the checks of all fields of a batch
+plan.py        the form of each field, from its signature       axes.py      the masks of a batch, and its layouts
+gather.py      the values of all fields, their pads verified    checks.py    comparison of a field with its pad
 coverage.py    strict mode, and why a field stays padded        schema.py    the schema stored in a nested batch
-nest.py        nest_batch_by_mask and back                       response.py  the response axis, for losses
+nest.py        nest_batch_by_mask and back                      response.py  the response axis, for losses
 rows.py        take, cat: rows of padded and nested batches
 device_read.py padded fields on a device, read once by the kernel of read_triton.py
 """

@@ -7,67 +7,89 @@ take precedence over its fields. If the batch does not give an axis, the layout 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from maskpack.core.keys import Key, Path, path_of, show
-from maskpack.core.tree import dense_at, number_at
+from maskpack.core.tree import dense_at, entry_at, flatten, has, number_at
 from maskpack.errors import LayoutError
+from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
+from maskpack.layout.jagged import offsets_of
 from maskpack.layout.row_layout import RowLayout, anchored, layout_and_value, prefix_of
+from maskpack.nesting.schema import LAYOUTS
 
 _T = TypeVar("_T")
+WHOLE = -1
+"""The first column of a layout that is not cut from another."""
+
+
+class Source(NamedTuple):
+    """Where a layout of a batch comes from, whatever the values in the batch are.
+
+    Attributes:
+        way: the valid words of a `mask`; its rows up to their last valid word, a `prefix`; `lengths`; `cu_seqlens`; the
+            offsets of a `jagged` field; or a layout that is `given`.
+        key: the field, or the name of the layout that is given.
+        low, width: the columns of a mask that are the layout, WHOLE and 0 for all; of lengths, the width, or -1.
+    """
+
+    way: Literal["mask", "prefix", "lengths", "cu_seqlens", "jagged", "given"]
+    key: Any
+    low: int = WHOLE
+    width: int = 0
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout and its name; `flat` if its fields are [T, *F] with `cu_seqlens`; `counted` if it tells only lengths."""
-
-    name: str
-    layout: RowLayout
-    flat: bool = False
-    counted: bool = False
-
-    def __str__(self) -> str:
-        size = f"{self.layout.num_tokens} tokens" if self.flat else (self.layout.num_rows, self.layout.width)
-        return f'mask "{self.name}" is {size}'
-
-
-@dataclass(frozen=True)
-class Origins:
-    """Where the layouts of a batch come from, whatever its values are.
+    """A layout and its name.
 
     Attributes:
-        masks: the layout of each mask that was scanned, and whether all its valid words are equal.
-        prefixes: by the mask, the layouts up to the last valid token of each row.
-        given: the layouts of LAYOUTS, or of another batch with the same rows, by name.
-        jagged: by the first field of each, the layouts of jagged fields that have no mask.
+        rows, width: B and S.
+        tokens: T, if fields are [T, *F] with `cu_seqlens`; else None.
+        counted: whether it tells only lengths.
     """
 
-    masks: Mapping[Path, tuple[RowLayout, bool]]
-    prefixes: Mapping[Path, RowLayout]
-    given: Mapping[str, RowLayout]
-    jagged: Mapping[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
+    name: str
+    source: Source
+    axes: Axes
+    rows: int
+    width: int
+    tokens: int | None = None
+    counted: bool = False
+
+    @property
+    def layout(self) -> RowLayout:
+        return self.axes.layout_of(self.source)
+
+    def __str__(self) -> str:
+        size = (self.rows, self.width) if self.tokens is None else f"{self.tokens} tokens"
+        return f'mask "{self.name}" is {size}'
 
 
 @dataclass
 class Axes:
-    """Computes the axes of one batch on demand. `call` is the public function that errors name."""
+    """Finds the axes of one batch, and computes their layouts on demand. `call` is the public function that errors
+    name.
+
+    Attributes:
+        by_value: whether axes that were found depend on values in the batch.
+    """
 
     batch: Any
     registry: MaskNestingRegistry
     carried: Mapping[str, RowLayout]
     stand_in: Mapping[str, RowLayout]
     call: str
+    by_value: bool = False
     _found: dict[tuple[Path, Key], Axis | None] = field(default_factory=dict[tuple[Path, Key], Axis | None])
-    _masks: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
+    _layouts: dict[Source, RowLayout] = field(default_factory=dict[Source, RowLayout])
     _values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
-    _prefixes: dict[Path, RowLayout] = field(default_factory=dict[Path, RowLayout])
 
     def __post_init__(self) -> None:
-        self._by_value = bool(self.carried and self.stand_in)
+        self.by_value = bool(self.carried and self.stand_in)
 
     def find(self, mask: Key, path: Path) -> Axis | None:
         """The axis of `mask` for the field at `path`; None if the batch does not give it."""
@@ -80,66 +102,38 @@ class Axes:
                 return axis
         return None
 
-    def value_of(self, mask: Path, layout: RowLayout) -> Tensor | None:
-        """The value () of all valid tokens of a mask field, if its scan returned `layout` and found one value."""
-        return self._values.get(mask) if self._masks.get(mask) is layout else None
+    # ---------------------------------------------------------------- layouts
 
-    def origins(self) -> Origins | None:
-        """The origins of the axes; None if some depended on values."""
-        if self._by_value:
-            return None
-        masks = {path: (layout, path in self._values) for path, layout in self._masks.items()}
-        return Origins(masks, dict(self._prefixes), self.carried or self.stand_in)
+    def layout_of(self, source: Source) -> RowLayout:
+        """The layout that a source gives. Each mask is scanned once, however many axes are cut from it."""
+        if source not in self._layouts:
+            self._layouts[source] = self._made(source)
+        return self._layouts[source]
 
-    def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
-        if name in self.carried:
-            return Axis(name, self.carried[name])
-        ways = self.registry.ways(mask)
-        guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
-        for way in ways:
-            axis = None if way in guesses else self._by(way, name, scope)
-            if axis is not None:
-                other = self.stand_in.get(name)  # the same rows, whose anchor is known
-                self._by_value |= other is not None
-                return axis if other is None or other != axis.layout else replace(axis, layout=other)
-        if name in self.stand_in:
-            return Axis(name, self.stand_in[name])
-        return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
+    def value_of(self, mask: Path) -> Tensor | None:
+        """The value () of all valid tokens of a mask, if its scan found one value and 0 elsewhere."""
+        self.layout_of(Source("mask", mask))
+        return self._values.get(mask)
 
-    def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
-        source = (*scope, *path_of(way.source))
-        tensor = dense_at(self.batch, source)
-        if tensor is None:
-            return None
-        self._by_value |= way.form != "mask"
-        if way.form == "cu_seqlens":
-            return Axis(name, self._read(source, RowLayout.from_cu_seqlens, tensor), flat=True, counted=True)
-        if way.form == "lengths":
-            width = self._first_width(scope, way.head)
-            return Axis(name, self._read(source, RowLayout.from_lengths, tensor, width), counted=True)
-        layout = self._prefix(source) if way.part == "prefix" else self._cut(self._mask(source), way, scope, name)
-        return None if layout is None else Axis(name, layout, counted=way.part == "prefix")
-
-    def _mask(self, source: Path) -> RowLayout:
-        """One scan a mask, however many axes are cut from it."""
-        if source not in self._masks:
-            tensor = dense_at(self.batch, source)
-            assert tensor is not None
-            if tensor.dim() != 2:
-                raise LayoutError(
-                    f'{self.call}: mask field "{show(source)}" is {tuple(tensor.shape)}; expected (B, width). '
-                    "Give one entry per row and position, or name another mask in the registry."
-                )
-            layout, value = self._read(source, layout_and_value, tensor)
-            if value is not None:
-                self._values[source] = value
-            self._masks[source] = anchored(layout, self._anchor(source, layout.width))
-        return self._masks[source]
-
-    def _prefix(self, source: Path) -> RowLayout:
-        if source not in self._prefixes:
-            self._prefixes[source] = prefix_of(self._mask(source))
-        return self._prefixes[source]
+    def _made(self, source: Source) -> RowLayout:
+        way, key, low, width = source
+        if way == "given":
+            return self.carried[key] if key in self.carried else self.stand_in[key]
+        if low != WHOLE:
+            return self.layout_of(Source(way, key)).narrow(low, low + width)
+        if way == "prefix":
+            return prefix_of(self.layout_of(Source("mask", key)))
+        tensor = entry_at(self.batch, key)
+        if way == "jagged":
+            return self._read(key, RowLayout.from_cu_seqlens, offsets_of(tensor))
+        if way == "cu_seqlens":
+            return self._read(key, RowLayout.from_cu_seqlens, tensor)
+        if way == "lengths":
+            return self._read(key, RowLayout.from_lengths, tensor, None if width < 0 else width)
+        layout, value = self._read(key, layout_and_value, tensor)
+        if value is not None:
+            self._values[key] = value
+        return anchored(layout, self.anchor_of(source, layout.width))
 
     def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
         """What `make` gives, or its error with the name of the field."""
@@ -148,40 +142,96 @@ class Axes:
         except LayoutError as error:
             raise LayoutError(f'{self.call}: field "{show(source)}" does not give rows: {error}') from error
 
-    def _anchor(self, source: Path, width: int) -> int:
-        """Where some axis splits the mask, or the side that its rows are not padded on."""
+    # ---------------------------------------------------------------- axes
+
+    def _compute(self, name: str, mask: Key, scope: Path) -> Axis | None:
+        if name in self.carried:
+            return self._given(name, self.carried[name])
+        ways = self.registry.ways(mask)
+        guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
+        for way in ways:
+            axis = None if way in guesses else self._by(way, name, scope)
+            if axis is not None:
+                other = self.stand_in.get(name)  # the same rows, whose anchor is known
+                self.by_value |= other is not None
+                return axis if other is None or other != axis.layout else self._given(name, other)
+        if name in self.stand_in:
+            return self._given(name, self.stand_in[name])
+        return next((axis for way in guesses if (axis := self._by(way, name, scope)) is not None), None)
+
+    def _given(self, name: str, layout: RowLayout) -> Axis:
+        return Axis(name, Source("given", name), self, layout.num_rows, layout.width)
+
+    def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
+        path = (*scope, *path_of(way.source))
+        tensor = dense_at(self.batch, path)
+        if tensor is None:
+            return None
+        if way.form == "mask":
+            if tensor.dim() != 2:
+                raise LayoutError(
+                    f'{self.call}: mask field "{show(path)}" is {tuple(tensor.shape)}; expected (B, width). '
+                    "Give one entry per row and position, or name another mask in the registry."
+                )
+            source, (rows, width) = Source("mask", path), tensor.shape
+            if way.part == "prefix":
+                return Axis(name, Source("prefix", path), self, rows, width, counted=True)
+            if way.part == "all":
+                return Axis(name, source, self, rows, width)
+            cut = self._cut(way, width, scope, name)
+            return None if cut is None else Axis(name, source._replace(low=cut[0], width=cut[1]), self, rows, cut[1])
+        self.by_value = True
+        if way.form == "cu_seqlens":
+            layout = self.layout_of(source := Source("cu_seqlens", path))
+            return Axis(name, source, self, layout.num_rows, layout.width, layout.num_tokens, True)
+        width = self._first_width(scope, way.head)
+        source = Source("lengths", path, WHOLE, -1 if width is None else width)
+        layout = self.layout_of(source)
+        return Axis(name, source, self, layout.num_rows, layout.width, counted=True)
+
+    def anchor_of(self, source: Source, width: int) -> int:
+        """The anchor of the layout of a source, `width` columns wide; of a mask, where some axis splits it, or the side
+        that its rows are not padded on."""
+        if source.way == "given":
+            return self.layout_of(source).anchor
+        if source.way != "mask":
+            return 0
+        if source.low != WHOLE:
+            mask = dense_at(self.batch, source.key)
+            assert mask is not None
+            whole = self.anchor_of(Source("mask", source.key), mask.shape[1])
+            return min(max(whole - source.low, 0), width)
         for way in (way for ways in self.registry.axes.values() for way in ways):
             path = path_of(way.source)
-            scope = source[: len(source) - len(path)]
-            if source == (*scope, *path) and way.part in ("head", "tail"):
+            scope = source.key[: len(source.key) - len(path)]
+            if source.key == (*scope, *path) and way.part in ("head", "tail"):
                 split = self._split(way, scope, width)
                 if split is not None:
                     return min(max(split, 0), width)
-            elif source == (*scope, *path) and way.padded == "left":
+            elif source.key == (*scope, *path) and way.padded == "left":
                 return width
         return 0
 
-    def _cut(self, layout: RowLayout, way: MaskAxis, scope: Path, name: str) -> RowLayout | None:
-        if way.part == "all":
-            return layout
+    def _cut(self, way: MaskAxis, width: int, scope: Path, name: str) -> tuple[int, int] | None:
+        """The first column of a mask that is in an axis, and how many are."""
         head, tail = self._first(scope, way.head), self._first(scope, way.tail)
         # the number of a tail is a limit, which a batch may fall short of
         from_number = tail is not None and dense_at(self.batch, tail[0]) is None
-        if head is not None and tail is not None and head[1] + tail[1] != layout.width and not from_number:
+        if head is not None and tail is not None and head[1] + tail[1] != width and not from_number:
             raise LayoutError(
-                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width}, but '
+                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {width}, but '
                 f'"{show(head[0])}" is {head[1]} wide and "{show(tail[0])}" {tail[1]}; expected '
                 "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
             )
-        split = self._split(way, scope, layout.width)
+        split = self._split(way, scope, width)
         if split is None:
             return None
-        if not 0 <= split <= layout.width:
+        if not 0 <= split <= width:
             raise LayoutError(
-                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {layout.width} at {split}; '
+                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {width} at {split}; '
                 "expected a split inside the mask. Fix the widths of its head and tail fields."
             )
-        return layout.narrow(0, split) if way.part == "head" else layout.narrow(split, layout.width)
+        return (0, split) if way.part == "head" else (split, width - split)
 
     def _split(self, way: MaskAxis, scope: Path, width: int) -> int | None:
         head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
@@ -200,3 +250,14 @@ class Axes:
     def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
         found = self._first(scope, keys)
         return None if found is None else found[1]
+
+
+def has_masks(batch: Any, registry: Registry) -> bool:
+    """Whether a batch has LAYOUTS or a field from which a layout is computed. A `prefix` axis does not count, because
+    the layout of another batch is preferred to it."""
+    known = registry_of(registry, "has_masks")
+    masks = {mask for spec in known.values() for mask in spec.masks}
+    sources = {path_of(way.source) for mask in masks for way in known.ways(mask) if way.part != "prefix"}
+    return has(batch, LAYOUTS) or any(
+        path[-len(source) :] == source for path, _ in flatten(batch) for source in sources
+    )

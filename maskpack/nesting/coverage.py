@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from maskpack.core.keys import Path, show
+from maskpack.core.keys import Key, Path, show
 from maskpack.core.objects import Objects
-from maskpack.errors import CoverageError
+from maskpack.core.tree import entry_at
+from maskpack.errors import CoverageError, MaskpackWarning
+from maskpack.fields.options import Options, Registry
+from maskpack.nesting.gather import gathered, whole_batch
+from maskpack.nesting.plan import seen_of
+from maskpack.nesting.schema import FieldForm
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
 _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
@@ -104,3 +110,63 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
             "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
             "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry."
         )
+
+
+def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, level: int) -> None:
+    """Raises CoverageError in strict mode for fields of a batch that stay padded; else warns, as `level` frames
+    above."""
+    if options.strict:
+        check_strict(options.call, _dense(forms, batch, options))
+    else:
+        warn_dense(forms, options.call, level + 1)
+
+
+def _dense(forms: Iterable[FieldForm], batch: Any, options: Options) -> list[DenseField]:
+    """The fields that stay padded, and the tensors inside Python objects."""
+    dense = [DenseField.of(form.path, entry_at(batch, form.path), form.reason) for form in forms if form.reason]
+    return [
+        *dense,
+        *hidden({form.path: entry_at(batch, form.path) for form in forms if form.kind == "object"}, options),
+    ]
+
+
+def warn_dense(forms: Iterable[FieldForm], call: str, level: int) -> None:
+    """Warns of the fields that stay padded, as `level` frames above."""
+    # without sizes, so that Python shows the warning once for batches of all widths
+    fields = "; ".join(f'"{show(form.path)}": {form.reason}' for form in forms if form.reason)
+    if fields:
+        warnings.warn(f"{call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=level)
+
+
+def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:
+    """The tensors inside the Python objects that are not declared without a mask or ignored."""
+    found: list[DenseField] = []
+    for path, value in objects.items():
+        spec = options.registry.find(path)
+        ignored = path in options.ignore or path[-1:] in options.ignore
+        if not ignored and not (spec is not None and spec.mask is None):
+            found += hidden_tensors(path, value)
+    return found
+
+
+def dense_fields(
+    batch: TensorDictBase,
+    registry: Registry,
+    *,
+    pad_token_id: int | None = None,
+    ignore_dense_fields: Iterable[Key] = (),
+) -> tuple[DenseField, ...]:
+    """Lists the tensors of a batch that would stay padded, as DenseFields.
+
+    These are tensors that the registry does not know, that have no mask in the batch, or that have non-pad values under
+    their mask; then one DenseField for each Python object with tensors inside. Tensors of at most one dim, and fields
+    declared without a mask or ignored, are left out.
+
+    Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
+    """
+    options = Options.of("dense_fields", registry, pad_token_id, False, ignore_dense_fields, "always", "keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        batch, carried = whole_batch(batch, options.call)
+        found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
+        return tuple(_dense(found.forms, batch, options))

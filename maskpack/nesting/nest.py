@@ -19,6 +19,9 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import check_lengths, jagged_all, values_of
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
+from maskpack.nesting.coverage import check_coverage
+from maskpack.nesting.gather import Gathered, gathered, whole_batch
+from maskpack.nesting.plan import seen_of
 from maskpack.nesting.schema import (
     INTACT,
     LAYOUTS,
@@ -27,7 +30,6 @@ from maskpack.nesting.schema import (
     read_layouts,
     read_pads,
 )
-from maskpack.nesting.survey import Survey, survey
 
 
 def nest_batch_by_mask(
@@ -72,28 +74,29 @@ def nest_batch_by_mask(
     options = Options.of(
         "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
     ).of_this_process()
-    plan = survey(batch, options, {})
-    fields = _jagged_fields(plan, options.call)
+    batch, carried = whole_batch(batch, options.call)
+    found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
+    check_coverage(found.forms, batch, options, 3)
+    fields = _jagged_fields(found, options.call)
 
     def nested(form: FieldForm) -> Any:
-        return rows_only(form.node) if form.node is not None else fields.get(form.path, plan.entries[form.path])
+        return rows_only(form.node) if form.node is not None else fields.get(form.path, found.entries[form.path])
 
-    schema = plan.schema()
-    out = unflatten(rows_only(plan.root), [(form.path, nested(form)) for form in plan.forms], plan.rows)
-    return out.set(LAYOUTS, layouts_entry(schema, plan.layouts, plan.row_pads, plan.rows))
+    out = unflatten(rows_only(found.plan.root), [(form.path, nested(form)) for form in found.forms], found.rows)
+    return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.row_pads, found.rows))
 
 
-def _jagged_fields(plan: Survey, call: str) -> dict[Path, Tensor]:
+def _jagged_fields(found: Gathered, call: str) -> dict[Path, Tensor]:
     """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
     groups: dict[tuple[str, torch.device], dict[Path, Tensor]] = {}
-    for form in plan.forms:
+    for form in found.forms:
         if form.layout is not None:
-            values = plan.values[form.path].contiguous()
+            values = found.values[form.path].contiguous()
             need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
             groups.setdefault((form.layout, values.device), {})[form.path] = values
     fields: dict[Path, Tensor] = {}
     for (name, device), values in groups.items():
-        layout = plan.layouts[name].to(device)
+        layout = found.layouts[name].to(device)
         made = jagged_all([*values.values()], layout.offsets, min_length(layout), layout.max_length)
         fields.update(zip(values, made, strict=True))
     return fields

@@ -28,17 +28,17 @@ from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_
 from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
-from maskpack.core.tree import entry_at, has, select_entries, unflatten
+from maskpack.core.tree import entry_at, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
-from maskpack.nesting.coverage import check_strict
+from maskpack.nesting.coverage import check_coverage
+from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
+from maskpack.nesting.plan import Carried, Seen, plan_of, seen_of
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
-from maskpack.nesting.survey import Survey, hidden, survey, warn_dense
-from maskpack.packed.batch_plan import BatchPlan, Signed, signed, with_pads
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -48,9 +48,10 @@ from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
+from maskpack.packed.host_plan import HostPlan, packed_forms
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import EncodedTable, Job, Table, encode, merge, plans, wholes_first
+from maskpack.packed.table import Job, Table, encode, merge, plans, wholes_first
 from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
@@ -441,29 +442,18 @@ def compress(
     check_codec(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
     options = options.of_this_process()
+    batch, carried = whole_batch(batch, "compress")
     layouts = _layouts_of(like)
-    carried = read_layouts(batch, "compress") if isinstance(batch, TensorDict) and has(batch, LAYOUTS) else None
-    given, schema = layouts, None
-    if carried is not None:
-        schema, given = carried
-    seen = None if carried is not None and layouts else signed(batch, options, given, schema)
-    plan = None if seen is None else plans.get(seen.signature)
-    known = None
-    if isinstance(plan, DevicePlan):
-        known = plan.encoded(batch)
-    elif isinstance(plan, BatchPlan) and seen is not None:
-        known = plan.encoded(seen, batch.batch_size[0], _table_of(None if carried else like, given))
-    if plan is not None and known is not None:
-        objects = _objects_of(batch, plan.schema, options)
-        packed = PackedBatch(batch.batch_size[0], known[1], known[0], objects, codec)
-    else:
-        packed = _encoded(survey(batch, options, layouts, defer=True, carried=carried), codec, seen, options)
-        if packed is None:
-            packed = _encoded(survey(batch, options, layouts), codec, None, options)
-            assert packed is not None
-            return packed
-    warn_dense(packed.schema.forms, "compress", 3)
-    return packed
+    seen = seen_of(batch, options, carried, layouts)
+    found = _by_plan(batch, options, carried, layouts, seen, like)
+    if found is None:
+        gathering = gathered(batch, options, carried, layouts, seen)
+        check_coverage(gathering.forms, batch, options, 3)
+        return _encoded(gathering, codec, seen, options, carried[1] or layouts)
+    table, schema = found
+    check_coverage(schema.forms, batch, options, 3)
+    objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
+    return PackedBatch(table.rows, schema, table, objects, codec)
 
 
 def decompress(
@@ -544,66 +534,72 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     return read_layouts(like, "compress: like")[1]
 
 
-def _table_of(like: Any, layouts: Mapping[str, RowLayout]) -> IntArray:
-    """The layouts of another batch for the core."""
-    if isinstance(like, PackedBatch):
-        return like.layout_rows
-    return native.layout_rows([core_layout(layout) for layout in layouts.values()])
+def _by_plan(
+    batch: TensorDictBase,
+    options: Options,
+    carried: Carried,
+    layouts: Mapping[str, RowLayout],
+    seen: Seen,
+    like: Any,
+) -> tuple[Table, Schema] | None:
+    """The table and the schema of a batch that is encoded as its plan says; None if it has none, or does not fit it."""
+    plan = None if seen.signature is None else plans.get(seen.signature)
+    if isinstance(plan, DevicePlan):
+        return plan.encoded(batch)
+    given, rows = carried[1] or layouts, batch.batch_size[0] if batch.batch_size else 0
+    line = like.layout_rows if isinstance(like, PackedBatch) and not carried[1] else None
+    for uniform in (True, False):
+        if plan is None or not uniform:
+            plan = HostPlan.of(plan_of(batch, options, carried, layouts, seen), options, given, seen, uniform)
+            if plan is None:
+                return None
+            plans.keep(seen.signature, plan)
+        if line is None:
+            line = native.layout_rows([core_layout(layout) for layout in given.values()])
+        found = plan.encoded(seen, rows, line, given, options.verify)
+        if found is not None or not plan.misfit:
+            return found
+    return None
 
 
-def _encoded(found: Survey, codec: str | None, seen: Signed | None, options: Options) -> PackedBatch | None:
-    """None if a field that was deferred has to be looked at by itself: it is lossy and may not stay padded, or it has
-    bools of other bytes than 0 and 1. The plan of a batch that was `seen` is remembered."""
-    schema = replace(found.schema(), forms=tuple(_packed_form(form, found) for form in found.forms))
-    tensors = [form for form in schema.forms if form.dtype is not None]
+def _encoded(
+    found: Gathered, codec: str | None, seen: Seen, options: Options, given: Mapping[str, RowLayout]
+) -> PackedBatch:
+    """A batch whose values were gathered, of which a GPU encodes what it can. Its plan is remembered then."""
+    forms = packed_forms(found.schema, {**found.entries, **found.values})
+    schema = replace(found.schema, forms=forms)
+    tensors = [form for form in forms if form.dtype is not None]
     layouts = _on_host(found.layouts)
-    dense_rows = 1 if found.root.more_dims is None else found.rows
-    values = {
-        number: found.values.get(form.path, found.entries[form.path])
-        for number, form in enumerate(tensors)
-        if form.path not in found.deferred
-    }
+    dense_rows = 1 if found.plan.root.more_dims is None else found.rows
+    values = {number: found.values.get(form.path, found.entries[form.path]) for number, form in enumerate(tensors)}
     row_pads = host_words(found.row_pads, found.row_pads)
     away = encode_on_device(tensors, values, row_pads, layouts, found.rows, dense_rows)
     done = [] if away is None else away.numbers
     rest = [number for number in range(len(tensors)) if number not in done]
-    ready = {number: values[number] for number in rest if number in values}
-    bits = host_words(ready, ready)  # encoded before the caller can change them
+    bits = host_words(ready := {number: values[number] for number in rest}, ready)
     odd = [] if away is None else [tensors[number].path for number in away.odd]
     for number in rest:
         path = tensors[number].path
-        if number in bits and _odd_from_device(tensors[number], bits[number], row_pads.get(path)):
+        if _odd_from_device(tensors[number], bits[number], row_pads.get(path)):
             odd.append(path)
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
-    may_keep = options.on_loss == "keep" and not options.strict and found.root.more_dims is not None
     jobs = [
         Job(tensors[number], words=bits[number].reshape(-1), row_pads=row_pads.get(tensors[number].path))
-        if number in bits
-        else Job(
-            tensors[number],
-            padded=found.entries[tensors[number].path],
-            trusted=found.deferred[tensors[number].path],
-            keeps=may_keep and tensors[number].ragged_dim == 1 and found.entries[tensors[number].path].is_contiguous(),
-        )
         for number in rest
     ]
-    encoded = None
+    table = None if away is None else away.table
     if rest or away is None:
         encoded = encode(jobs, layouts, found.rows, dense_rows, by_kernels=device_of(values) is not None)
-        if encoded is None:
-            return None
-    if encoded is not None and away is None:
-        learn_forms(tensors, values, found.rows, encoded)
-    table, pads = _together(away, encoded, rest, len(tensors))
-    plan: Any = None
-    if seen is not None and away is None and encoded is not None:
-        plan = BatchPlan.of(found, schema, encoded.jobs, encoded.table.body.nbytes, seen)
-    elif seen is not None and encoded is None:
-        plan = DevicePlan.of(found, schema, options.verify == "never")
-    if plan is not None and seen is not None:
-        plans.keep(seen.signature, plan)
-    schema = with_pads(schema, found.deferred, pads, (table.row_pads["count"] > 0).tolist())
+        assert encoded is not None  # bools were looked at
+        if away is None:
+            learn_forms(tensors, values, found.rows, encoded)
+        table = encoded.table if away is None else _together(away, encoded.table, rest, len(tensors))
+    elif seen.signature is not None:
+        plan = DevicePlan.of(found, schema, options.verify == "never", given)
+        if plan is not None:
+            plans.keep(seen.signature, plan)
+    assert table is not None
     objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
     return PackedBatch(found.rows, schema, table, objects, codec)
 
@@ -624,53 +620,18 @@ def _objects_in(schema: Schema) -> list[Path]:
     return [form.path for form in schema.forms if form.kind == "object"]
 
 
-def _objects_of(batch: TensorDictBase, schema: Schema, options: Options) -> dict[Path, Objects]:
-    """The Python objects of a batch without sub-batches, which are checked in strict mode."""
-    found = {path: entry_at(batch, path) for path in _objects_in(schema)}
-    if options.strict and found:
-        check_strict(options.call, hidden(found, options))
-    return {path: Objects.of(value).stowed() for path, value in found.items()}
-
-
-def _together(
-    away: OnDevice | None, encoded: EncodedTable | None, rest: Sequence[int], count: int
-) -> tuple[Table, list[int]]:
-    """The table of all tensors, of which a device encoded some and the host the `rest`; and the number of the pad of
-    each of them."""
-    if encoded is None:
-        assert away is not None
-        return away.table, [0] * count
-    if away is None:
-        return encoded.table, encoded.pads
+def _together(away: OnDevice, table: Table, rest: Sequence[int], count: int) -> Table:
+    """The table of all tensors, of which a device encoded some and the host the `rest`."""
     picked = {number: (0, at) for at, number in enumerate(away.numbers)} | {
         number: (1, at) for at, number in enumerate(rest)
     }
-    pads = dict(zip(rest, encoded.pads, strict=True))
-    table = merge([away.table, encoded.table], [picked[number] for number in range(count)])
-    return table, [pads.get(number, 0) for number in range(count)]
+    return merge([away.table, table], [picked[number] for number in range(count)])
 
 
 def _odd_from_device(form: FieldForm, *arrays: Words | None) -> bool:
     """Whether a bool field from a device has other bytes than 0 and 1; fields on the host were checked before."""
     own = [array for array in arrays if array is not None]
     return form.dtype is torch.bool and form.device != "cpu" and any(map(odd_bools, own))
-
-
-def _packed_form(form: FieldForm, found: Survey) -> FieldForm:
-    """A form with its device and the shape of one element. Without batch dims, a field that stays padded is one
-    element."""
-    if form.kind in ("object", "node"):
-        return form
-    tensor = found.values.get(form.path, found.entries[form.path])
-    if tensor.layout != torch.strided:
-        raise LayoutError(
-            f'compress: field "{show(form.path)}" has the memory layout {tensor.layout}; expected strided or jagged. '
-            "Convert it with to_dense(), or leave it out."
-        )
-    shape = tensor.shape[0 if form.layout is None and found.root.more_dims is None else 1 :]
-    if form.path in found.deferred:
-        shape = tensor.movedim(form.ragged_dim, 1).shape[2:]
-    return replace(form, device=str(tensor.device), shape=tuple(shape))
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:

@@ -26,6 +26,7 @@ from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
+from maskpack.nesting.plan import plans as batch_plans
 from maskpack.nesting.schema import FieldForm
 
 SLACK = 1.1
@@ -440,7 +441,7 @@ class Job(NamedTuple):
         words: else its packed words, flat.
         row_pads: words of the pads of rows, that are known already.
         trusted: whether the first pad is taken unseen.
-        keeps: whether the tensor, which is contiguous, may stay padded.
+        keeps: whether a padded tensor, which is contiguous, may stay so.
     """
 
     form: FieldForm
@@ -466,46 +467,50 @@ class JobTable(NamedTuple):
 
 
 class EncodedTable(NamedTuple):
-    """A table; the number of the pad of each padded tensor among those of its job, KEPT if the tensor stays padded; and
-    the jobs, as they were done."""
+    """A table, and the jobs, as they were done."""
 
     table: Table
-    pads: list[int]
     jobs: JobTable
 
 
 def encode(
     jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, *, by_kernels: bool = False
 ) -> EncodedTable | None:
-    """Encodes tensors; None if a pad of one is not under its mask, or if bools have other bytes than 0 and 1.
-    `by_kernels`: as kernels can encode them the next time."""
+    """Encodes packed values; None if bools have other bytes than 0 and 1. `by_kernels`: as kernels can encode them the
+    next time."""
     held: list[Any] = []
     layouts = wholes_first(layouts)
-    table = job_table(jobs, layouts, rows, dense_rows, held)
+    bounds = {name: layouts[name].row_offsets for name in {job.form.layout for job in jobs} if name is not None}
+    table = job_table(jobs, tuple(layouts), bounds, rows, dense_rows, held)
     key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
     key = (rows.bit_length(), by_kernels, *key)
     table.jobs["by_kernels"] = by_kernels
     known = _forms.get(key)
     if known is not None:
-        table.jobs["form"], kept = known
-        own = table.jobs["keeps"]
-        table.jobs["keeps"] = np.where(own > 0, np.maximum(own, kept), 0)
-    nbytes = sum(job.padded.nbytes for job in jobs if job.padded is not None)
-    found = encode_table(table, layouts, rows, dense_rows, nbytes)
+        table.jobs["form"] = known
+    line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
+    found = native.encode(table.jobs, line, stored, 1)
     if found is None:
+        check_memory(table.jobs["result"])
         return None
-    _forms.keep(key, (table.jobs["form"].copy(), table.jobs["keeps"].copy()))
+    _forms.keep(key, table.jobs["form"].copy())
+    back = table.order
+    places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["row_pads"][back]
+    out = Table(*places, found.body, known=dict(layouts), is_compact=True)
     row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
-    if row_pads:
-        found = found._replace(table=found.table.with_row_pads(row_pads))
-    return found
+    return EncodedTable(out.with_row_pads(row_pads) if row_pads else out, table)
 
 
 def job_table(
-    jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, held: list[Any]
+    jobs: Sequence[Job],
+    names: tuple[str, ...],
+    bounds: Mapping[str, IntArray],
+    rows: int,
+    dense_rows: int,
+    held: list[Any],
 ) -> JobTable:
-    """The jobs of some tensors; `held` keeps what they point to. `layouts`: those that are columns of others last."""
-    names = tuple(layouts)
+    """The jobs of some tensors; `held` keeps what they point to. `names`: the layouts, those that are columns of others
+    last; `bounds` [B + 1] those of the rows of packed values, if they are known."""
     places = {name: place for place, name in enumerate(names)}
     order = _order(jobs)
     table = native.new_jobs(len(jobs))
@@ -513,7 +518,7 @@ def job_table(
     steps = [0] * len(jobs)
     forms = [jobs[at].form for at in order]
     for place, at in enumerate(order):
-        _describe(table[place], jobs[at], layouts, places, rows, dense_rows, held)
+        _describe(table[place], jobs[at], bounds, places, rows, dense_rows, held)
         _refer(table, place, jobs[at].form, numbers, forms, steps)
     native.number_jobs(table)
     back = np.empty(len(jobs), np.int64)
@@ -521,24 +526,8 @@ def job_table(
     return JobTable(table, back, names)
 
 
-def encode_table(
-    table: JobTable, layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, nbytes: int
-) -> EncodedTable | None:
-    """`encode` of jobs that are described; `nbytes` are those of the padded tensors among them."""
-    hosts = [core_layout(layout) for layout in layouts.values()]
-    line, stored = native.layout_rows(hosts), stored_before(layouts)
-    jobs, back, names = table
-    found = native.encode(jobs, line, stored, native.threads_for(nbytes))
-    if found is None:
-        check_memory(jobs["result"])
-        return None
-    places = rows, dense_rows, names, stored, found.entries, found.fields[back], jobs["row_pads"][back]
-    out = Table(*places, found.body, known=dict(layouts), is_compact=True)
-    return EncodedTable(out, pads_of(jobs["result"], jobs["pad"])[back].tolist(), table)
-
-
 def pads_of(results: IntArray, pads: IntArray) -> IntArray:
-    """`EncodedTable.pads`, of jobs that were done."""
+    """The number of the pad of each padded tensor among those of its job, KEPT if the tensor stays padded."""
     return np.where(results == abi.KEPT, KEPT, pads)
 
 
@@ -584,7 +573,7 @@ def _named(form: FieldForm) -> list[Path]:
 def _describe(
     row: Any,
     job: Job,
-    layouts: Mapping[str, RowLayout],
+    bounds: Mapping[str, IntArray],
     places: Mapping[str, int],
     rows: int,
     dense_rows: int,
@@ -616,10 +605,10 @@ def _describe(
         return
     assert job.words is not None
     line = np.ascontiguousarray(job.words)
-    bounds = None if form.layout is None else layouts[form.layout].row_offsets
+    own = bounds.get(form.layout or "")
     row["field"]["packed"] = address(line)
-    row["bounds"] = 0 if bounds is None else address(bounds)
-    held += [line, bounds]
+    row["bounds"] = 0 if own is None else address(own)
+    held += [line, own]
 
 
 def _refer(
@@ -716,17 +705,17 @@ def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     return stored
 
 
-_forms: Latest[tuple[Structs, IntArray]] = Latest()
-"""How the tensors of jobs were encoded the last time, and which of them stayed padded."""
+_forms: Latest[Structs] = Latest()
+"""How the tensors of jobs were encoded the last time."""
 plans: Latest[Any] = Latest()
-"""The plans of batches (batch_plan.py)."""
+"""The plans of batches (host_plan.py, cuda/device_plan.py)."""
 device_forms: Latest[Any] = Latest()
 """How the tensors of batches on a GPU were encoded the last time (cuda/encode.py)."""
 
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
-    for known in (_forms, plans, device_forms):
+    for known in (batch_plans, plans, _forms, device_forms):
         known.clear()
 
 

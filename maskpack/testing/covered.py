@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from maskpack.core.keys import Key
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 from maskpack.tools.suggest import Suggester
 
 

@@ -172,9 +172,9 @@ class Suggester:
         value = self.tensors[path]
         for mask in masks if _is_padded(value) else ():
             axis = self._axes.find(mask, path)
-            if axis is not None and not axis.flat and value.shape[0] == axis.layout.num_rows:
+            if axis is not None and axis.tokens is None and value.shape[0] == axis.rows:
                 for dim in dims:
-                    if 1 <= dim < value.dim() and value.shape[dim] == axis.layout.width:
+                    if 1 <= dim < value.dim() and value.shape[dim] == axis.width:
                         yield mask, axis.layout.to(value.device), dim
 
     def _token(self) -> int | None:

@@ -20,7 +20,7 @@ from maskpack import EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistr
 from maskpack.core.keys import show
 from maskpack.errors import RegistryError
 from maskpack.fields.registry import HINTS
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 
 A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("rle",))
 EVERYTHING = MaskNestingRegistry(

@@ -15,7 +15,7 @@ from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 
 Pair = namedtuple("Pair", ["left", "right"])
 

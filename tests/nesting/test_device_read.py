@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.errors import LayoutError
-from maskpack.nesting import device_read, survey
+from maskpack.nesting import device_read, plan
 
 pytestmark = [*kernel_marks, pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")]
 
@@ -68,9 +68,9 @@ def test_numbers_of_jobs_beyond_one_search() -> None:
 
 def test_forms_are_remembered_by_all_that_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[Any] = []
-    real = survey._Planner._dense
-    monkeypatch.setattr(survey._Planner, "_dense", lambda *given: computed.append(given[1]) or real(*given))
-    survey._known_forms.clear()
+    real = plan._Planner._dense
+    monkeypatch.setattr(plan._Planner, "_dense", lambda *given: computed.append(given[1]) or real(*given))
+    plan.plans.clear()
     rng = torch.Generator().manual_seed(0)
 
     def batch(width: int = 12, stray: int = 0, **more: Any) -> TensorDict:

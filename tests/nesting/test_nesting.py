@@ -39,9 +39,9 @@ from maskpack import (
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning
 from maskpack.layout.row_layout import host_spans
 from maskpack.layout.span_table import lines_of, table_of_lines
-from maskpack.nesting import checks, take, verify
+from maskpack.nesting import checks, gather, take
+from maskpack.nesting.coverage import dense_fields
 from maskpack.nesting.schema import LAYOUTS
-from maskpack.nesting.survey import dense_fields
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 
@@ -215,7 +215,7 @@ def test_plain_torch_finds_the_pads_that_the_core_finds(case: Case) -> None:
     """What a device without kernels does, on the host."""
     want = nest_batch_by_mask(case.batch, **case.options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "is_away", lambda x: True)
+        patch.setattr(gather, "is_away", lambda x: True)
         for how in ("always", VerifyFirst()):
             got = nest_batch_by_mask(case.batch, **case.options, verify=how)
             assert_same_batch(got.exclude(LAYOUTS), want.exclude(LAYOUTS))

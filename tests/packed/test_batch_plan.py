@@ -22,7 +22,7 @@ from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_ba
 from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
-from maskpack.packed import table
+from maskpack.packed import host_plan, table
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 PAD = samples.PAD
@@ -35,16 +35,30 @@ def nothing_remembered() -> None:
 
 
 @pytest.fixture
-def surveys(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of the batches that were surveyed."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of the batches for which a plan was made."""
     seen: list[int] = []
-    survey = packing.survey
+    of = host_plan.HostPlan.of
 
-    def counted(batch: Any, *args: Any, **more: Any) -> Any:
+    def counted(plan: Any, *args: Any, **more: Any) -> Any:
+        seen.append(plan.rows)
+        return of(plan, *args, **more)
+
+    monkeypatch.setattr(host_plan.HostPlan, "of", counted)
+    return seen
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of the batches whose values were gathered before they were encoded."""
+    seen: list[int] = []
+    gathered = packing.gathered
+
+    def counted(batch: Any, *args: Any) -> Any:
         seen.append(batch.batch_size[0])
-        return survey(batch, *args, **more)
+        return gathered(batch, *args)
 
-    monkeypatch.setattr(packing, "survey", counted)
+    monkeypatch.setattr(packing, "gathered", counted)
     return seen
 
 
@@ -55,10 +69,10 @@ def floats(x: Tensor | None = None) -> TensorDict:
 
 
 @pytest.mark.parametrize("variant", samples.VARIANTS)
-def test_a_second_batch_is_encoded_by_its_plan(variant: str, surveys: list[int]) -> None:
+def test_a_second_batch_is_encoded_by_its_plan(variant: str, planned: list[int]) -> None:
     for seed in (0, 1):
         compress(samples.workload(variant, seed=seed), pad_token_id=PAD)
-    assert len(surveys) == 1
+    assert len(planned) == 1
 
 
 FIELDS = ("responses", "old_log_probs", "advantages")
@@ -87,7 +101,7 @@ KINDS: dict[str, Any] = {
 
 @quiet
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_every_kind_have_plans(kind: str, surveys: list[int]) -> None:
+def test_batches_of_every_kind_have_plans(kind: str, planned: list[int]) -> None:
     for seed in range(4):
         batch = KINDS[kind](samples.workload("multi-turn", seed=seed))
         packed = compress(batch, pad_token_id=PAD)
@@ -95,21 +109,21 @@ def test_batches_of_every_kind_have_plans(kind: str, surveys: list[int]) -> None
         oracle.assert_same_batch(decompress(packed), padded)
         oracle.assert_same_batch(decompress(PackedBatch.from_bytes(packed.to_bytes())), padded)
         oracle.assert_same_batch(decompress(packed[2:5]), oracle.take_rows(padded, [2, 3, 4]))
-    assert len(surveys) == 1
+    assert len(planned) == 1
 
 
-def test_a_nested_batch_whose_rows_are_not_those_of_its_layouts(surveys: list[int]) -> None:
+def test_a_nested_batch_whose_rows_are_not_those_of_its_layouts(planned: list[int]) -> None:
     for seed in (0, 1):
         nested = nest_batch_by_mask(samples.workload(seed=seed), pad_token_id=PAD)
         compress(nested, pad_token_id=PAD)
-    assert len(surveys) == 1
+    assert len(planned) == 1
     other = nest_batch_by_mask(samples.workload(seed=5), pad_token_id=PAD)
     with pytest.raises(MaskpackError, match="responses"):
         compress(nested.clone().set("responses", other["responses"]), pad_token_id=PAD)
 
 
 @pytest.mark.parametrize("kind", ["packed", "some fields", "rows", "nested"])
-def test_results_of_a_batch_have_plans(kind: str, surveys: list[int]) -> None:
+def test_results_of_a_batch_have_plans(kind: str, planned: list[int]) -> None:
     for seed in range(4):
         batch = samples.workload("multi-turn", seed=seed)
         like: Any = compress(batch, pad_token_id=PAD)
@@ -123,7 +137,7 @@ def test_results_of_a_batch_have_plans(kind: str, surveys: list[int]) -> None:
         packed = compress(result, pad_token_id=PAD, like=like)
         assert {form.layout for form in packed.schema.forms} == {"response"}
         oracle.assert_same_batch(decompress(packed), result)
-    assert len(surveys) == 2  # one for the batch, one for the result
+    assert len(planned) == 2  # one for the batch, one for the result
 
 
 def test_a_layout_of_other_rows_makes_no_plan() -> None:
@@ -154,7 +168,7 @@ def test_offsets_that_are_none(bad: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_lossy_field_stays_padded_in_the_same_call(
-    threads: int, surveys: list[int], monkeypatch: pytest.MonkeyPatch
+    threads: int, planned: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fields are near it, or put together from it, and whether it was so in the batch before."""
     monkeypatch.setattr(native, "threads_for", lambda nbytes: threads)
@@ -174,26 +188,26 @@ def test_a_lossy_field_stays_padded_in_the_same_call(
         for own in (packed, PackedBatch.from_bytes(packed.to_bytes()), pickle.loads(pickle.dumps(packed))):
             oracle.assert_same_batch(decompress(own), batch)
         oracle.assert_same_batch(decompress(packed[[4, 2]]), oracle.take_rows(batch, [4, 2]))
-    assert len(surveys) == 1
+    assert len(planned) == 1
 
 
-def test_other_rows_of_about_as_many(surveys: list[int]) -> None:
+def test_other_rows_of_about_as_many(planned: list[int]) -> None:
     """A plan serves rows whose number has as many bits."""
     for rows in (8, 15, 9, 16):
         batch = samples.workload(rows=rows, seed=rows)
         oracle.assert_same_batch(decompress(compress(batch, pad_token_id=PAD)), batch)
-    assert surveys == [8, 16]
+    assert planned == [8, 16]
 
 
-def test_plans_are_bounded_and_forgotten(surveys: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_bounded_and_forgotten(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table.plans, "_most", 2)
     made = [samples.workload(rows=4, response=response) for response in (8, 9, 10)]
     for batch, count in zip((*made, *made[1:], made[0]), (1, 2, 3, 3, 3, 4), strict=True):
         compress(batch, pad_token_id=PAD)
-        assert len(surveys) == count
+        assert len(planned) == count
     table.forget()
     compress(made[0], pad_token_id=PAD)
-    assert len(surveys) == 5
+    assert len(planned) == 5
 
 
 def test_registries_whose_pads_differ_in_bits() -> None:
@@ -235,12 +249,12 @@ def test_a_small_field_is_looked_at_in_some_batches(width: int, batches: int) ->
     assert sizes[-1] <= 1.02 * size(7, 5)
 
 
-def test_a_batch_that_needs_a_larger_body(surveys: list[int]) -> None:
+def test_a_batch_that_needs_a_larger_body(planned: list[int]) -> None:
     noise = torch.randint(-(1 << 62), 1 << 62, (7, 5000), generator=torch.Generator().manual_seed(0))
     for x in (torch.zeros_like(noise), noise, torch.zeros_like(noise), torch.arange(5000).expand(7, -1).contiguous()):
         batch = TensorDict({"m": torch.ones_like(noise), "x": x}, [7])
         oracle.assert_same_batch(decompress(compress(batch, registry=REGISTRY)), batch)
-    assert surveys == [7]
+    assert planned == [7]
 
 
 def test_other_strides_make_another_plan() -> None:
@@ -251,7 +265,7 @@ def test_other_strides_make_another_plan() -> None:
 
 
 @quiet
-def test_errors_are_raised_with_a_plan_too(surveys: list[int]) -> None:
+def test_errors_are_raised_with_a_plan_too(planned: list[int]) -> None:
     """Of values that are lost, and of hidden tensors."""
     options: dict[str, Any] = {"registry": REGISTRY, "on_loss": "error", "strict_mask_nesting": True}
     batch, stray, hidden = floats(), floats(), floats()
@@ -260,7 +274,7 @@ def test_errors_are_raised_with_a_plan_too(surveys: list[int]) -> None:
         own["note"] = NonTensorData({"a": note}, batch_size=[6])
     for _ in range(2):
         compress(batch, **options)
-    assert len(surveys) == 1
+    assert len(planned) == 1
     with pytest.raises(LossyPadError, match='"x"'):
         compress(stray, **options)
     with pytest.raises(CoverageError, match="note"):

@@ -17,7 +17,7 @@ from maskpack import MaskNestingSpec
 from maskpack.core import native, objects
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}

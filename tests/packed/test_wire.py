@@ -947,6 +947,7 @@ def test_signs_and_names() -> None:
     refused(zeros(lambda m: one(m).update(dtype="int32")), "with pad ANY_ZERO", "one that its dtype holds")
     for names in ([], ["rows", "x"], [None], [""], "r", [1], ["\udc00"]):
         refused(zeros(lambda m, names=names: m["root"].update(names=names)), "names of dims")
+    refused(zeros(lambda m: m["root"].update(dims=[1], names=["rows", "rows"])), "names of dims")
     refused(zeros(lambda m: m["root"].update(dims=None)))
 
 

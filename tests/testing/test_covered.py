@@ -14,7 +14,7 @@ from tensordict import NonTensorData
 import maskpack as mp
 from maskpack import RL_FIELDS, MaskNestingSpec
 from maskpack.errors import CoverageError, LossyPadError
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 from maskpack.testing import assert_covered
 
 

@@ -21,7 +21,7 @@ import os, subprocess, sys
 import pytest, torch
 import maskpack as mp
 from maskpack import compress, nest_batch_by_mask
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 from maskpack.tools import cli
 from tensordict import TensorDict
 

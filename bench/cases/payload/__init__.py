@@ -41,7 +41,7 @@ from bench.rivals import nesting
 from bench.rivals.compressors import OF_PADDED, OF_VALUES, encode_checked
 from bench.rivals.valid_values import padded_batch, valid_values
 from bench.workloads import PAD_ID, VARIANTS, WORKLOADS, batch_of
-from maskpack.nesting.survey import dense_fields
+from maskpack.nesting.coverage import dense_fields
 from maskpack.packed.sizes import figures
 
 _SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack

@@ -4,12 +4,12 @@
     padded fields ---------+
 
 Nothing is packed on the way: a row of at most one span lies together in its padded field. As for BatchPlan on the host,
-only batches without surprises have a plan, and if it does not fit, it gives nothing, and the batch is surveyed.
+only batches without surprises have a plan, and if it does not fit, it gives nothing, and the batch is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,12 @@ from maskpack.core.native import HostLayout
 from maskpack.core.pads import EDGE, Pad, pad_words
 from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
+from maskpack.nesting.axes import WHOLE
+from maskpack.nesting.gather import Gathered
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.nesting.survey import Survey
-from maskpack.packed.batch_plan import WHOLE, layout_sources
 from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
 from maskpack.packed.cuda.encode_job import Unit
+from maskpack.packed.host_plan import Parts
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
 
@@ -56,18 +57,17 @@ class DevicePlan:
     inputs: Sequence[int]
 
     @classmethod
-    def of(cls, found: Survey, schema: Schema, trusted: bool) -> DevicePlan | None:
-        """The plan of a batch that was surveyed and encoded on its GPU; None if it has none. `trusted`: whether pads
+    def of(cls, found: Gathered, schema: Schema, trusted: bool, given: Mapping[str, RowLayout]) -> DevicePlan | None:
+        """The plan of a batch that was gathered and encoded on its GPU; None if it has none. `trusted`: whether pads
         are not looked at."""
-        sources, tensors = layout_sources(found), [form for form in schema.forms if form.dtype is not None]
+        parts, tensors = Parts.of(found.plan, given), [form for form in schema.forms if form.dtype is not None]
         forms = forms_of(tensors, found.rows)
-        if sources is None or forms is None or found.row_pads or found.root.more_dims is None:
+        if found.plan.by_value or forms is None or found.row_pads or found.plan.root.more_dims is None:
             return None
-        if any(way != abi.OF_MASK for way, _ in sources.origins) or any(form.reason for form in schema.forms):
+        if any(source.way != "mask" for source in parts.origins) or any(form.reason for form in schema.forms):
             return None
-        paths, cuts = [path for _, path in sources.origins], sources.cuts
-        assert found.origins is not None
-        masks = [found.origins.masks[path][0] for path in paths]
+        paths, cuts = [source.key for source in parts.origins], parts.cuts
+        masks = [found.axes.layout_of(source) for source in parts.origins]
         if any((np.diff(host_spans(layout).splits) > 1).any() for layout in masks):
             return None  # the next batch is likely to have such rows, too
         numbers = {path: number for number, path in enumerate(found.entries)}

@@ -273,9 +273,14 @@ class _MessageReader:
         if names is None:
             return Node(sizes, device, kind)
         line: list[Any] = cast("list[Any]", names) if isinstance(names, list) else []
-        known = all(name is None or objects.is_text(name) for name in line)
+        texts = [name for name in line if name is not None]
+        known = all(map(objects.is_text, texts)) and len(set(texts)) == len(texts)
         if not known or not any(line) or sizes is None or len(line) != 1 + len(sizes):
-            fail(self._call, f"names of dims {brief(names)}", "a text or null for each batch dim, and not null alone")
+            fail(
+                self._call,
+                f"names of dims {brief(names)}",
+                "a text or null for each batch dim, all different, and not null alone",
+            )
         return Node(sizes, device, kind, tuple(line))
 
     def _kind(self, name: Any) -> Any:

@@ -1,31 +1,163 @@
-"""Gathers the packed values of each field and verifies its pad."""
+"""Gathers the packed values of each field of a batch, and determines the pad that is under its mask.
+
+    plan --> layouts --> values gathered, pads verified --> a form with one pad for each field, or it stays padded
+
+The batch is not changed, and no result is built before all checks have passed. `compress` of fields on the host does
+the same in the compiled core, which encodes what it gathers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core import abi
-from maskpack.core.bits import empty_of, odd_bools, odd_bools_error, words
+from maskpack.core.bits import empty_of, from_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, PadValue
-from maskpack.errors import LossyPadError
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.core.tensors import need_batch
+from maskpack.core.tree import dense_stack, flatten, has
+from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
-from maskpack.layout.jagged import to_host
+from maskpack.layout.jagged import check_lengths, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
-from maskpack.nesting.schema import FieldForm
-from maskpack.nesting.signs import signs_of
+from maskpack.nesting.axes import Axes, Source
+from maskpack.nesting.plan import NOTHING, BatchPlan, Carried, Seen, plan_of
+from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
+from maskpack.nesting.signs import signs_of, signs_of_rows
+from maskpack.ops import pack_torch
 
 LOSSY = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO takes them in a field [B, width]. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
+
+
+_DIFFERENT_PADS = "its rows were nested with different pads"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A batch whose values were gathered.
+
+    Attributes:
+        plan: its plan.
+        axes: of which the layouts are.
+        forms: the forms of its entries, with one pad each.
+        rows: B.
+        entries: its entries, by path.
+        layouts: its layouts, by name.
+        values: packed values [T, *F] of padded, flat and jagged forms.
+        row_pads: the pads [B] of fields whose pad is PER_ROW, and the signs of those whose pad is ANY_ZERO.
+    """
+
+    plan: BatchPlan
+    axes: Axes
+    forms: tuple[FieldForm, ...]
+    rows: int
+    entries: Mapping[Path, Any]
+    layouts: Mapping[str, RowLayout]
+    values: Mapping[Path, Tensor]
+    row_pads: Mapping[Path, Tensor]
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the nested or packed batch."""
+        return replace(self.plan.schema, forms=self.forms)
+
+
+def whole_batch(batch: TensorDictBase, call: str) -> tuple[TensorDictBase, Carried]:
+    """A batch, a lazy stack as one TensorDict, and what its LAYOUTS hold."""
+    need_batch(batch, call)
+    batch = dense_stack(batch, call)
+    return batch, read_layouts(batch, call) if has(batch, LAYOUTS) else NOTHING
+
+
+def gathered(
+    batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout], seen: Seen
+) -> Gathered:
+    """Gathers the values of a batch from `whole_batch`, which was `seen`, and verifies its pads. `stand_in` are layouts
+    for masks that are not in the batch."""
+    plan = plan_of(batch, options, carried, stand_in, seen)
+    axes = Axes(batch, options.registry, carried[1], stand_in, options.call)
+    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    rows = batch.batch_size[0] if batch.batch_dims else plan.rows
+    layouts = {name: axes.layout_of(source) for name, source in plan.sources.items()}
+    nested = {f.path: f for f in plan.forms if f.kind == "padded" and entries[f.path].is_nested}
+    pairs = {show(path): (entries[path], layouts[form.layout or ""]) for path, form in nested.items()}
+    check_lengths(pairs, options.call, INTACT)
+    uniform = {
+        form.path: value.expand(layouts[form.layout or ""].num_tokens)
+        for form in plan.forms
+        if form.kind == "padded" and form.path not in nested and form.pads[0] == 0
+        if plan.sources[form.layout or ""] == Source("mask", form.path)
+        if (value := axes.value_of(form.path)) is not None
+    }
+
+    def gather(form: FieldForm) -> Tensor:
+        held = uniform.get(form.path)
+        return _values(form, entries[form.path], layouts[form.layout or ""], options.call) if held is None else held
+
+    verifier = Verifier(entries, gather, layouts, options, dict.fromkeys(uniform, 0))
+    forms, row_pads = verifier.verified(list(plan.forms))
+    before = {form.path: form for form in carried[0].forms}
+    for place, form in enumerate(forms):
+        pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
+        if pads is not None and form.kind == "padded":
+            values, layout = verifier.values[form.path], layouts[form.layout or ""]
+            forms[place], own = _with_one_rule(form, pads, values, layout)
+            row_pads |= {} if own is None else {form.path: own}
+            if forms[place].kind == "dense":
+                entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
+    return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, row_pads)
+
+
+def _values(form: FieldForm, value: Tensor, layout: RowLayout, call: str) -> Tensor:
+    """The packed values [T, *F] of a field."""
+    if value.is_nested:
+        values = value.values()
+        if values.shape[0] < layout.num_tokens:
+            raise LayoutError(
+                f'{call}: field "{show(form.path)}" is jagged, of {values.shape[0]} values; its offsets end at '
+                f"{layout.num_tokens}; expected offsets that end there. Build it anew from its rows."
+            )
+        return values
+    if form.kind == "flat":
+        return value
+    if value.device != layout.device:
+        layout = layout.to(value.device)
+    return pack_torch.pack(value.movedim(form.ragged_dim, 1), layout)
+
+
+def _with_one_rule(
+    form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
+) -> tuple[FieldForm, Tensor | None]:
+    """The form of a field whose rows have different pads, and its pads [B] if they are PER_ROW, or its signs. If some
+    rows have EDGE pads or signs and no rule fits all rows, the field stays padded."""
+    own = pads.pads.to(values)
+    dense = FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout)
+    if pads.signs is not None and values.dtype.is_floating_point and bool(pads.signs.any()):
+        by_edge = pads.edge is not None and bool(pads.edge.any())
+        more = None if by_edge or values.dtype.itemsize == 1 else signs_of_rows(own, layout)
+        return (dense, None) if more is None else (replace(form, pads=(ANY_ZERO,)), pads.signs | more)
+    if pads.edge is None:
+        return replace(form, pads=(PER_ROW,)), own
+    parts = 2 if own.dtype.itemsize == 16 else 1
+    bits = words(own).cpu().numpy().reshape(own.shape[0], parts)
+    line = words(values).cpu().numpy().reshape(values.shape[0], values.shape[1:].numel(), parts)
+    edges, single = checks.edge_pads(line, layout)
+    rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
+    if rule is EDGE:
+        return replace(form, pads=(EDGE,)), None
+    if rule is None or isinstance(rule, Pad):
+        return dense, None
+    return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
 def is_away(x: Tensor) -> bool:
@@ -33,7 +165,7 @@ def is_away(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
+def fields_key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
     """What VerifyFirst remembers fields by."""
     return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
 
@@ -41,6 +173,14 @@ def _key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
 def _of_kernel(pads: Sequence[PadValue]) -> list[PadValue]:
     """The pads that the kernel of device_read.py tries."""
     return [pad for pad in pads if pad is not ANY_ZERO]
+
+
+def rivals(form: FieldForm, pad: PadValue | None) -> list[PadValue]:
+    """The pads that may fit a batch beside its own and not the next one, EDGE beside others. A VerifyFirst remembers no
+    pad that has some."""
+    if pad is None or EDGE not in form.pads:
+        return []
+    return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
 
 @lru_cache(1024)
@@ -71,39 +211,17 @@ class Verifier:
     """Those on devices, which are checked together with the pads."""
     _moved: dict[tuple[str, torch.device], RowLayout] = field(default_factory=dict[tuple[str, torch.device], RowLayout])
 
-    def deferred(self, forms: list[FieldForm]) -> dict[Path, bool]:
-        """The padded fields on the host whose pads need not be learnt now; and whether their first pads may be taken
-        unseen. `forms` get the pads to try."""
-        unsure = self._unsure(forms)
-        key = _key(unsure)
-        sure = self.known
-        if isinstance(self.options.verify, VerifyFirst):
-            sure = {**self.options.verify.known(key), **self.known}
-            if any(path not in sure and self._may_learn(form) for path, form in unsure.items()):
-                return {}
-        found: dict[Path, bool] = {}
-        for place, form in enumerate(forms):
-            here = form.path in unsure and not is_away(self.entries[form.path])
-            if here and len(form.pads) <= abi.MOST_PADS:
-                pad = sure.get(form.path)
-                found[form.path] = pad is not None or self.options.verify == "never"
-                forms[place] = form if pad is None else replace(form, pads=(pad,))
-        return found
-
     def _unsure(self, forms: Sequence[FieldForm]) -> dict[Path, FieldForm]:
         return {form.path: form for form in forms if form.kind == "padded" and not self.entries[form.path].is_nested}
 
-    def verified(
-        self, forms: list[FieldForm], skip: Collection[Path] = ()
-    ) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each, except those of `skip`; and the pads [B] of fields whose pad is PER_ROW, or the
-        signs of those whose pad is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises
-        LossyPadError."""
-        unsure = {path: form for path, form in self._unsure(forms).items() if path not in skip}
+    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
+        """The forms with one pad each; and the pads [B] of fields whose pad is PER_ROW, or the signs of those whose pad
+        is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises LossyPadError."""
+        unsure = self._unsure(forms)
         bools = [(form.path, self.entries[form.path]) for form in forms if form.dtype is torch.bool]
         away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
         self._bools = {path: x for path, x in away if x.layout == torch.strided}
-        found = self._pads(unsure, [form for form in forms if form.layout is not None and form.path not in skip])
+        found = self._pads(unsure, [form for form in forms if form.layout is not None])
         lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self.options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
@@ -125,13 +243,10 @@ class Verifier:
                     row_pads[form.path], held = held, ANY_ZERO if pad is ANY_ZERO else PER_ROW
                 place = next((number for number, own in enumerate(form.pads) if own is held), -1)
                 sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
-        bools = [form for form in sure if form.dtype is torch.bool]
-        for form in [form for form in bools if form.path not in skip]:
+        for form in [form for form in sure if form.dtype is torch.bool]:
             self._look(form.path, self.values.get(form.path, self.entries[form.path]))
             self._look(form.path, row_pads.get(form.path))
         if self._odd:
-            for form in [form for form in bools if form.path in skip]:
-                self._look(form.path, self.gather(form))
             raise odd_bools_error(self.options.call, sorted(set(self._odd)))
         return sure, row_pads
 
@@ -144,7 +259,7 @@ class Verifier:
 
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
         """The pad of each field, or None if none of its pads fits. Also gathers the values."""
-        verify, key = self.options.verify, _key(unsure)
+        verify, key = self.options.verify, fields_key(unsure)
         first = verify if isinstance(verify, VerifyFirst) else None
         sure = {**({} if first is None else first.known(key)), **self.known}
         if verify == "never":
@@ -300,11 +415,7 @@ class Verifier:
                 self._odd.append(path)
 
     def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
-        """The pads that may fit a batch beside its own and not the next one, EDGE beside others; needed only if the pad
-        is remembered."""
-        if pad is None or EDGE not in form.pads or not isinstance(self.options.verify, VerifyFirst):
-            return []
-        return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
+        return rivals(form, pad) if isinstance(self.options.verify, VerifyFirst) else []
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)

@@ -1,0 +1,379 @@
+"""BatchPlan: the form of each entry of a batch, and where its layouts come from.
+
+    signature: names, dtypes, shapes, strides, registry, options --> registry: mask and pads of each field --> BatchPlan
+
+No value in the batch is read, so that one plan holds for all batches of a signature. Only lengths, cu_seqlens and
+jagged fields that are compared with axes need values; their batches are planned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
+from torch import Tensor
+
+from maskpack.core.bits import DTYPES
+from maskpack.core.keys import Path, show
+from maskpack.core.latest import Latest
+from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.tree import Node, entry_at, flatten, has, is_object, names_of, number_at
+from maskpack.errors import LayoutError, RegistryError
+from maskpack.fields.options import Options, VerifyFirst
+from maskpack.fields.registry import MaskNestingSpec
+from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting import checks
+from maskpack.nesting.axes import Axes, Axis, Source
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
+
+Carried = tuple[Schema, dict[str, RowLayout]]
+"""What LAYOUTS holds."""
+NOTHING: Carried = (Schema(Node((), None), (), ()), {})
+
+
+# -------------------------------------------------------------------- signatures
+
+
+class Seen(NamedTuple):
+    """A batch with all that a plan depends on.
+
+    Attributes:
+        signature: None if batches like this one are planned anew.
+        tensors: of each entry, in key order, the tensor or the values of the jagged tensor; None for others.
+        offsets: those of the jagged tensors, each once, int64 [B + 1].
+        limits: the least number of values of a field with these offsets.
+        jagged: the number of the offsets of each jagged field.
+    """
+
+    signature: tuple[Any, ...] | None
+    tensors: list[Tensor | None]
+    offsets: list[Tensor]
+    limits: list[int]
+    jagged: dict[Path, int]
+
+
+def seen_of(batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout]) -> Seen:
+    """`carried` is what LAYOUTS holds, `stand_in` are the layouts of another batch with the same rows."""
+    found = Seen(None, [], [], [], {})
+    both = carried[1] and stand_in
+    if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]) or both:
+        return found
+    given, verify = carried[1] or stand_in, options.verify
+    learnt = verify.times if isinstance(verify, VerifyFirst) else 0
+    of_call = options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss
+    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried[0]]
+    numbers = {id(layout): number for number, layout in enumerate(given.values())}
+    for name, layout in given.items():
+        whole, low = layout.__dict__.get("part_of", (None, 0))
+        if layout.num_rows != rows:
+            return found
+        parts += (name, layout.width, layout.anchor, layout.device, numbers.get(id(whole)), low)
+    return found._replace(signature=tuple(parts)) if _add(found, parts, batch, ()) else found
+
+
+def _add(found: Seen, parts: list[Any], batch: TensorDict, path: Path) -> bool:
+    """Adds the entries of a batch to its signature; false if it is planned anew."""
+    parts += (batch.batch_size[1:], batch.device, names_of(batch))
+    for name, value in batch.items():
+        x: Tensor | None = None
+        if isinstance(value, Tensor):
+            x, number = value, None
+            if type(value) is not Tensor:
+                held = held_by(value)
+                if held is None:
+                    return False
+                x, number = held[0], _number_of(found, held[1])
+            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+                return False
+            if number is not None:
+                found.jagged[(*path, name)] = number
+                found.limits[number] = min(found.limits[number], x.shape[0])
+            parts += (name, x.dtype, x.shape[1:], x.stride(), x.device, number)
+        elif is_object(value):
+            parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
+        elif name == LAYOUTS and not path:
+            continue
+        elif type(value) is TensorDict and value.batch_size[:1] == batch.batch_size[:1]:
+            parts += (name, len(value.keys()))
+            found.tensors.append(None)
+            if not _add(found, parts, value, (*path, name)):
+                return False
+            continue
+        else:
+            return False
+        found.tensors.append(x)
+    return True
+
+
+def _number_of(found: Seen, offsets: Tensor) -> int:
+    """The number of offsets among those of a batch."""
+    for number, own in enumerate(found.offsets):
+        if own is offsets:
+            return number
+    found.offsets.append(offsets)
+    found.limits.append(1 << 62)
+    return len(found.offsets) - 1
+
+
+# -------------------------------------------------------------------- plans
+
+
+class BatchPlan(NamedTuple):
+    """What the batches of one signature are.
+
+    Attributes:
+        root, forms: the root and the forms of the padded batch, with the pads to try.
+        rows: B of the batch that was planned.
+        sources: where the layouts of the forms come from, by their names.
+        anchors: of these layouts.
+        widths: of these layouts, but for those of jagged fields.
+        by_value: whether it holds for this batch alone.
+    """
+
+    root: Node
+    forms: tuple[FieldForm, ...]
+    rows: int
+    sources: Mapping[str, Source]
+    anchors: Mapping[str, int]
+    widths: Mapping[str, int]
+    by_value: bool
+
+    @classmethod
+    def of(
+        cls, batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout]
+    ) -> BatchPlan:
+        """Raises LayoutError and RegistryError for what the registry does not allow."""
+        planner = _Planner(batch, options, carried, stand_in)
+        forms = [planner.form(path, value) for path, value in flatten(batch) if path[0] != LAYOUTS]
+        axes, sources, widths = planner.axes, planner.sources, planner.widths
+        anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
+        root = Node.of(batch) if carried is NOTHING else carried[0].root
+        by_value = planner.by_value or axes.by_value
+        return cls(root, tuple(forms), planner.rows(forms), sources, anchors, widths, by_value)
+
+    def axes(self, forms: Iterable[FieldForm]) -> tuple[str, ...]:
+        """The names of the layouts of padded fields, also of those that stay padded for their values."""
+        return tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the nested or packed batch, with the pads to try."""
+        axes = [(name, self.widths[name], self.anchors[name]) for name in self.axes(self.forms)]
+        return Schema(self.root, self.forms, tuple(axes))
+
+
+plans: Latest[BatchPlan] = Latest()
+"""The plans of the latest signatures."""
+
+
+def plan_of(
+    batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout], seen: Seen
+) -> BatchPlan:
+    """The plan of a batch that was `seen`."""
+    known = plans.get(seen.signature)
+    if known is not None:
+        return known
+    plan = BatchPlan.of(batch, options, carried, stand_in)
+    return plan if seen.signature is None or plan.by_value else plans.keep(seen.signature, plan)
+
+
+@dataclass
+class _Planner:
+    """Determines the form of each entry of a batch and collects their layouts."""
+
+    batch: Any
+    options: Options
+    carried: Carried
+    stand_in: Mapping[str, RowLayout]
+    sources: dict[str, Source] = field(default_factory=dict[str, Source])
+    widths: dict[str, int] = field(default_factory=dict[str, int])
+    by_value: bool = False
+    _rows: dict[str, int] = field(default_factory=dict[str, int])
+    _own: dict[int, str] = field(default_factory=dict[int, str])
+
+    def __post_init__(self) -> None:
+        registry, call = self.options.registry, self.options.call
+        self.axes = Axes(self.batch, registry, self.carried[1], self.stand_in, call)
+        self._before = {form.path: form for form in self.carried[0].forms}
+
+    def form(self, path: Path, value: Any) -> FieldForm:
+        if isinstance(value, Node):
+            self._check_kind(path, value)
+            before = self._before.get(path)
+            return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
+        if is_object(value):
+            return FieldForm(path, "object")
+        if not isinstance(value, Tensor) or isinstance(value, UnbatchedTensor):
+            raise LayoutError(
+                f'{self.options.call}: field "{show(path)}" is a {type(value).__name__}, whose rows are not known; '
+                "expected a tensor [B, ...], a TensorDict, a tensorclass or a Python object. Keep it as "
+                "NonTensorData(value), which holds for all rows."
+            )
+        spec = self.options.registry.find(path)
+        if value.device.type == "meta":
+            raise LayoutError(
+                f'{self.options.call}: field "{show(path)}" is on the meta device, which holds no values; expected '
+                "values. Load them, or leave the field out."
+            )
+        if value.dtype not in DTYPES.values():
+            raise LayoutError(
+                f'{self.options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
+                "expected numbers in memory. Dequantize it, or leave it out."
+            )
+        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
+
+    def _check_kind(self, path: Path, node: Node) -> None:
+        """Raises LayoutError for a tensorclass with values outside its TensorDict, from which it is rebuilt."""
+        call, kind = self.options.call, node.kind
+        if kind is not None and (issubclass(kind, UnbatchedTensor) or not is_dataclass(kind)):
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is a {kind.__name__}, whose rows are not known; expected a tensorclass '
+                "with fields. Keep it as NonTensorData(value), which holds for all rows."
+            )
+        batch = None if kind is None else entry_at(self.batch, path)
+        outside = [] if kind is None else [own.name for own in fields(kind) if not has(batch, own.name)]
+        odd = [name for name in outside if getattr(batch, name, None) is not None]
+        if odd:
+            raise LayoutError(
+                f'{call}: tensorclass "{show(path)}" keeps {", ".join(odd)} outside its TensorDict; expected every '
+                "field in it. Set these fields again, so that tensordict takes them over."
+            )
+
+    def rows(self, forms: Iterable[FieldForm]) -> int:
+        """B, from the batch size, or from the layouts and sub-batches, which must agree, if there are no batch dims."""
+        if self.batch.batch_dims:
+            return self.batch.batch_size[0]
+        counts = {f"layout {form.layout}": self._rows[form.layout] for form in forms if form.layout}
+        nodes = [(form.path, entry_at(self.batch, form.path)) for form in forms if form.kind == "node"]
+        counts |= {f"batch {show(path)}": node.batch_size[0] for path, node in nodes if node.batch_dims}
+        if len(set(counts.values())) > 1:
+            raise LayoutError(
+                f"{self.options.call}: a batch without batch dims has parts with different numbers of rows: {counts}; "
+                "expected one. Give the TensorDict a batch_size, or split it."
+            )
+        return next(iter(counts.values()), 0)
+
+    # ---------------------------------------------------------------- tensors
+
+    def _dense(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
+        dense = FieldForm(path, "dense", dtype=value.dtype)
+        if value.is_sparse or value.layout != torch.strided:
+            return replace(dense, reason=f"its memory layout is {value.layout}")
+        ignored = path in self.options.ignore or path[-1:] in self.options.ignore
+        if ignored or (spec is not None and spec.mask is None):
+            return dense
+        if spec is None:
+            return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
+        axes = self._candidates(path, spec)
+        for axis in axes:
+            if axis.tokens is not None and value.dim() >= 1 and value.shape[0] == axis.tokens:
+                return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
+            dim, shape = spec.dim_of(value), (axis.rows, axis.width)
+            if axis.tokens is None and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
+                pads = self._pads(path, spec, value)
+                return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+        if value.dim() <= 1:
+            return dense
+        if not axes:
+            registry = self.options.registry
+            names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
+            sources = ", ".join(dict.fromkeys(show(way.source) for mask in spec.masks for way in registry.ways(mask)))
+            known = ", ".join(registry.axes) or "none"
+            reason = (
+                f"nothing in the batch gives its mask {names}, computed from {sources} (axes of the registry: {known})"
+            )
+            return replace(dense, reason=reason)
+        if not 1 <= spec.dim_of(value) < value.dim():
+            raise LayoutError(
+                f'{self.options.call}: field "{show(path)}" is {tuple(value.shape)} and its ragged_dim '
+                f"{spec.ragged_dim}; expected a dim after the rows, below {value.dim()}. Give the dim of the "
+                "width."
+            )
+        raise LayoutError(
+            f'{self.options.call}: field "{show(path)}" is {tuple(value.shape)}; '
+            f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."
+        )
+
+    def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
+        """A field that is already nested keeps its form. A new field of a nested batch gets the layout of its spec.
+        Other jagged fields have no padded form."""
+        if not is_regular(value):
+            raise LayoutError(
+                f'{self.options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
+                "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
+                "torch.nested.nested_tensor(rows, layout=torch.jagged)."
+            )
+        before = self._before.get(path)
+        if before is not None and before.layout is not None:
+            return self._again(path, value, before)
+        if spec is not None and (self.carried[1] or self.stand_in):
+            self.by_value = True  # it has the offsets of an axis or not, whatever it is called
+            offsets = to_host([offsets_of(value)])[0]
+            fitting = [
+                axis
+                for axis in self._candidates(path, spec)
+                if axis.tokens is None and np.array_equal(offsets, axis.layout.row_offsets)
+            ]
+            fitting.sort(
+                key=lambda axis: axis.layout.offsets is not offsets_of(value)
+            )  # equal lengths may be a coincidence
+            if fitting:
+                of_rows = PER_ROW, SIGNED_ZERO, ANY_ZERO
+                pads = [pad for pad in self._pads(path, spec, value) if pad not in of_rows]
+                layout, pad = self._use(fitting[0]), pads[0] if pads else 0
+                return FieldForm(path, "padded", layout, (pad,), spec.dim_of(value), value.dtype, hints=spec.hints)
+        hints = () if spec is None else spec.hints
+        return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype, hints=hints)
+
+    def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
+        """The form of a field that is already nested, in its current dtype."""
+        if before.kind == "padded":
+            assert before.layout is not None
+            layout = self.carried[1][before.layout]
+            self._use(Axis(before.layout, Source("given", before.layout), self.axes, layout.num_rows, layout.width))
+            pads = before.pads if PER_ROW in before.pads else (checks.cast_pad(before, value.dtype),)
+            return replace(before, pads=pads, dtype=value.dtype)
+        return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
+
+    def _own_layout(self, path: Path, value: Tensor) -> str:
+        """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""
+        offsets = offsets_of(value)
+        if id(offsets) not in self._own:
+            name = name_of_jagged(path)
+            self.sources[name], self._rows[name] = Source("jagged", path), offsets.shape[0] - 1
+            self._own[id(offsets)] = name
+        return self._own[id(offsets)]
+
+    def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:
+        return [axis for mask in spec.masks if (axis := self.axes.find(mask, path)) is not None]
+
+    def _use(self, axis: Axis) -> str:
+        name = axis.name
+        known = self.sources.setdefault(name, axis.source)
+        if known != axis.source:
+            self.by_value = True
+            if self.axes.layout_of(known) != axis.layout:
+                raise RegistryError(
+                    f'{self.options.call}: two masks of the batch are both called "{name}", an axis and a field; '
+                    "expected one. Give the axis another name in the registry."
+                )
+        self.widths[name], self._rows[name] = axis.width, axis.rows
+        return name
+
+    def _pads(self, path: Path, spec: MaskNestingSpec, value: Tensor) -> tuple[PadValue, ...]:
+        call, token = self.options.call, self.options.pad_token_id
+        if PAD_TOKEN_ID in spec.pads and token is None:
+            raise RegistryError(
+                f'{call}: field "{show(path)}" is padded with PAD_TOKEN_ID, and no pad_token_id was given. '
+                "Pass pad_token_id=tokenizer.pad_token_id."
+            )
+        pads = [token if pad is PAD_TOKEN_ID and token is not None else pad for pad in spec.pads]
+        if value.dim() > 2 or not value.is_floating_point() or value.dtype.itemsize == 1:  # ANY_ZERO is SIGNED_ZERO
+            known = SIGNED_ZERO in pads
+            pads = [SIGNED_ZERO if pad is ANY_ZERO else pad for pad in pads if not (known and pad is ANY_ZERO)]
+        return checks.held_pads(show(path), pads, value.dtype, call)

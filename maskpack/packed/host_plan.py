@@ -1,0 +1,396 @@
+"""HostPlan: how the batches of one signature on the host are encoded, by one call of the compiled core.
+
+    BatchPlan --> origins, cuts, jobs, once --+
+    batch: addresses, rows -------------------+--> make layouts, verify, gather, encode --> table, schema
+
+The core tells what became of each field: the pad that is under its mask, or that it stays padded, in the same call.
+What it does not decide (odd bools, an error to be shown, a field that may not stay padded) is left to `gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core import abi, native
+from maskpack.core.bits import address, words
+from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.errors import LayoutError
+from maskpack.fields.options import Options, VerifyFirst
+from maskpack.layout import scan
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting import checks
+from maskpack.nesting.axes import WHOLE, Source
+from maskpack.nesting.gather import LOSSY, fields_key, rivals
+from maskpack.nesting.plan import BatchPlan, Seen
+from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.packed.table import KEPT, Job, Table, check_memory, job_table, pads_of
+
+_PADDED, _PACKED = 0, 1
+_PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
+    int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
+    for name in ("pad", "result", "row_pads", "rows")
+)
+_AT, _ROWS, _LIMIT = (
+    int(abi.ORIGIN.fields[name][1]) // 8  # type: ignore[index]
+    for name in ("at", "rows", "limit")
+)
+_MASK, _VALUES = -1, 0
+_SPARE = 1 << 15
+_BY_ROW = (PER_ROW, ANY_ZERO)
+_WAYS = {"mask": abi.OF_MASK, "prefix": abi.OF_PREFIX, "jagged": abi.OF_OFFSETS, "given": abi.OF_LAYOUT}
+_NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
+
+
+def packed_forms(schema: Schema, values: Mapping[Path, Any], padded: Collection[Path] = ()) -> tuple[FieldForm, ...]:
+    """The forms of a schema with the device and the shape of one element of each field. Those of `padded` have their
+    width in their values. Without batch dims, a field that stays padded is one element."""
+
+    def packed(form: FieldForm) -> FieldForm:
+        if form.dtype is None:
+            return form
+        x = values[form.path]
+        if x.layout != torch.strided:
+            raise LayoutError(
+                f'compress: field "{show(form.path)}" has the memory layout {x.layout}; expected strided or jagged. '
+                "Convert it with to_dense(), or leave it out."
+            )
+        shape = x.shape[0 if form.layout is None and schema.root.more_dims is None else 1 :]
+        if form.path in padded:
+            shape = x.movedim(form.ragged_dim, 1).shape[2:]
+        return replace(form, device=str(x.device), shape=tuple(shape))
+
+    return tuple(map(packed, schema.forms))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The layouts of a batch: where each comes from, and which are columns of others.
+
+    Attributes:
+        names: of the layouts, those that are columns of others last, which is how they are stored.
+        origins: the sources that are no cuts.
+        cuts: of each layout, its origin, and its first column, or WHOLE, and width.
+    """
+
+    names: tuple[str, ...]
+    origins: list[Source]
+    cuts: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, plan: BatchPlan, given: Mapping[str, RowLayout]) -> Parts:
+        owners = {id(layout): name for name, layout in given.items()}
+
+        def apart(name: str) -> tuple[Source, int, int]:
+            source, width = plan.sources[name], plan.widths.get(name, 0)
+            if source.way == "given":
+                whole, low = given[source.key].__dict__.get("part_of", (None, WHOLE))
+                owner = owners.get(id(whole))
+                return (source, WHOLE, width) if owner is None else (Source("given", owner), low, width)
+            return source._replace(low=WHOLE, width=0), source.low, width
+
+        found = {name: apart(name) for name in plan.sources}
+        names = sorted(found, key=lambda name: found[name][1] != WHOLE)
+        origins = list(dict.fromkeys(found[name][0] for name in names))
+        return cls(tuple(names), origins, [(origins.index(found[name][0]), *found[name][1:]) for name in names])
+
+    def stored(self, anchors: Mapping[str, int]) -> Any:
+        """STORED [m], before the layouts are in a body."""
+        stored = np.zeros(len(self.names), abi.STORED)
+        wholes = {origin: place for place, (origin, low, _) in enumerate(self.cuts) if low == WHOLE}
+        for place, (name, (origin, low, _)) in enumerate(zip(self.names, self.cuts, strict=True)):
+            stored["anchor"][place] = anchors[name]
+            if low != WHOLE and origin in wholes:
+                stored["kind"][place], stored["parent"][place], stored["low"][place] = abi.AS_PART, wholes[origin], low
+        return stored
+
+
+@dataclass
+class HostPlan:
+    """How the batches of one signature are encoded.
+
+    Attributes:
+        plan: what they are.
+        schema: with the pads to try.
+        padded: the padded fields, of which the first pads are trusted.
+        names: the names of the layouts, as they are stored.
+        source: what is in `line`.
+        line: what the last such batch was encoded from.
+        inputs: int64 [n], the numbers of what lies at the addresses in the line: tensors, then offsets, then given
+            layouts; and `targets` where these addresses are.
+        copies: what is copied before it is read: its place among the inputs, its number among the tensors, and the
+            ragged dim of a padded one, _VALUES or _MASK.
+        limits_at: where the number of values under some offsets is, and `limits` the numbers of these offsets.
+        rows_at: where the number of rows is, and `results_at` what became of each job.
+        order: int64 [n], the place of each tensor among the jobs.
+        unlearnt: the numbers of the fields whose pads a VerifyFirst does not know.
+        uniform: whether some masks are taken to have valid words that are all equal.
+        bytes_of_row: bytes of a row of the padded fields.
+        misfit: whether the last such batch had a mask that is not uniform.
+        room: bytes for a body, enough for one that is a little larger than the last.
+        schemas: with the pads that were found, by `pads` and `by_row` of `with_pads`.
+    """
+
+    plan: BatchPlan
+    schema: Schema
+    padded: Collection[Path]
+    names: tuple[str, ...]
+    source: native.BatchSource
+    line: IntArray
+    inputs: IntArray
+    targets: IntArray
+    copies: Sequence[tuple[int, int, int]]
+    limits_at: IntArray
+    limits: Sequence[int]
+    rows_at: IntArray
+    results_at: IntArray
+    order: IntArray
+    unlearnt: Sequence[int]
+    uniform: bool
+    bytes_of_row: int
+    room: int = 0
+    misfit: bool = False
+    schemas: dict[tuple[int, ...], Schema] = field(default_factory=dict[tuple[int, ...], Schema])
+
+    @classmethod
+    def of(
+        cls, plan: BatchPlan, options: Options, given: Mapping[str, RowLayout], seen: Seen, uniform: bool = True
+    ) -> HostPlan | None:
+        """None for batches that the core does not encode from what they are. With `uniform`, masks are taken to have
+        valid words that are all equal, which need not be verified."""
+        if seen.signature is None or plan.by_value or not _is_host(plan, given, seen):
+            return None
+        tensors = {form.path: x for form, x in zip(plan.forms, seen.tensors, strict=True) if x is not None}
+        padded = {f.path: f for f in plan.forms if f.kind == "padded" and f.path not in seen.jagged}
+        parts = Parts.of(plan, given)
+        in_order: list[Any] = seen.tensors
+        numbers = {form.path: number for number, form in enumerate(plan.forms)}
+        masks = [source.key for source in parts.origins if source.way == "mask"]
+        alike = {path for path in masks if uniform and _may_trust(plan, padded.get(path), tensors[path])}
+        verify = options.verify
+        known: Mapping[Path, PadValue] = {}
+        if isinstance(verify, VerifyFirst):
+            known = verify.known(fields_key(padded))
+        pads = {path: pad for path, pad in known.items() if path not in alike}
+        schema = replace(plan.schema, forms=packed_forms(plan.schema, tensors, padded))
+        schema = replace(
+            schema, forms=tuple(replace(f, pads=(pads[f.path],)) if f.path in pads else f for f in schema.forms)
+        )
+        jobs = _jobs(schema, tensors, padded, options, {*pads, *alike})
+        rows, held = plan.rows, list[Any]()
+        table = job_table(jobs, parts.names, {}, rows, rows, held)
+        lines = [_line(source, tensors, seen, rows, alike) for source in parts.origins]
+        source = native.BatchSource(len(lines), len(parts.cuts), len(jobs), native.slots_of(table.jobs))
+        blocks = [lines, parts.cuts, parts.stored(plan.anchors), table.jobs]
+        line = np.concatenate([np.ascontiguousarray(block).view(np.int64).reshape(-1) for block in blocks])
+        first, begins = source.places[2], np.arange(len(lines)) * abi.ORIGIN_NUMBERS
+        each = first + np.arange(len(jobs)) * abi.JOB_NUMBERS
+        own = [numbers[job.form.path] for job in jobs]
+        places = table.order * abi.JOB_NUMBERS + [_PACKED if job.padded is None else _PADDED for job in jobs]
+        reads = [
+            (at, numbers[key], _MASK) for at, (way, key, *_) in enumerate(parts.origins) if way in ("mask", "prefix")
+        ]
+        reads += [
+            (len(lines) + at, number, _VALUES if job.padded is None else job.form.ragged_dim)
+            for at, (number, job) in enumerate(zip(own, jobs, strict=True))
+        ]
+        offsets = [at for at, (way, _, _, _) in enumerate(parts.origins) if way == "jagged"]
+        return cls(
+            plan,
+            schema,
+            frozenset(padded),
+            parts.names,
+            source,
+            line,
+            np.array([*(_input(source, numbers, seen, given) for source in parts.origins), *own], np.int64),
+            np.concatenate([begins + _AT, first + places]).astype(np.int64),
+            [read for read in reads if _copied(held := in_order[read[1]], read[2]).data_ptr() != held.data_ptr()],
+            begins[offsets] + _LIMIT,
+            [seen.jagged[parts.origins[at].key] for at in offsets],
+            np.concatenate([begins + _ROWS, each + _JOB_ROWS]).astype(np.int64),
+            each + _RESULT,
+            table.order,
+            [at for at, job in enumerate(jobs) if _learns(verify, job, known, alike)],
+            bool(alike),
+            sum(tensors[path].nbytes for path in padded) // rows,
+        )
+
+    def encoded(
+        self, seen: Seen, rows: int, given: IntArray, layouts: Mapping[str, RowLayout], verify: Any
+    ) -> tuple[Table, Schema] | None:
+        """The table and the schema of a batch of this signature; None if the core leaves it to `gather`. `given` is the
+        table of the `layouts` of another batch."""
+        self.misfit = False
+        if seen.jagged and layouts and not self._has_layouts(seen, layouts):
+            return None
+        line, (_, stored, jobs, end) = np.array(self.line), self.source.places
+        places = [0 if x is None else x.data_ptr() for x in (*seen.tensors, *seen.offsets)]
+        places += range(address(given), address(given) + given.nbytes, abi.LAYOUT.itemsize)
+        line[self.targets] = np.array(places, np.int64)[self.inputs]
+        copies = [_copied(x, dim) for _, number, dim in self.copies if (x := seen.tensors[number]) is not None]
+        for (at, _, _), x in zip(self.copies, copies, strict=True):
+            line[self.targets[at]] = x.data_ptr()
+        line[self.limits_at] = [seen.limits[number] for number in self.limits]
+        line[self.rows_at] = rows
+        line[self.results_at] = abi.FITS
+        found, line = native.compress(self.source, line, self.room, native.threads_for(rows * self.bytes_of_row))
+        done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
+        if found is None:
+            check_memory(done[:, _RESULT])
+            self.misfit = self.uniform and not done[:, _RESULT].any()
+            return None
+        self.line, self.room = line, found.body.nbytes + found.body.nbytes // 4 + _SPARE
+        done = done[self.order]
+        row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), abi.ARRAY)
+        own = native.structs(np.array(line[stored:jobs]), abi.STORED)
+        parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
+        table = Table(rows, rows, *parts, is_compact=True)
+        pads, by_row = pads_of(done[:, _RESULT], done[:, _PAD]).tolist(), (done[:, _ROW_PADS + 2] > 0).tolist()
+        key = *pads, *by_row
+        if key not in self.schemas:
+            self.schemas[key] = with_pads(self.schema, self.padded, pads, by_row)
+        if self.unlearnt:
+            self._learn(verify, seen, table, pads)
+        return table, self.schemas[key]
+
+    def _has_layouts(self, seen: Seen, layouts: Mapping[str, RowLayout]) -> bool:
+        """Whether the jagged fields of a nested batch have the row lengths of their layouts."""
+        checked: set[tuple[int, str]] = set()
+        for form in self.schema.forms:
+            number = seen.jagged.get(form.path)
+            if number is None or form.kind != "padded" or (number, form.layout) in checked:
+                continue
+            layout, offsets = layouts[form.layout or ""], seen.offsets[number]
+            same = offsets is layout.__dict__.get("offsets")
+            if not same and not np.array_equal(offsets.detach().numpy(), layout.row_offsets):
+                return False
+            if seen.limits[number] < layout.num_tokens:
+                return False
+            checked.add((number, form.layout or ""))
+        return True
+
+    def _learn(self, verify: Any, seen: Seen, table: Table, pads: Sequence[int]) -> None:
+        """Tells a VerifyFirst the pads that fitted, but for those that this batch does not tell."""
+        tensors = [(f, x) for f, x in zip(self.plan.forms, seen.tensors, strict=True) if x is not None]
+        found: dict[Path, PadValue] = {}
+        for number in self.unlearnt:
+            form, x = tensors[number]
+            layout = table.layouts[form.layout or ""]
+            if pads[number] == KEPT or layout.num_tokens == layout.num_rows * layout.width:
+                continue
+            pad, x = form.pads[pads[number]], x.movedim(form.ragged_dim, 1)
+            if not any(checks.read([(x, layout, other, None) for other in rivals(form, pad)])[0]):
+                found[form.path] = SIGNED_ZERO if pad == 0 and SIGNED_ZERO in form.pads else pad
+        if found:
+            padded = {form.path: form for form in self.plan.forms if form.path in self.padded}
+            verify.learn(fields_key(padded), found)
+
+
+_NO_WORDS = np.zeros(0, np.uint8)
+
+
+def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> bool:
+    """Whether the core reads all tensors and makes all layouts of a batch."""
+    held = [*(x for x in seen.tensors if x is not None), *seen.offsets, *given.values()]
+    offsets = all(own.dtype is torch.int64 and own.is_contiguous() for own in seen.offsets)
+    few = all(len(form.pads) <= abi.MOST_PADS for form in plan.forms)
+    nested = (form for form in plan.forms if form.path in seen.jagged)
+    plain = not any(pad in _BY_ROW for form in nested for pad in form.pads)
+    known = all(source.way in _WAYS for source in plan.sources.values())
+    tensors = any(x is not None for x in seen.tensors)
+    return tensors and offsets and few and plain and known and all(x.device.type == "cpu" for x in held)
+
+
+def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
+    """Whether a mask that has one valid word needs no other check of its pad."""
+    if form is None or form.pads[0] != 0 or plan.sources.get(form.layout or "") != Source("mask", form.path):
+        return False
+    return scan.is_plain(mask)
+
+
+def _jobs(
+    schema: Schema, tensors: Mapping[Path, Tensor], padded: Collection[Path], options: Options, sure: Collection[Path]
+) -> list[Job]:
+    """The jobs of a batch; of fields that are `sure`, the first pad is trusted."""
+    jobs: list[Job] = []
+    for form in schema.forms:
+        x = tensors.get(form.path)
+        if x is not None and form.path in padded:
+            keeps = options.on_loss == "keep" and not options.strict and form.ragged_dim == 1 and x.is_contiguous()
+            jobs.append(Job(form, x, None, None, options.verify == "never" or form.path in sure, keeps))
+        elif x is not None:
+            jobs.append(Job(form, words=_NO_WORDS))
+    return jobs
+
+
+def _learns(verify: Any, job: Job, known: Mapping[Path, PadValue], alike: Collection[Path]) -> bool:
+    path = job.form.path
+    return isinstance(verify, VerifyFirst) and job.padded is not None and path not in known and path not in alike
+
+
+def _line(
+    source: Source, tensors: Mapping[Path, Tensor], seen: Seen, rows: int, alike: Collection[Path]
+) -> tuple[int, ...]:
+    """An Origin."""
+    way = _WAYS[source.way]
+    if way == abi.OF_OFFSETS:
+        return 0, 8, rows, 0, 0, 0, way, 0, 0
+    if way == abi.OF_LAYOUT:
+        return 0, 0, rows, 0, 0, 0, way, 0, 0
+    return *scan.described(*scan.readable(tensors[source.key])), way, int(source.key in alike), 0
+
+
+def _input(source: Source, numbers: Mapping[Path, int], seen: Seen, given: Mapping[str, RowLayout]) -> int:
+    """The number of what an origin is read from."""
+    if source.way == "jagged":
+        return len(seen.tensors) + seen.jagged[source.key]
+    if source.way == "given":
+        return len(seen.tensors) + len(seen.offsets) + list(given).index(source.key)
+    return numbers[source.key]
+
+
+def _copied(x: Tensor, ragged_dim: int) -> Tensor:
+    """A tensor as the core reads it, a copy if it has to be; _MASK, _VALUES or the ragged dim of a padded tensor."""
+    if ragged_dim == _MASK:
+        return scan.readable(x)[1]
+    return words(x).contiguous() if ragged_dim == _VALUES else native.described(x.movedim(ragged_dim, 1))[1]
+
+
+def with_pads(schema: Schema, deferred: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]) -> Schema:
+    """The schema in which each of the `deferred` fields has the pad that is under its mask, by its number in `pads`, or
+    stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the
+    constant 0."""
+    forms = list(schema.forms)
+    tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
+    for number, place in enumerate(tensors):
+        form = forms[place]
+        if form.path not in deferred:
+            continue
+        if pads[number] == KEPT:
+            forms[place] = _kept(form, schema)
+            continue
+        pad = form.pads[pads[number]]
+        if isinstance(pad, Pad) and pad is not EDGE:
+            pad = (
+                PER_ROW
+                if pad is not ANY_ZERO and (by_row[number] or pad is PER_ROW)
+                else ANY_ZERO
+                if by_row[number]
+                else 0
+            )
+        forms[place] = replace(form, pads=(pad,))
+    return replace(schema, forms=tuple(forms))
+
+
+def _kept(form: FieldForm, schema: Schema) -> FieldForm:
+    """The form of a field that stays padded."""
+    width = next(width for name, width, _ in schema.axes if name == form.layout)
+    kept = FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout)
+    return replace(kept, device=form.device, shape=(width, *form.shape))
