@@ -342,6 +342,8 @@ class Verifier:
         left = list(forms)
         for attempt in range(max((len(form.pads) for form in forms), default=0)):
             trials = [form for form in left if len(form.pads) > attempt]
+            if not trials:
+                break
             left = [form for form in left if len(form.pads) <= attempt]
             exact, of_rows = checks.read(
                 [(*padded[form.path], form.pads[attempt], gathered[form.path]) for form in trials]
