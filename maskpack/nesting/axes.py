@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from maskpack.core.keys import Key, Path, path_of, show
@@ -17,8 +18,8 @@ from maskpack.core.tree import dense_at, entry_at, flatten, has, number_at
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
-from maskpack.layout.jagged import offsets_of
-from maskpack.layout.row_layout import RowLayout, anchored, layout_and_value, prefix_of
+from maskpack.layout.jagged import offsets_of, to_host
+from maskpack.layout.row_layout import RowLayout, anchored, layout_and_value, layout_of_offsets, prefix_of
 from maskpack.nesting.schema import LAYOUTS
 
 _T = TypeVar("_T")
@@ -104,6 +105,14 @@ class Axes:
 
     # ---------------------------------------------------------------- layouts
 
+    def layouts_of(self, sources: Mapping[str, Source]) -> dict[str, RowLayout]:
+        """The layouts of some sources, by name. One synchronisation for all jagged fields on CUDA."""
+        paths = [source.key for source in sources.values() if source.way == "jagged"]
+        offsets = [offsets_of(entry_at(self.batch, path)) for path in paths]
+        for path, own, on_host in zip(paths, offsets, to_host(offsets), strict=True):
+            self._layouts[Source("jagged", path)] = self._read(path, layout_of_offsets, own.to(torch.int64), on_host)
+        return {name: self.layout_of(source) for name, source in sources.items()}
+
     def layout_of(self, source: Source) -> RowLayout:
         """The layout that a source gives. Each mask is scanned once, however many axes are cut from it."""
         if source not in self._layouts:
@@ -124,8 +133,6 @@ class Axes:
         if way == "prefix":
             return prefix_of(self.layout_of(Source("mask", key)))
         tensor = entry_at(self.batch, key)
-        if way == "jagged":
-            return self._read(key, RowLayout.from_cu_seqlens, offsets_of(tensor))
         if way == "cu_seqlens":
             return self._read(key, RowLayout.from_cu_seqlens, tensor)
         if way == "lengths":

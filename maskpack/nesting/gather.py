@@ -8,7 +8,7 @@ the same in the compiled core, which encodes what it gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from maskpack.core.tensors import need_batch
 from maskpack.core.tree import dense_stack, flatten, has
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
-from maskpack.layout.jagged import check_lengths, to_host
+from maskpack.layout.jagged import check_lengths, to_host, values_of
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
 from maskpack.nesting.axes import Axes, Source
@@ -88,23 +88,35 @@ def gathered(
     axes = Axes(batch, options.registry, carried[1], stand_in, options.call)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
     rows = batch.batch_size[0] if batch.batch_dims else plan.rows
-    layouts = {name: axes.layout_of(source) for name, source in plan.sources.items()}
-    nested = {f.path: f for f in plan.forms if f.kind == "padded" and entries[f.path].is_nested}
-    pairs = {show(path): (entries[path], layouts[form.layout or ""]) for path, form in nested.items()}
-    check_lengths(pairs, options.call, INTACT)
+    layouts = axes.layouts_of(plan.sources)
+    tensors = {form.path: entries[form.path] for form in plan.forms if form.dtype is not None}
+    jagged = {path: values_of(x) for path, x in tensors.items() if x.is_nested}
+    pairs = [(f.path, layouts[f.layout or ""]) for f in plan.forms if f.kind == "padded" and f.path in jagged]
+    check_lengths({show(path): (tensors[path], layout) for path, layout in pairs}, options.call, INTACT)
+    tensors |= jagged  # whose attributes take microseconds each
     uniform = {
         form.path: value.expand(layouts[form.layout or ""].num_tokens)
         for form in plan.forms
-        if form.kind == "padded" and form.path not in nested and form.pads[0] == 0
+        if form.kind == "padded" and form.path not in jagged and form.pads[0] == 0
         if plan.sources[form.layout or ""] == Source("mask", form.path)
         if (value := axes.value_of(form.path)) is not None
     }
 
     def gather(form: FieldForm) -> Tensor:
-        held = uniform.get(form.path)
-        return _values(form, entries[form.path], layouts[form.layout or ""], options.call) if held is None else held
+        path, layout = form.path, layouts[form.layout or ""]
+        if path in uniform:
+            return uniform[path]
+        x = tensors[path]
+        if path not in jagged and form.kind != "flat":
+            return pack_torch.pack(x.movedim(form.ragged_dim, 1), layout.to(x.device))
+        if path in jagged and x.shape[0] < layout.num_tokens:
+            raise LayoutError(
+                f'{options.call}: field "{show(path)}" is jagged, of {x.shape[0]} values; its offsets end at '
+                f"{layout.num_tokens}; expected offsets that end there. Build it anew from its rows."
+            )
+        return x
 
-    verifier = Verifier(entries, gather, layouts, options, dict.fromkeys(uniform, 0))
+    verifier = Verifier(tensors, jagged.keys(), gather, layouts, options, dict.fromkeys(uniform, 0))
     forms, row_pads = verifier.verified(list(plan.forms))
     before = {form.path: form for form in carried[0].forms}
     for place, form in enumerate(forms):
@@ -116,23 +128,6 @@ def gathered(
             if forms[place].kind == "dense":
                 entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, row_pads)
-
-
-def _values(form: FieldForm, value: Tensor, layout: RowLayout, call: str) -> Tensor:
-    """The packed values [T, *F] of a field."""
-    if value.is_nested:
-        values = value.values()
-        if values.shape[0] < layout.num_tokens:
-            raise LayoutError(
-                f'{call}: field "{show(form.path)}" is jagged, of {values.shape[0]} values; its offsets end at '
-                f"{layout.num_tokens}; expected offsets that end there. Build it anew from its rows."
-            )
-        return values
-    if form.kind == "flat":
-        return value
-    if value.device != layout.device:
-        layout = layout.to(value.device)
-    return pack_torch.pack(value.movedim(form.ragged_dim, 1), layout)
 
 
 def _with_one_rule(
@@ -193,10 +188,12 @@ def _with_one(form: FieldForm, place: int) -> FieldForm:
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `gather(form)` returns the values [T, *F] of a field, and `known` are pads that need no check.
+    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; `gather(form)`
+    returns the values [T, *F] of a field, and `known` are pads that need no check.
     """
 
-    entries: Mapping[Path, Any]
+    tensors: Mapping[Path, Tensor]
+    jagged: Collection[Path]
     gather: Callable[[FieldForm], Tensor]
     layouts: Mapping[str, RowLayout]
     options: Options
@@ -212,15 +209,14 @@ class Verifier:
     _moved: dict[tuple[str, torch.device], RowLayout] = field(default_factory=dict[tuple[str, torch.device], RowLayout])
 
     def _unsure(self, forms: Sequence[FieldForm]) -> dict[Path, FieldForm]:
-        return {form.path: form for form in forms if form.kind == "padded" and not self.entries[form.path].is_nested}
+        return {form.path: form for form in forms if form.kind == "padded" and form.path not in self.jagged}
 
     def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
         """The forms with one pad each; and the pads [B] of fields whose pad is PER_ROW, or the signs of those whose pad
         is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises LossyPadError."""
         unsure = self._unsure(forms)
-        bools = [(form.path, self.entries[form.path]) for form in forms if form.dtype is torch.bool]
-        away = [(path, x.values() if x.is_nested else x) for path, x in bools if is_away(x)]
-        self._bools = {path: x for path, x in away if x.layout == torch.strided}
+        bools = [(form.path, self.tensors[form.path]) for form in forms if form.dtype is torch.bool]
+        self._bools = {path: x for path, x in bools if is_away(x) and x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None])
         lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self.options.on_loss == "error":
@@ -244,7 +240,7 @@ class Verifier:
                 place = next((number for number, own in enumerate(form.pads) if own is held), -1)
                 sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
         for form in [form for form in sure if form.dtype is torch.bool]:
-            self._look(form.path, self.values.get(form.path, self.entries[form.path]))
+            self._look(form.path, self.values.get(form.path, self.tensors[form.path]))
             self._look(form.path, row_pads.get(form.path))
         if self._odd:
             raise odd_bools_error(self.options.call, sorted(set(self._odd)))
@@ -289,8 +285,8 @@ class Verifier:
         away: dict[torch.device, list[FieldForm]] = {}
         here: list[FieldForm] = []
         for form in gathered:
-            if is_away(self.entries[form.path]):
-                away.setdefault(self.entries[form.path].device, []).append(form)
+            if is_away(self.tensors[form.path]):
+                away.setdefault(self.tensors[form.path].device, []).append(form)
             elif form.path in doubtful:
                 here.append(form)
             else:
@@ -310,7 +306,7 @@ class Verifier:
         read."""
         fields: dict[Path, device_read.PaddedField] = {}
         for form in forms:
-            if form.kind == "padded" and not self.entries[form.path].is_nested:
+            if form.kind == "padded" and form.path not in self.jagged:
                 x, layout = self._padded(form)
                 if device_read.fits(x, layout):
                     pad = sure.get(form.path)
@@ -435,7 +431,7 @@ class Verifier:
         return self._row_pads[form.path, pad]
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
-        x = self.entries[form.path]
+        x = self.tensors[form.path]
         x = x if form.ragged_dim == 1 else x.movedim(form.ragged_dim, 1)
         place = form.layout or "", x.device
         if place not in self._moved:
