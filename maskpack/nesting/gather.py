@@ -17,12 +17,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.bits import empty_of, from_words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import empty_of, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import dense_stack, flatten, has
+from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, rows_in, unflatten
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout.jagged import check_lengths, to_host, values_of
@@ -30,8 +30,8 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
 from maskpack.nesting.axes import Axes, Source
 from maskpack.nesting.plan import NOTHING, BatchPlan, Carried, Seen, plan_of
-from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, RowPads, Schema, read_layouts, read_pads
-from maskpack.nesting.signs import signs_of, signs_of_rows
+from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
+from maskpack.nesting.signs import signs_of
 from maskpack.ops import pack_torch
 
 LOSSY = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
@@ -39,7 +39,7 @@ _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO ta
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
 
 
-_DIFFERENT_PADS = "its rows were nested with different pads"
+DIFFERENT_PADS = "its rows were nested with different pads"
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,26 @@ class Gathered:
 
 
 def whole_batch(batch: TensorDictBase, call: str) -> tuple[TensorDictBase, Carried]:
-    """A batch, a lazy stack as one TensorDict, and what its LAYOUTS hold."""
+    """A batch, a lazy stack as one TensorDict, and what its LAYOUTS hold. Nested fields whose pads differ from row to
+    row are restored in it."""
     need_batch(batch, call)
     batch = dense_stack(batch, call)
-    return batch, read_layouts(batch, call) if has(batch, LAYOUTS) else NOTHING
+    if not has(batch, LAYOUTS):
+        return batch, NOTHING
+    schema, layouts = read_layouts(batch, call)
+    forms = {form.path: form for form in schema.forms}
+    restored: dict[Path, Tensor] = {}
+    for path, form in forms.items():
+        pads = read_pads(batch, forms, path, call) if form.kind == "padded" else None
+        value = None if pads is None else entry_at(batch, path)
+        if isinstance(value, Tensor) and value.is_nested:
+            layout = layouts[form.layout or ""]
+            check_lengths({show(path): (value, layout)}, call, INTACT)
+            restored[path] = checks.to_padded(values_of(value), form, layout, pads)
+    if restored:
+        entries = [(path, restored.get(path, value)) for path, value in flatten(batch)]
+        batch = unflatten(Node.of(batch), entries, rows_in(batch))
+    return batch, Carried(schema, layouts, frozenset(restored))
 
 
 def gathered(
@@ -85,7 +101,7 @@ def gathered(
     """Gathers the values of a batch from `whole_batch`, which was `seen`, and verifies its pads. `stand_in` are layouts
     for masks that are not in the batch."""
     plan = plan_of(batch, options, carried, stand_in, seen)
-    axes = Axes(batch, options.registry, carried[1], stand_in, options.call)
+    axes = Axes(batch, options.registry, carried.layouts, stand_in, options.call)
     entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
     rows = batch.batch_size[0] if batch.batch_dims else plan.rows
     layouts = axes.layouts_of(plan.sources)
@@ -116,43 +132,9 @@ def gathered(
             )
         return x
 
-    verifier = Verifier(tensors, jagged.keys(), gather, layouts, options, dict.fromkeys(uniform, 0))
+    verifier = Verifier(tensors, jagged.keys(), plan.restored, gather, layouts, options, dict.fromkeys(uniform, 0))
     forms, row_pads = verifier.verified(list(plan.forms))
-    before = {form.path: form for form in carried[0].forms}
-    for place, form in enumerate(forms):
-        pads = None if form.path in row_pads else read_pads(batch, before, form.path, options.call)
-        if pads is not None and form.kind == "padded":
-            values, layout = verifier.values[form.path], layouts[form.layout or ""]
-            forms[place], own = _with_one_rule(form, pads, values, layout)
-            row_pads |= {} if own is None else {form.path: own}
-            if forms[place].kind == "dense":
-                entries[form.path] = checks.to_padded(verifier.values.pop(form.path), form, layout, pads)
     return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, row_pads)
-
-
-def _with_one_rule(
-    form: FieldForm, pads: RowPads, values: Tensor, layout: RowLayout
-) -> tuple[FieldForm, Tensor | None]:
-    """The form of a field whose rows have different pads, and its pads [B] if they are PER_ROW, or its signs. If some
-    rows have EDGE pads or signs and no rule fits all rows, the field stays padded."""
-    own = pads.pads.to(values)
-    dense = FieldForm(form.path, "dense", dtype=form.dtype, reason=_DIFFERENT_PADS, axis=form.layout)
-    if pads.signs is not None and values.dtype.is_floating_point and bool(pads.signs.any()):
-        by_edge = pads.edge is not None and bool(pads.edge.any())
-        more = None if by_edge or values.dtype.itemsize == 1 else signs_of_rows(own, layout)
-        return (dense, None) if more is None else (replace(form, pads=(ANY_ZERO,)), pads.signs | more)
-    if pads.edge is None:
-        return replace(form, pads=(PER_ROW,)), own
-    parts = 2 if own.dtype.itemsize == 16 else 1
-    bits = words(own).cpu().numpy().reshape(own.shape[0], parts)
-    line = words(values).cpu().numpy().reshape(values.shape[0], values.shape[1:].numel(), parts)
-    edges, single = checks.edge_pads(line, layout)
-    rule = checks.one_rule(pads.edge.cpu().numpy(), bits, edges, single, layout.lengths == layout.width)
-    if rule is EDGE:
-        return replace(form, pads=(EDGE,)), None
-    if rule is None or isinstance(rule, Pad):
-        return dense, None
-    return replace(form, pads=(PER_ROW,)), from_words(rule.reshape(words(own).shape), own.dtype).to(own.device)
 
 
 def is_away(x: Tensor) -> bool:
@@ -188,12 +170,14 @@ def _with_one(form: FieldForm, place: int) -> FieldForm:
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; `gather(form)`
-    returns the values [T, *F] of a field, and `known` are pads that need no check.
+    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; those that were
+    `restored` are verified in any case. `gather(form)` returns the values [T, *F] of a field, and `known` are pads that
+    need no check.
     """
 
     tensors: Mapping[Path, Tensor]
     jagged: Collection[Path]
+    restored: Collection[Path]
     gather: Callable[[FieldForm], Tensor]
     layouts: Mapping[str, RowLayout]
     options: Options
@@ -218,7 +202,7 @@ class Verifier:
         bools = [(form.path, self.tensors[form.path]) for form in forms if form.dtype is torch.bool]
         self._bools = {path: x for path, x in bools if is_away(x) and x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None])
-        lossy = [form for path, form in unsure.items() if found[path] is None]
+        lossy = [form for path, form in unsure.items() if found[path] is None and path not in self.restored]
         if lossy and self.options.on_loss == "error":
             raise LossyPadError("\n".join(map(self._message, lossy)))
         row_pads: dict[Path, Tensor] = {}
@@ -229,7 +213,8 @@ class Verifier:
                 sure.append(form)
             elif pad is None:
                 self.values.pop(form.path)
-                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout))
+                reason = DIFFERENT_PADS if form.path in self.restored else LOSSY
+                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=reason, axis=form.layout))
             else:
                 held = self._pad(form, pad)
                 zeros = pad is SIGNED_ZERO or pad is ANY_ZERO
@@ -259,7 +244,7 @@ class Verifier:
         first = verify if isinstance(verify, VerifyFirst) else None
         sure = {**({} if first is None else first.known(key)), **self.known}
         if verify == "never":
-            sure = {path: form.pads[0] for path, form in unsure.items()}
+            sure = {path: form.pads[0] for path, form in unsure.items() if path not in self.restored}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}
         read = self._read(gathered, doubtful, sure)
         if first is not None:

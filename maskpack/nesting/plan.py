@@ -31,9 +31,17 @@ from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Source
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 
-Carried = tuple[Schema, dict[str, RowLayout]]
-"""What LAYOUTS holds."""
-NOTHING: Carried = (Schema(Node((), None), (), ()), {})
+
+class Carried(NamedTuple):
+    """What the LAYOUTS of a batch hold; and the fields that were restored, because their pads differ from row to row:
+    they are padded, and looked at anew."""
+
+    schema: Schema
+    layouts: Mapping[str, RowLayout]
+    restored: frozenset[Path] = frozenset()
+
+
+NOTHING = Carried(Schema(Node((), None), (), ()), {})
 
 
 # -------------------------------------------------------------------- signatures
@@ -60,13 +68,13 @@ class Seen(NamedTuple):
 def seen_of(batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout]) -> Seen:
     """`carried` is what LAYOUTS holds, `stand_in` are the layouts of another batch with the same rows."""
     found = Seen(None, [], [], [], {})
-    both = carried[1] and stand_in
+    both = carried.layouts and stand_in
     if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]) or both:
         return found
-    given, verify = carried[1] or stand_in, options.verify
+    given, verify = carried.layouts or stand_in, options.verify
     learnt = verify.times if isinstance(verify, VerifyFirst) else 0
     of_call = options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss
-    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried[0]]
+    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried.schema, carried.restored]
     numbers = {id(layout): number for number, layout in enumerate(given.values())}
     for name, layout in given.items():
         whole, low = layout.__dict__.get("part_of", (None, 0))
@@ -132,6 +140,7 @@ class BatchPlan(NamedTuple):
         sources: where the layouts of the forms come from, by their names.
         anchors: of these layouts.
         widths: of these layouts, but for those of jagged fields.
+        restored: the fields that were nested with different pads.
         by_value: whether it holds for this batch alone.
     """
 
@@ -141,6 +150,7 @@ class BatchPlan(NamedTuple):
     sources: Mapping[str, Source]
     anchors: Mapping[str, int]
     widths: Mapping[str, int]
+    restored: frozenset[Path]
     by_value: bool
 
     @classmethod
@@ -152,9 +162,9 @@ class BatchPlan(NamedTuple):
         forms = [planner.form(path, value) for path, value in flatten(batch) if path[0] != LAYOUTS]
         axes, sources, widths = planner.axes, planner.sources, planner.widths
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
-        root = Node.of(batch) if carried is NOTHING else carried[0].root
+        root = Node.of(batch) if carried is NOTHING else carried.schema.root
         by_value = planner.by_value or axes.by_value
-        return cls(root, tuple(forms), planner.rows(forms), sources, anchors, widths, by_value)
+        return cls(root, tuple(forms), planner.rows(forms), sources, anchors, widths, carried.restored, by_value)
 
     def axes(self, forms: Iterable[FieldForm]) -> tuple[str, ...]:
         """The names of the layouts of padded fields, also of those that stay padded for their values."""
@@ -198,8 +208,8 @@ class _Planner:
 
     def __post_init__(self) -> None:
         registry, call = self.options.registry, self.options.call
-        self.axes = Axes(self.batch, registry, self.carried[1], self.stand_in, call)
-        self._before = {form.path: form for form in self.carried[0].forms}
+        self.axes = Axes(self.batch, registry, self.carried.layouts, self.stand_in, call)
+        self._before = {form.path: form for form in self.carried.schema.forms}
 
     def form(self, path: Path, value: Any) -> FieldForm:
         if isinstance(value, Node):
@@ -225,6 +235,9 @@ class _Planner:
                 f'{self.options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
                 "expected numbers in memory. Dequantize it, or leave it out."
             )
+        if path in self.carried.restored:
+            before = self._before[path]
+            return replace(before, layout=self._use_given(before), dtype=value.dtype)
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
 
     def _check_kind(self, path: Path, node: Node) -> None:
@@ -311,7 +324,7 @@ class _Planner:
         before = self._before.get(path)
         if before is not None and before.layout is not None:
             return self._again(path, value, before)
-        if spec is not None and (self.carried[1] or self.stand_in):
+        if spec is not None and (self.carried.layouts or self.stand_in):
             self.by_value = True  # it has the offsets of an axis or not, whatever it is called
             offsets = to_host([offsets_of(value)])[0]
             fitting = [
@@ -333,11 +346,8 @@ class _Planner:
     def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
         """The form of a field that is already nested, in its current dtype."""
         if before.kind == "padded":
-            assert before.layout is not None
-            layout = self.carried[1][before.layout]
-            self._use(Axis(before.layout, Source("given", before.layout), self.axes, layout.num_rows, layout.width))
-            pads = before.pads if PER_ROW in before.pads else (checks.cast_pad(before, value.dtype),)
-            return replace(before, pads=pads, dtype=value.dtype)
+            pad = checks.cast_pad(before, value.dtype)
+            return replace(before, layout=self._use_given(before), pads=(pad,), dtype=value.dtype)
         return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
@@ -364,6 +374,12 @@ class _Planner:
                 )
         self.widths[name], self._rows[name] = axis.width, axis.rows
         return name
+
+    def _use_given(self, before: FieldForm) -> str:
+        """The layout of a field that was nested."""
+        layout = self.carried.layouts[before.layout or ""]
+        source = Source("given", before.layout)
+        return self._use(Axis(before.layout or "", source, self.axes, layout.num_rows, layout.width))
 
     def _pads(self, path: Path, spec: MaskNestingSpec, value: Tensor) -> tuple[PadValue, ...]:
         call, token = self.options.call, self.options.pad_token_id

@@ -449,7 +449,7 @@ def compress(
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
         check_coverage(gathering.forms, batch, options, 3)
-        return _encoded(gathering, codec, seen, options, carried[1] or layouts)
+        return _encoded(gathering, codec, seen, options, carried.layouts or layouts)
     table, schema = found
     check_coverage(schema.forms, batch, options, 3)
     objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
@@ -546,8 +546,8 @@ def _by_plan(
     plan = None if seen.signature is None else plans.get(seen.signature)
     if isinstance(plan, DevicePlan):
         return plan.encoded(batch)
-    given, rows = carried[1] or layouts, batch.batch_size[0] if batch.batch_size else 0
-    line = like.layout_rows if isinstance(like, PackedBatch) and not carried[1] else None
+    given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
+    line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
     for uniform in (True, False):
         if plan is None or not uniform:
             plan = HostPlan.of(plan_of(batch, options, carried, layouts, seen), options, given, seen, uniform)

@@ -28,7 +28,7 @@ from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import WHOLE, Source
-from maskpack.nesting.gather import LOSSY, fields_key, rivals
+from maskpack.nesting.gather import DIFFERENT_PADS, LOSSY, fields_key, rivals
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.table import KEPT, Job, Table, check_memory, job_table, pads_of
@@ -44,7 +44,6 @@ _AT, _ROWS, _LIMIT = (
 )
 _MASK, _VALUES = -1, 0
 _SPARE = 1 << 15
-_BY_ROW = (PER_ROW, ANY_ZERO)
 _WAYS = {"mask": abi.OF_MASK, "prefix": abi.OF_PREFIX, "jagged": abi.OF_OFFSETS, "given": abi.OF_LAYOUT}
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
 
@@ -161,7 +160,7 @@ class HostPlan:
 
     @classmethod
     def of(
-        cls, plan: BatchPlan, options: Options, given: Mapping[str, RowLayout], seen: Seen, uniform: bool = True
+        cls, plan: BatchPlan, options: Options, given: Mapping[str, RowLayout], seen: Seen, uniform: bool
     ) -> HostPlan | None:
         """None for batches that the core does not encode from what they are. With `uniform`, masks are taken to have
         valid words that are all equal, which need not be verified."""
@@ -183,7 +182,8 @@ class HostPlan:
         schema = replace(
             schema, forms=tuple(replace(f, pads=(pads[f.path],)) if f.path in pads else f for f in schema.forms)
         )
-        jobs = _jobs(schema, tensors, padded, options, {*pads, *alike})
+        trusted = padded.keys() - plan.restored if verify == "never" else {*pads, *alike}
+        jobs = _jobs(schema, tensors, padded, options, trusted)
         rows, held = plan.rows, list[Any]()
         table = job_table(jobs, parts.names, {}, rows, rows, held)
         lines = [_line(source, tensors, seen, rows, alike) for source in parts.origins]
@@ -255,7 +255,7 @@ class HostPlan:
         pads, by_row = pads_of(done[:, _RESULT], done[:, _PAD]).tolist(), (done[:, _ROW_PADS + 2] > 0).tolist()
         key = *pads, *by_row
         if key not in self.schemas:
-            self.schemas[key] = with_pads(self.schema, self.padded, pads, by_row)
+            self.schemas[key] = with_pads(self.schema, self.padded, self.plan.restored, pads, by_row)
         if self.unlearnt:
             self._learn(verify, seen, table, pads)
         return table, self.schemas[key]
@@ -301,11 +301,9 @@ def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> boo
     held = [*(x for x in seen.tensors if x is not None), *seen.offsets, *given.values()]
     offsets = all(own.dtype is torch.int64 and own.is_contiguous() for own in seen.offsets)
     few = all(len(form.pads) <= abi.MOST_PADS for form in plan.forms)
-    nested = (form for form in plan.forms if form.path in seen.jagged)
-    plain = not any(pad in _BY_ROW for form in nested for pad in form.pads)
     known = all(source.way in _WAYS for source in plan.sources.values())
     tensors = any(x is not None for x in seen.tensors)
-    return tensors and offsets and few and plain and known and all(x.device.type == "cpu" for x in held)
+    return tensors and offsets and few and known and all(x.device.type == "cpu" for x in held)
 
 
 def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
@@ -316,15 +314,19 @@ def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
 
 
 def _jobs(
-    schema: Schema, tensors: Mapping[Path, Tensor], padded: Collection[Path], options: Options, sure: Collection[Path]
+    schema: Schema,
+    tensors: Mapping[Path, Tensor],
+    padded: Collection[Path],
+    options: Options,
+    trusted: Collection[Path],
 ) -> list[Job]:
-    """The jobs of a batch; of fields that are `sure`, the first pad is trusted."""
+    """The jobs of a batch; the first pads of fields that are `trusted` are."""
     jobs: list[Job] = []
     for form in schema.forms:
         x = tensors.get(form.path)
         if x is not None and form.path in padded:
             keeps = options.on_loss == "keep" and not options.strict and form.ragged_dim == 1 and x.is_contiguous()
-            jobs.append(Job(form, x, None, None, options.verify == "never" or form.path in sure, keeps))
+            jobs.append(Job(form, x, None, None, form.path in trusted, keeps))
         elif x is not None:
             jobs.append(Job(form, words=_NO_WORDS))
     return jobs
@@ -363,18 +365,20 @@ def _copied(x: Tensor, ragged_dim: int) -> Tensor:
     return words(x).contiguous() if ragged_dim == _VALUES else native.described(x.movedim(ragged_dim, 1))[1]
 
 
-def with_pads(schema: Schema, deferred: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]) -> Schema:
-    """The schema in which each of the `deferred` fields has the pad that is under its mask, by its number in `pads`, or
+def with_pads(
+    schema: Schema, padded: Collection[Path], restored: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]
+) -> Schema:
+    """The schema in which each of the `padded` fields has the pad that is under its mask, by its number in `pads`, or
     stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the
     constant 0."""
     forms = list(schema.forms)
     tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
     for number, place in enumerate(tensors):
         form = forms[place]
-        if form.path not in deferred:
+        if form.path not in padded:
             continue
         if pads[number] == KEPT:
-            forms[place] = _kept(form, schema)
+            forms[place] = _kept(form, schema, DIFFERENT_PADS if form.path in restored else LOSSY)
             continue
         pad = form.pads[pads[number]]
         if isinstance(pad, Pad) and pad is not EDGE:
@@ -389,8 +393,8 @@ def with_pads(schema: Schema, deferred: Collection[Path], pads: Sequence[int], b
     return replace(schema, forms=tuple(forms))
 
 
-def _kept(form: FieldForm, schema: Schema) -> FieldForm:
+def _kept(form: FieldForm, schema: Schema, reason: str) -> FieldForm:
     """The form of a field that stays padded."""
     width = next(width for name, width, _ in schema.axes if name == form.layout)
-    kept = FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout)
+    kept = FieldForm(form.path, "dense", dtype=form.dtype, reason=reason, axis=form.layout)
     return replace(kept, device=form.device, shape=(width, *form.shape))
