@@ -170,7 +170,7 @@ def _with_one(form: FieldForm, place: int) -> FieldForm:
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; those that were
+    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; those of
     `restored` are verified in any case. `gather(form)` returns the values [T, *F] of a field, and `known` are pads that
     need no check.
     """
