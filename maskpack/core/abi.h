@@ -69,6 +69,13 @@ typedef struct {
     const i64 *starts, *counts, *splits, *bounds;
 } Layout;
 
+/* The signs of a field, a row of bits [rows, bytes of the width of its layout]; 0 if it has none, or they are not asked for. */
+typedef struct {
+    i64 layout;
+    u8 *bits;
+} Signs;
+
+enum { LINE = 12 }; /* bytes of a line of a nested batch */
 enum { FEW_SPANS = 4 };
 
 /* The scan of a row of a mask: its first spans, the word of its first valid token, and whether all its valid tokens are

@@ -5,8 +5,9 @@
    padded.c      padded fields to packed values, and   encode.c      a batch to a table and a body
                  back; every pad is verified           decode.c      a table and a body to fields
    layouts.c     layouts, stored and read              rows.c        parts of a table, without decoding
-   prefixes.c    rows in the order of a trie           check.c       tables from elsewhere
-   palette.c     words as numbers of distinct ones     stage.c, place.c  what kernels on a device need of the host
+   lines.c       those of a nested batch               check.c       tables from elsewhere
+   prefixes.c    rows in the order of a trie           stage.c, place.c  what kernels on a device need of the host
+   palette.c     words as numbers of distinct ones
 
    Functions take int64 numbers, addresses among them, and tables whose rows are jobs. They keep no state, call nothing
    back and hand out no memory. Python builds the tables (native.py), checks what it is given and writes the messages.
@@ -39,6 +40,7 @@
 #include "encodings/lanes.h"
 #include "encodings/encoding.h"
 #include "layouts.c"
+#include "lines.c"
 #include "place.h"
 
 #include "encodings/plain.c"

@@ -2,6 +2,26 @@
 
 static i64 mask_bytes(const Stored *stored, i64 rows) { return rows * ((stored->width + 7) / 8); }
 
+static void set_bits(u8 *bits, i64 start, i64 count) {
+    for (i64 i = start; i < start + count; i++) bits[i >> 3] |= (u8)(1 << (i & 7));
+}
+
+/* The spans of a row of bits, at most `room` of them; how many there are. */
+static i64 spans_of_bits(const u8 *bits, i64 width, i64 *starts, i64 *counts, i64 room) {
+    i64 n = 0;
+    for (i64 at = 0; at < width && (n < room || !starts);) {
+        while (at < width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
+        i64 start = at;
+        while (at < width && bits[at >> 3] >> (at & 7) & 1) at++;
+        if (at > start && starts) {
+            starts[n] = start;
+            counts[n] = at - start;
+        }
+        n += at > start;
+    }
+    return n;
+}
+
 /* Stores layouts behind the first `used` bytes of a body; for AS_PART the caller has set `kind`, `parent` and `low`. Returns
    the bytes in use, -1 if there is no room for them. */
 API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 *body, i64 used, i64 room) {
@@ -29,8 +49,7 @@ API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 
             memset(bits, 0, (size_t)to->a.count);
             for (i64 row = 0; row < layout->rows; row++, bits += (to->width + 7) / 8)
                 for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
-                    for (i64 i = layout->starts[span]; i < layout->starts[span] + layout->counts[span]; i++)
-                        bits[i >> 3] |= (u8)(1 << (i & 7));
+                    set_bits(bits, layout->starts[span], layout->counts[span]);
         }
     }
     return out.used;
@@ -54,18 +73,7 @@ static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first
         }
         return n;
     }
-    const u8 *bits = body + stored->a.at + row * ((stored->width + 7) / 8);
-    for (i64 at = 0; at < stored->width && (n < room || !starts);) {
-        while (at < stored->width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
-        i64 start = at;
-        while (at < stored->width && bits[at >> 3] >> (at & 7) & 1) at++;
-        if (at > start && starts) {
-            starts[n] = start;
-            counts[n] = at - start;
-        }
-        n += at > start;
-    }
-    return n;
+    return spans_of_bits(body + stored->a.at + row * ((stored->width + 7) / 8), stored->width, starts, counts, room);
 }
 
 /* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left. With no `starts` they are

@@ -486,6 +486,55 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
     return layouts
 
 
+def write_lines(layouts: IntArray, signs: Sequence[tuple[int, Words | None]]) -> tuple[Words, IntArray]:
+    """The lines of the rows of a nested batch, uint8 [n, LINE], and int64 [B + 1], the first line of each row.
+
+    Args:
+        layouts: the table of layouts, at least one.
+        signs: of each field its layout, and the bits of each row, if it has signs.
+    """
+    given = _signs(signs)
+    line = address(layouts), layouts.size // abi.LAYOUT_NUMBERS, address(given), len(signs), int(layouts[0])
+    ends = np.empty(line[-1] + 1, np.int64)
+    count = _core.maskpack_write_lines(*line, address(ends), 0)
+    lines = np.empty((count, abi.LINE), np.uint8)
+    _core.maskpack_write_lines(*line, address(ends), address(lines))
+    return lines, ends
+
+
+def read_lines(
+    lines: Words, ends: IntArray, widths: Sequence[int], signs: Sequence[tuple[int, Words | None]]
+) -> list[HostLayout] | int:
+    """The layouts of rows that `write_lines` wrote, or the number of a layout whose lines were changed. The bits in
+    `signs`, which are 0 before, are written. All are contiguous."""
+    each, given = ends.size, _signs(signs)
+    axes = np.zeros((len(widths) + 1, 2), np.int64)
+    axes[:-1, 0] = widths
+    table = np.empty((len(widths), 2, each), np.int64)
+    line = address(lines), len(lines), address(ends), each - 1, address(axes), len(widths), address(given), len(signs)
+    splits = address(table)
+    count = _core.maskpack_read_lines(*line, splits, 0, 0)
+    if count < 0:
+        return -1 - count
+    axes[1:, 1] = np.cumsum(table[:, 0, -1])
+    spans = np.empty((2, count), np.int64)
+    starts = address(spans)
+    if (again := _core.maskpack_read_lines(*line, splits, starts, starts + 8 * count)) < 0:
+        return -1 - again  # they change meanwhile
+    layouts: list[HostLayout] = []
+    for at, (width, first, end) in enumerate(zip(widths, axes[:, 1].tolist(), axes[1:, 1].tolist(), strict=False)):
+        place, own = starts + 8 * first, splits + 16 * at * each
+        places = place, place + 8 * count, own, own + 8 * each
+        own = SpanTable(spans[0, first:end], spans[1, first:end], table[at, 0])
+        layouts.append(HostLayout(width, own, table[at, 1], places))
+    return layouts
+
+
+def _signs(signs: Sequence[tuple[int, Words | None]]) -> IntArray:
+    """SIGNS of fields."""
+    return np.array([(layout, 0 if bits is None else address(bits)) for layout, bits in signs], np.int64)
+
+
 def split(
     entries: Structs, stored: Structs, layouts: IntArray, body: Words, rows: int, marks: IntArray, cuts: IntArray
 ) -> tuple[Structs, Structs]:

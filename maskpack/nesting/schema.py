@@ -2,14 +2,13 @@
 
 A nested batch has one more entry than the padded one, LAYOUTS. It has one part, which contains
 
-- a jagged span table for each layout, with one row for each row of the batch, so that indexing, chunk, split and cat
-  apply to it. A row is lines of three int32 (span_table.py) stored as bytes; behind its spans are the signs of fields
-  with ANY_ZERO pads that have a -0.0 in this row. Bytes survive the casts of `float()` and
-  `to(dtype)`, which apply to all entries; checksums detect other arithmetic.
-- the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE and 2 for ANY_ZERO with
-  a -0.0 in this row, then the bytes of the pad.
-  Batches with different pads have the same entries, so that torch.cat can join them.
-- the schema.
+- `spans`, a jagged tensor with the lines of each row (core/lines.c), so that indexing, chunk, split and cat apply to
+  it: the spans of all layouts in the row, and the signs of fields with ANY_ZERO pads that have a -0.0 in it. Lines are
+  bytes. These survive the casts of `float()` and `to(dtype)`, which apply to all entries; checksums detect other
+  arithmetic. A batch without layouts has no `spans`.
+- `pads`, the pads of all padded fields in each row: one byte for each field, which is 1 for EDGE, then the bytes of the
+  pad. Batches with different pads have the same entries, so that torch.cat can join them.
+- `schema`.
 
 The part is named after the fields: `update` with a batch of other fields adds a part, and one of the same fields
 replaces it.
@@ -18,17 +17,17 @@ replaces it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core import abi, native
 from maskpack.core.bits import Words, word_dtype, words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, show
@@ -36,9 +35,8 @@ from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_words
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.layout.jagged import is_regular, jagged_from, offsets_of, to_host, values_of
-from maskpack.layout.row_layout import RowLayout, host_spans
-from maskpack.layout.span_table import lines_of, lines_with, lines_without, table_of_lines
+from maskpack.layout.jagged import held_by, jagged_from, to_host
+from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core, layout_of_table
 
 LAYOUTS = "_maskpack"
 """The key of the entry that `unnest_batch_by_mask` needs. Name it in `select` to keep it."""
@@ -46,8 +44,6 @@ LAYOUTS = "_maskpack"
 _RESTORE_FIRST = (
     "Restore both first, then update the padded batch: unnest_batch_by_mask(batch).update(unnest_batch_by_mask(other))."
 )
-_SIGNS = 2
-"""The flag, in the pad table, of a row with signs."""
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
 
 
@@ -87,6 +83,20 @@ class FieldForm:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pads_by_bits", text_of(self.pads))
+
+    @cached_property
+    def _parts(self) -> tuple[Any, ...]:
+        return tuple([getattr(self, part.name) for part in fields(self) if part.init])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((*self._parts[:3], *self._parts[4:], self.pads_by_bits))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FieldForm, self._parts
 
 
 def name_of_jagged(path: Path) -> str:
@@ -128,17 +138,15 @@ class RowPads:
     signs: Tensor | None = None
 
 
-def write_layouts(
-    schema: Schema, tables: Mapping[str, Tensor], pads: Tensor, rows: int, device: str | None
-) -> TensorDict:
-    """The LAYOUTS entry of a batch on `device`, from the span table of each layout and the result of `pad_table`."""
+def write_layouts(schema: Schema, spans: Tensor | None, pads: Tensor, rows: int, device: str | None) -> TensorDict:
+    """The LAYOUTS entry of a batch on `device`, from the results of `span_table` and `pad_table`."""
     batch = schema.root.batch_size(rows)[:1]
     here = Node(() if batch else None, device)
-    stored: Any = NonTensorData(schema, batch_size=batch, device=device)
     part = _part_of(tuple([form.path for form in schema.forms]))
-    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), stored), ((part, "spans"), here)]
-    entries += [((part, "spans", name), tables[name]) for name, _, _ in schema.axes]
-    entries.append(((part, "pads"), pads))
+    stored: Any = NonTensorData(schema, batch_size=batch, device=device)
+    entries: list[tuple[Path, Any]] = [((part,), here), ((part, "schema"), stored), ((part, "pads"), pads)]
+    if spans is not None:
+        entries.append(((part, "spans"), spans))
     return unflatten(here, entries, rows)
 
 
@@ -153,8 +161,49 @@ def layouts_entry(
 ) -> TensorDict:
     """The LAYOUTS entry of a batch, from its layouts and pads."""
     home = next((layout.device for layout in layouts.values()), torch.device(schema.root.device or "cpu"))
-    pads = pad_table(schema.forms, row_pads, rows, home)
-    return write_layouts(schema, span_tables(schema.forms, layouts, row_pads), pads, rows, schema.root.device)
+    spans = span_table(schema, schema.forms, layouts, row_pads, home)
+    return write_layouts(schema, spans, pad_table(schema.forms, row_pads, rows, home), rows, schema.root.device)
+
+
+def span_table(
+    schema: Schema,
+    forms: Sequence[FieldForm],
+    layouts: Mapping[str, RowLayout],
+    row_pads: Mapping[Path, Tensor],
+    device: torch.device,
+) -> Tensor | None:
+    """The lines of a batch with some forms of a schema. `row_pads` has the signs of ANY_ZERO fields."""
+    if not schema.axes:
+        return None
+    lines, ends = lines_of_layouts(schema, forms, layouts, row_pads)
+    least, most = least_and_most(ends)
+    return jagged_from(*copies_of([lines, ends], device), least, most)
+
+
+def lines_of_layouts(
+    schema: Schema, forms: Sequence[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
+) -> tuple[Words, IntArray]:
+    """The lines of all rows, uint8 [n, LINE], and int64 [B + 1], the first line of each row."""
+    places = [
+        (at, row_pads[path].numpy() if is_signed else None)
+        for path, at, is_signed in _signed(tuple(forms), schema.axes)
+    ]
+    return native.write_lines(native.layout_rows([core_layout(layouts[name]) for name, *_ in schema.axes]), places)
+
+
+def least_and_most(ends: IntArray) -> tuple[int, int]:
+    """The smallest and the largest number of lines of a row."""
+    counts = ends[1:] - ends[:-1]
+    return (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
+
+
+@lru_cache(256)
+def _signed(forms: tuple[FieldForm, ...], axes: tuple[tuple[str, int, int], ...]) -> tuple[tuple[Path, int, bool], ...]:
+    """The path of each field, the number of its layout, and whether rows may have signs of it; empty if none may."""
+    numbers = {name: at for at, (name, _, _) in enumerate(axes)}
+    signed = [form.kind == "padded" and ANY_ZERO in form.pads for form in forms]
+    places = [numbers.get(form.layout or "", -1) for form in forms]
+    return tuple(zip([form.path for form in forms], places, signed, strict=True)) if any(signed) else ()
 
 
 def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
@@ -175,129 +224,94 @@ def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
     ]
 
 
-def lines_of_layouts(
-    forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
-) -> dict[str, tuple[npt.NDArray[np.int32], IntArray]]:
-    """The lines of each layout, and the first line of each row."""
-    lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts.items()}
-    for name, (own, splits) in lines.items():
-        signs = [row_pads[form.path].numpy() for form in _signed(forms, name)]
-        lines[name] = lines_with(own, splits, layouts[name].width, signs) if signs else (own, splits)
-    return lines
-
-
-def _signed(forms: Iterable[FieldForm], layout: str) -> list[FieldForm]:
-    """The fields with ANY_ZERO pads under a layout."""
-    return [form for form in forms if ANY_ZERO in form.pads and form.kind == "padded" and form.layout == layout]
-
-
 def pad_table(
     forms: Iterable[FieldForm], row_pads: Mapping[Path, Tensor], rows: int, device: torch.device | str
 ) -> Tensor:
-    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields, and
-    the signs of ANY_ZERO fields."""
-    line = _pad_line(forms := tuple(forms))
+    """The pads of all padded fields, uint8 [B, K] on `device`. `row_pads` are the pads [B] of PER_ROW fields."""
+    line, places = _pad_line(tuple(forms))
     table = copies_of([np.broadcast_to(line, (rows, line.size))], torch.device(device))[0]
-    places = _pad_places(forms) if row_pads else {}
     for path in row_pads.keys() & places.keys():
-        begin, end = places[path].start + 1, places[path].stop
-        if row_pads[path].dim() == 2:
-            table[:, begin - 1] = _SIGNS * row_pads[path].any(1).to(table.device)
-            continue
-        bits = words(row_pads[path]).to(table.device).clone(memory_format=torch.contiguous_format)
-        table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
+        if row_pads[path].dim() == 1:  # no signs
+            bits = words(row_pads[path]).to(table.device).clone(memory_format=torch.contiguous_format)
+            begin, end = places[path].start + 1, places[path].stop
+            table[:, begin:end] = bits.view(torch.uint8).view(rows, end - begin)
     return table
 
 
 @lru_cache(256)
-def _pad_line(forms: tuple[FieldForm, ...]) -> Words:
-    """A row of the pad table."""
-    padded = [form for form in forms if form.kind == "padded" and form.dtype is not None]
-    return np.frombuffer(b"".join([_pad_bytes(form.pads[0], form.dtype) for form in padded]), np.uint8)
+def _pad_line(forms: tuple[FieldForm, ...]) -> tuple[Words, Mapping[Path, slice]]:
+    """A row of the pad table, and the columns of each field in it."""
+    places: dict[Path, slice] = {}
+    line = bytearray()
+    for form in forms:
+        if form.kind == "padded" and form.dtype is not None:
+            begin = len(line)
+            line += _pad_bytes(form.pads[0], form.dtype)
+            places[form.path] = slice(begin, len(line))
+    return np.frombuffer(bytes(line), np.uint8), places
 
 
-def _pad_bytes(pad: PadValue, dtype: torch.dtype | None) -> bytes:
-    assert dtype is not None
+def _pad_bytes(pad: PadValue, dtype: torch.dtype) -> bytes:
     bits = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
     assert bits is not None
     return bytes([pad is EDGE]) + np.array(bits, word_dtype(dtype.itemsize)).tobytes()
 
 
-def _pad_places(forms: Iterable[FieldForm]) -> dict[Path, slice]:
-    """The columns of each field in the pad table."""
-    places: dict[Path, slice] = {}
-    begin = 0
-    for form in forms:
-        if form.kind == "padded" and form.dtype is not None:
-            places[form.path] = slice(begin, begin + 1 + form.dtype.itemsize)
-            begin = places[form.path].stop
-    return places
-
-
-def span_tables(
-    forms: Iterable[FieldForm], layouts: Mapping[str, RowLayout], row_pads: Mapping[Path, Tensor]
-) -> dict[str, Tensor]:
-    """The span table of each layout, on its device."""
-    lines = lines_of_layouts(forms, layouts, row_pads)
-    tables: dict[str, Tensor] = {}
-    for device in {layout.device for layout in layouts.values()}:
-        names = [name for name, layout in layouts.items() if layout.device == device]
-        sent = copies_of([array for name in names for array in lines[name]], device)
-        for name, values, offsets in zip(names, sent[::2], sent[1::2], strict=True):
-            tables[name] = jagged_from(values.view(torch.uint8), offsets, 0, most_lines(lines[name][1]))
-    return tables
-
-
-def most_lines(splits: IntArray) -> int:
-    """The largest number of lines of a row."""
-    return int((splits[1:] - splits[:-1]).max(initial=0))
-
-
 def read_pads(batch: TensorDictBase, forms: Mapping[Path, FieldForm], path: Path, call: str) -> RowPads | None:
-    """The pads of a field whose pad is PER_ROW or ANY_ZERO, or differs in its kind from row to row; else None. `forms`
-    come from `read_layouts`. One synchronisation on CUDA for ANY_ZERO."""
-    form = forms.get(path)
-    if form is None or form.dtype is None or not (PER_ROW in form.pads or ANY_ZERO in form.pads):
-        return None
-    columns: list[Tensor] = []
-    signs: list[Tensor] = []
-    for part, schema in _parts(batch, call).items():
-        if any(other.path == path and other.pads_by_bits == form.pads_by_bits for other in schema.forms):
-            columns.append(_columns_of(batch, part, schema, path, call))
-            if ANY_ZERO in form.pads:
-                table: Any = entry_at(batch, (LAYOUTS, part, "spans", form.layout or ""))
-                numbers, splits = to_host([_numbers_of(table), offsets_of(table)])
-                own = _apart(batch, part, schema, form.layout or "", numbers, splits, call)[2]
-                signs.append(torch.from_numpy(own[path]))
-    column = columns[0]
-    if not all(torch.equal(one[0], other) for one in (columns, signs) for other in one[1:]):
-        raise _several_pads(form, form, call)
-    pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
-    return RowPads(pads, column[:, 0] == 1 if EDGE in form.pads else None, signs[0] if signs else None)
+    """`pads_of_rows` of one field."""
+    return pads_of_rows(batch, [forms[path]], call).get(path) if path in forms else None
 
 
-def _columns_of(batch: TensorDictBase, part: str, schema: Schema, path: Path, call: str) -> Tensor:
+def pads_of_rows(batch: TensorDictBase, forms: Iterable[FieldForm], call: str) -> dict[Path, RowPads]:
+    """The pads of those fields whose pad is PER_ROW or ANY_ZERO, or differs in its kind from row to row. `forms` come
+    from `read_layouts`. One synchronisation on CUDA for ANY_ZERO."""
+    wanted = [form for form in forms if form.dtype is not None and (PER_ROW in form.pads or ANY_ZERO in form.pads)]
+    if not wanted:
+        return {}
+    found: dict[Path, RowPads] = {}
+    for part in _parts(batch, call):
+        alike = {other.path: other.pads_by_bits for other in part.schema.forms}
+        own = [form for form in wanted if alike.get(form.path) == form.pads_by_bits]
+        signs = _signs_in(part, [form.path for form in own if ANY_ZERO in form.pads], call)
+        for form in own:
+            column = _columns_of(part, form.path, call)
+            pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
+            edge = column[:, 0] == 1 if EDGE in form.pads else None
+            read = RowPads(pads, edge, signs.get(form.path))
+            if not _is_same(found.setdefault(form.path, read), read):
+                raise _several_pads(form, form, call)
+    return found
+
+
+def _is_same(one: RowPads, other: RowPads) -> bool:
+    """Whether the pads of rows have the same bits."""
+    pairs = [(words(one.pads), words(other.pads)), (one.edge, other.edge), (one.signs, other.signs)]
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+def _columns_of(part: _Part, path: Path, call: str) -> Tensor:
     """The columns of a field in the pad table of a part."""
-    table = entry_at(batch, (LAYOUTS, part, "pads"))
-    place = _pad_places(schema.forms)[path]
+    place = _pad_line(part.schema.forms)[1][path]
+    table = part.pads
     if not isinstance(table, Tensor) or table.dim() != 2 or table.shape[1] < place.stop:
         raise LayoutError(f'{call}: the row pads of field "{show(path)}" are missing. {INTACT}')
     return table[:, place].to(torch.uint8)
 
 
-def _apart(
-    batch: TensorDictBase, part: str, schema: Schema, name: str, numbers: IntArray, splits: IntArray, call: str
-) -> tuple[IntArray, IntArray, dict[Path, Words]]:
-    """The lines of the spans of a layout, the first line of each row, and the signs of fields with ANY_ZERO pads."""
-    signed, lines = _signed(schema.forms, name), numbers.reshape(-1, 3)
-    if not signed:
-        return lines, splits, {}
-    width = next(width for axis, width, _ in schema.axes if axis == name)
-    flags = [_columns_of(batch, part, schema, form.path, call)[:, 0].cpu().numpy() == _SIGNS for form in signed]
-    found = lines_without(lines, splits, width, flags)
-    if found is None:
-        raise _changed(name, call)
-    return found[0], found[1], dict(zip((form.path for form in signed), found[2], strict=True))
+def _signs_in(part: _Part, paths: Collection[Path], call: str) -> dict[Path, Tensor]:
+    """The signs of fields with ANY_ZERO pads. One synchronisation on CUDA if there are any."""
+    if not paths:
+        return {}
+    lines, ends = _lines_of(part, call)
+    (numbers, bounds), axes = _on_host([lines], [ends]), part.schema.axes
+    nbytes = [-(-width // 8) for _, width, _ in axes]
+    signs = {
+        path: np.zeros((bounds[0].size - 1, nbytes[at]), np.uint8)
+        for path, at, _ in _signed(part.schema.forms, axes)
+        if path in paths
+    }
+    _read_lines(part.schema, numbers[0], bounds[0], signs, call)
+    return {path: torch.from_numpy(bits) for path, bits in signs.items()}
 
 
 def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, RowLayout]]:
@@ -312,58 +326,58 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
             f'dropped it. Nest the batch first, or select the entry too: batch.select("responses", "_maskpack").'
         )
     parts = _parts(batch, call)
-    schema = _merged(list(parts.values()), call)
-    tables: dict[tuple[str, str], Tensor] = {}
-    for part, name in [(part, name) for part, stored in parts.items() for name, _, _ in stored.axes]:
-        table = entry_at(batch, (LAYOUTS, part, "spans", name))
-        if not isinstance(table, Tensor) or not table.is_nested:
-            raise LayoutError(
-                f'{call}: the span table of layout "{name}" is no longer a jagged tensor; a single row was taken by an '
-                "integer index, or the entry was replaced. Take one row with a list: "
-                "maskpack.nesting.take(batch, [i])."
-            )
-        tables[part, name] = table
-    sizes = {(part, name): (width, anchor) for part, stored in parts.items() for name, width, anchor in stored.axes}
-    lines = [_numbers_of(table) for table in tables.values()]
-    first = _first_fields(batch, schema, {name for _, name in tables})
-    read = to_host([*lines, *[offsets_of(value) for value in (*tables.values(), *first.values())]])
+    schema = parts[0].schema if len(parts) == 1 else _merged([part.schema for part in parts], call)
+    parts = [part for part in parts if part.schema.axes]
+    tables = [_lines_of(part, call) for part in parts]
+    first = _first_fields(batch, schema)
+    read = _on_host([lines for lines, _ in tables], [ends for _, ends in (*tables, *first.values())])
     layouts: dict[str, RowLayout] = {}
-    for (key, line), numbers, splits in zip(zip(tables, lines, strict=True), read, read[len(lines) :], strict=False):
-        own, ends, _ = _apart(batch, key[0], parts[key[0]], key[1], numbers, splits, call)
-        layout = _layout(own, ends, sizes[key], line.device, call, key[1])
-        known = layouts.setdefault(key[1], layout)
-        if known is not layout and known != layout:
-            raise LayoutError(
-                f'{call}: layout "{key[1]}" of another batch, with other rows or widths, replaced the layout of '
-                f"this one, as update() does; expected fields of the same rows. {_RESTORE_FIRST}"
-            )
-    for (name, value), offsets in zip(first.items(), read[2 * len(tables) :], strict=True):
-        if np.array_equal(offsets, layouts[name].row_offsets):
-            layouts[name].__dict__["offsets"] = offsets_of(value)  # so that arithmetic between old and new fields works
+    for part, (lines, _), numbers, ends in zip(parts, tables, *read, strict=False):
+        found = _read_lines(part.schema, numbers, ends, {}, call)
+        for (name, _, anchor), own in zip(part.schema.axes, found, strict=True):
+            device = first[name][0].device if name in first else lines.device
+            cpu = device.type == "cpu"
+            layout = layout_of_core(own, anchor) if cpu else layout_of_table(own.width, own.table, device, anchor)
+            known = layouts.setdefault(name, layout)
+            if known is not layout and known != layout:
+                raise LayoutError(
+                    f'{call}: layout "{name}" of another batch, with other rows or widths, replaced the layout of '
+                    f"this one, as update() does; expected fields of the same rows. {_RESTORE_FIRST}"
+                )
+    for (name, (_, offsets)), own in zip(first.items(), read[1][len(tables) :], strict=True):
+        if np.array_equal(own, layouts[name].row_offsets):
+            layouts[name].__dict__["offsets"] = offsets  # so that arithmetic between old and new fields works
     return schema, layouts
 
 
-def _parts(batch: TensorDictBase, call: str) -> dict[str, Schema]:
-    """The schemas of a nested batch by the names of their parts: one, and another one for each `update` with a nested
-    batch of other fields."""
+class _Part(NamedTuple):
+    """A part of LAYOUTS; `spans` and `pads` are what the batch holds in their place."""
+
+    schema: Schema
+    spans: Any
+    pads: Any
+
+
+def _parts(batch: TensorDictBase, call: str) -> list[_Part]:
+    """The parts of a nested batch: one, and another one for each `update` with a nested batch of other fields."""
     carried = entry_at(batch, (LAYOUTS,))
-    names = [str(name) for name, _ in fields_of(carried).items()] if is_sub_batch(carried) else list[str]()
-    known = [any(entry_at(batch, (LAYOUTS, name, key)) is not None for key in ("schema", "spans")) for name in names]
-    if not names or not all(known):
+    parts: list[Any] = [*fields_of(carried).values()] if is_sub_batch(carried) else []
+    held = [dict(fields_of(part).items()) if is_sub_batch(part) else {} for part in parts]
+    if not held or not all(entries.keys() & {"schema", "spans"} for entries in held):
         raise LayoutError(
             f'{call}: the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which reserves this name. '
             "Rename the field."
         )
-    parts: dict[str, Schema] = {}
-    for name in names:
-        schema = _schema_of(entry_at(batch, (LAYOUTS, name, "schema")))
+    found: list[_Part] = []
+    for entries in held:
+        schema = _schema_of(entries.get("schema"))
         if schema is None:
             raise LayoutError(
                 f"{call}: the batch was joined from batches of different widths or fields; expected one schema. "
                 "Pad the batches to one width and nest them again, or restore each part before torch.cat."
             )
-        parts[name] = schema
-    return parts
+        found.append(_Part(schema, entries.get("spans"), entries.get("pads")))
+    return found
 
 
 def _merged(schemas: Sequence[Schema], call: str) -> Schema:
@@ -422,35 +436,64 @@ def _with_all_pads(column: Sequence[FieldForm]) -> FieldForm:
     return replace(form, pads=(PER_ROW, *(pad for pad in (EDGE, ANY_ZERO) if any(pad in own.pads for own in column))))
 
 
-def _first_fields(batch: TensorDictBase, schema: Schema, layouts: Collection[str]) -> dict[str, Tensor]:
-    """The first jagged field of each layout."""
-    fields: dict[str, Tensor] = {}
-    for form in schema.forms:
-        name = form.layout
-        if form.kind == "padded" and name is not None and name in layouts and name not in fields:
-            value = entry_at(batch, form.path)
-            if isinstance(value, Tensor) and value.is_nested and is_regular(value):
-                fields[name] = value
-    return fields
+def _first_fields(batch: TensorDictBase, schema: Schema) -> dict[str, tuple[Tensor, Tensor]]:
+    """The values and the offsets of the first jagged field of each layout."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, paths in _paths_of(schema):
+        for path in paths:
+            value = entry_at(batch, path)
+            held = held_by(value) if isinstance(value, Tensor) else None
+            if held is not None:
+                found[name] = held
+                break
+    return found
 
 
-def _numbers_of(table: Tensor) -> Tensor:
-    """The int32 of a span table, flat."""
-    return values_of(table).to(torch.uint8).contiguous().view(torch.int32).view(-1)
+@lru_cache(256)
+def _paths_of(schema: Schema) -> list[tuple[str, list[Path]]]:
+    """The padded fields of each layout."""
+    return [
+        (name, [form.path for form in schema.forms if form.kind == "padded" and form.layout == name])
+        for name, _, _ in schema.axes
+    ]
 
 
-def _changed(name: str, call: str) -> LayoutError:
-    return LayoutError(f'{call}: the span table of layout "{name}" was changed by arithmetic. {INTACT}')
+def _lines_of(part: _Part, call: str) -> tuple[Tensor, Tensor]:
+    """The lines of a part, uint8 [n, LINE], and the first line of each row."""
+    held = held_by(part.spans) if isinstance(part.spans, Tensor) else None
+    if held is None:
+        raise LayoutError(
+            f"{call}: the span table is no longer a jagged tensor; a single row was taken by an integer index, or the "
+            "entry was replaced. Take one row with a list: maskpack.nesting.take(batch, [i])."
+        )
+    lines, ends = held
+    if lines.shape[1:] != (abi.LINE,):
+        raise _changed(part.schema, 0, call)
+    return lines.detach().to(torch.uint8).contiguous(), ends
 
 
-def _layout(
-    lines: IntArray, splits: IntArray, size: tuple[int, int], device: torch.device, call: str, name: str
-) -> RowLayout:
-    width, anchor = size
-    table = table_of_lines(lines, splits, width)
-    if table is None:
-        raise _changed(name, call)
-    try:
-        return RowLayout.from_spans(*table[:2], np.diff(table.splits), width, device=device, anchor=anchor)
-    except LayoutError as error:
-        raise LayoutError(f'{call}: the span table of layout "{name}" was changed: {error} {INTACT}') from error
+def _on_host(lines: Sequence[Tensor], ends: Sequence[Tensor]) -> tuple[list[Words], list[IntArray]]:
+    """Lines and bounds on the host, with one synchronisation for all of a device."""
+    away = [own.view(torch.int32).view(-1) for own in lines if own.device.type != "cpu"]
+    read = to_host([*away, *ends])
+    sent = iter(read)
+    here = [own.numpy() if own.device.type == "cpu" else next(sent).astype(np.int32) for own in lines]
+    return [own.view(np.uint8).reshape(-1, abi.LINE) for own in here], read[len(away) :]
+
+
+def _read_lines(
+    schema: Schema, lines: Words, ends: IntArray, signs: Mapping[Path, Words], call: str
+) -> list[native.HostLayout]:
+    """The layouts of a part. The bits of `signs` are written."""
+    widths = [width for _, width, _ in schema.axes]
+    places = [(at if is_signed else -1, signs.get(path)) for path, at, is_signed in _signed(schema.forms, schema.axes)]
+    found = native.read_lines(lines, np.ascontiguousarray(ends), widths, places)
+    if isinstance(found, int):
+        raise _changed(schema, found, call)
+    return found
+
+
+def _changed(schema: Schema, layout: int, call: str) -> LayoutError:
+    return LayoutError(
+        f'{call}: the span table of layout "{schema.axes[layout][0]}" was changed by arithmetic. {INTACT}'
+    )

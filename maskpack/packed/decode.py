@@ -25,7 +25,7 @@ from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, min_length, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_tables
+from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_table
 from maskpack.nesting.signs import moved_signs
 from maskpack.packed.columns import Body, Shown
 from maskpack.packed.table import size_of_word, trial_of, words_of_one
@@ -143,9 +143,8 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
-        total += sum(
-            12 * host_spans(layout).starts.size + 16 * (layout.num_rows + 1) for layout in packed.layouts.values()
-        )
+        lines = sum(max(host_spans(layout).starts.size, layout.num_rows) for layout in packed.layouts.values())
+        total += abi.LINE * lines + 8 * (packed.num_rows + 1) * (1 + len(packed.layouts))
     return total
 
 
@@ -263,13 +262,13 @@ class DeviceFields:
     Attributes:
         entries: tensors by path, jagged if the batch is nested.
         offsets: the offsets of jagged tensors, by layout and device.
-        tables: the span tables of LAYOUTS, by layout; empty if the kernel did not write them.
+        spans: the lines of LAYOUTS; None if the kernel did not write them.
         pads: the pads of LAYOUTS; None if the kernel did not write them.
     """
 
     entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
     offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
-    tables: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    spans: Tensor | None = None
     pads: Tensor | None = None
 
 
@@ -333,14 +332,13 @@ class Decoder:
             return self._ready.pads
         return pad_table_of(self._packed, forms).to(self._device or "cpu")
 
-    def tables(self, forms: Iterable[FieldForm]) -> dict[str, Tensor]:
-        """The span tables of the LAYOUTS entry for these forms; they share no memory with the packed batch."""
-        if self._ready.tables:
-            return self._ready.tables
-        layouts = {name: self._layout(name, torch.device(self._device or "cpu")) for name in self._packed.layouts}
-        return span_tables(
-            forms, layouts, all_row_pads(self._packed, [form for form in forms if ANY_ZERO in form.pads])
-        )
+    def tables(self, forms: Iterable[FieldForm]) -> Tensor | None:
+        """The lines of the LAYOUTS entry for these forms; they share no memory with the packed batch."""
+        if self._ready.spans is not None:
+            return self._ready.spans
+        packed, forms = self._packed, list(forms)
+        signs = all_row_pads(packed, [form for form in forms if ANY_ZERO in form.pads])
+        return span_table(packed.schema, forms, packed.layouts, signs, torch.device(self._device or "cpu"))
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         place = name, str(device)

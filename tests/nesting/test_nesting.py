@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
+from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning
-from maskpack.layout.row_layout import host_spans
-from maskpack.layout.span_table import lines_of, table_of_lines
+from maskpack.layout.row_layout import core_layout, host_spans
 from maskpack.nesting import checks, gather, take
 from maskpack.nesting.coverage import dense_fields
 from maskpack.nesting.schema import LAYOUTS
@@ -388,30 +389,71 @@ def test_row_operations_on_masks_of_many_runs(name: str) -> None:
 def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
     _, nested = nest_under(name)
     nested = rows_of(nested, slice(3, 6))
-    table = nested[LAYOUTS, part_of(nested), "spans", "mask"]
+    table = nested[LAYOUTS, part_of(nested), "spans"]
     values, bounds = table.values(), table.offsets()
     changes = (lambda x: x + 1, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=254), lambda x: x.bool())
     changed = [(change(values), bounds) for change in changes]
     others = bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)
     for odd in [*changed, *[(values, other) for other in others]]:
         again = nested.clone()
-        again[LAYOUTS, part_of(nested), "spans"].set("mask", torch.nested.nested_tensor_from_jagged(*odd))
+        again[LAYOUTS, part_of(nested)].set("spans", torch.nested.nested_tensor_from_jagged(*odd))
         with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the span table of layout "mask" was changed'):
             unnest_batch_by_mask(again)
 
 
-@given(strategies.patterns(width=100), st.data())
-def test_lines_there_and_back(mask: oracle.Mask, data: st.DataObject) -> None:
-    table = host_spans(RowLayout.from_mask(oracle.mask_tensor(mask, 100)))
-    lines, splits = lines_of(table, 100)
-    found = table_of_lines(lines.astype(np.int64), splits, 100)
-    assert found is not None
-    assert all(map(np.array_equal, found, table))
-    assert lines.nbytes <= sum(min(12 * len(runs), 24) for runs in oracle.mask_to_runs(mask))
+def lines_by_loops(runs: Sequence[tuple[int, int]], width: int) -> list[int | None]:
+    """The numbers of a row's lines of one layout, without the checksums, which are None."""
+    most = -(-(8 + -(-width // 8)) // 12)
+    if len(runs) > most:
+        bits = bytearray(12 * most - 8)
+        for start, count in runs:
+            for at in range(start, start + count):
+                bits[at // 8] |= 1 << at % 8
+        return [-1, None, *np.frombuffer(bits, np.int32).tolist()]
+    numbers: list[Any] = []
+    for at, (start, count) in enumerate(runs):
+        numbers += [start, count if at + 1 == len(runs) else -count, None]
+    return numbers or [0, 0, None]
+
+
+@given(st.data(), st.sampled_from([1, 7, 100]), st.booleans())
+def test_lines_there_and_back(data: st.DataObject, width: int, signed: bool) -> None:
+    """Two layouts and the signs of a field under the second: what plain loops write, and what is read again."""
+    masks = [data.draw(strategies.patterns(width=width))]
+    masks.append(data.draw(strategies.patterns(rows=len(masks[0]), width=width)))
+    layouts = [RowLayout.from_mask(oracle.mask_tensor(mask, width)) for mask in masks]
+    rows, nbytes = len(masks[0]), -(-width // 8)
+    bits = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 256, (rows, nbytes), np.uint8)
+    bits[::2] = 0
+    signs = [(-1, None), (1, bits)] if signed else []
+    lines, ends = native.write_lines(native.layout_rows([core_layout(layout) for layout in layouts]), signs)
+    for row in range(rows):
+        want = [
+            *lines_by_loops(oracle.mask_to_runs(masks[0])[row], width),
+            *lines_by_loops(oracle.mask_to_runs(masks[1])[row], width),
+        ]
+        if signed and bits[row].any():
+            raw = bits[row].tobytes().ljust(12 * -(-(8 + nbytes) // 12) - 8, b"\0")
+            want += [-3, None, *np.frombuffer(raw, np.int32).tolist()]
+        seen = lines[ends[row] : ends[row + 1]].reshape(-1).view(np.int32).tolist()
+        assert [number for number, known in zip(seen, want, strict=True) if known is not None] == [
+            known for known in want if known is not None
+        ]
+
+    def read(changed: Any) -> Any:
+        again = np.zeros_like(bits)
+        found = native.read_lines(changed, ends, [width, width], [(-1, None), (1, again)] if signed else [])
+        return found if isinstance(found, int) else (found, again)
+
+    found, again = read(lines)
+    assert np.array_equal(again, bits if signed else np.zeros_like(bits))
+    for own, layout in zip(found, layouts, strict=True):
+        assert all(map(np.array_equal, own.table, host_spans(layout)))
+        assert np.array_equal(own.bounds, layout.row_offsets)
     if lines.size:
-        row, column = data.draw(st.integers(0, len(lines) - 1)), data.draw(st.integers(0, 2))
-        lines[row, column] ^= 1 << data.draw(st.integers(0, 30))
-        assert table_of_lines(lines.astype(np.int64), splits, 100) is None
+        at, bit = data.draw(st.integers(0, lines.size - 1)), data.draw(st.integers(0, 7))
+        lines.reshape(-1)[at] ^= 1 << bit
+        assert read(lines) in (0, 1)
 
 
 # -------------------------------------------------------------------- never in silence

@@ -27,10 +27,9 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
-from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import host_spans, min_length
-from maskpack.layout.span_table import LINE, lines_of
-from maskpack.nesting.schema import FieldForm, most_lines
+from maskpack.layout.jagged import jagged_all, jagged_from
+from maskpack.layout.row_layout import min_length
+from maskpack.nesting.schema import FieldForm, least_and_most, lines_of_layouts
 from maskpack.nesting.signs import with_signs
 from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
@@ -105,7 +104,7 @@ def _decode(
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
     out.pads = kept.pads(sent) if out.pads is None else out.pads
-    out.tables.update(kept.span_tables(sent))
+    out.spans = kept.spans(sent) if out.spans is None else out.spans
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
@@ -208,16 +207,11 @@ class _FirstTables:
             for name, layout in packed.layouts.items():
                 self._add(("offsets", name), layout.row_offsets)
         self.has_layouts = forms is not None
-        layouts = packed.layouts.items()
-        self._lines = {name: lines_of(host_spans(layout), layout.width) for name, layout in layouts if self.has_layouts}
-        alike: dict[bytes, list[str]] = {}
-        for name, (_, splits) in self._lines.items():
-            alike.setdefault(splits.tobytes(), []).append(name)
-        self._alike = list(alike.values())
-        for names in self._alike:
-            self._add(("splits", names[0]), self._lines[names[0]][1])
-        if self._alike:
-            self._add("lines", np.concatenate([self._lines[name][0] for names in self._alike for name in names]))
+        with_lines = forms is not None and packed.schema.axes
+        self._lines = lines_of_layouts(packed.schema, forms, packed.layouts, {}) if with_lines else None
+        if self._lines is not None:
+            self._add("lines", self._lines[0])
+            self._add("ends", self._lines[1])
         self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
         if self._pads is not None:
             self._add("pads", self._pads)
@@ -233,18 +227,13 @@ class _FirstTables:
         self.tables.append(table)
         self.sizes[key] = _entries_for(table)
 
-    def span_tables(self, sent: dict[Any, Tensor]) -> dict[str, Tensor]:
+    def spans(self, sent: dict[Any, Tensor]) -> Tensor | None:
         """Of LAYOUTS."""
-        if not self._alike:
-            return {}
-        made: dict[str, Tensor] = {}
-        sizes = [len(self._lines[name][0]) for names in self._alike for name in names]
-        lines = iter(sent["lines"].view(torch.uint8)[: LINE * sum(sizes)].view(-1, LINE).split_with_sizes(sizes))
-        for names in self._alike:
-            most = most_lines(self._lines[names[0]][1])
-            tables = jagged_all([next(lines) for _ in names], sent["splits", names[0]], 0, most)
-            made.update(zip(names, tables, strict=True))
-        return made
+        if self._lines is None:
+            return None
+        lines, ends = self._lines
+        there = sent["lines"].view(torch.uint8)[: lines.size].view(lines.shape)
+        return jagged_from(there, sent["ends"], *least_and_most(ends))
 
     def pads(self, sent: dict[Any, Tensor]) -> Tensor | None:
         """Of LAYOUTS."""
