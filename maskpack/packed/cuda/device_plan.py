@@ -26,8 +26,18 @@ from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.nesting.survey import Survey
 from maskpack.packed.batch_plan import WHOLE, layout_sources
-from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
-from maskpack.packed.cuda.encode_job import Unit
+from maskpack.packed.cuda.encode import (
+    BOUNDS,
+    COUNTS,
+    MOST,
+    ROWS,
+    WORDS,
+    Encoder,
+    EncodeRecipe,
+    KnownForms,
+    Unit,
+    forms_of,
+)
 from maskpack.packed.table import Table, wholes_first, words_of_one
 
 
