@@ -187,13 +187,35 @@ typedef struct {
     i64 entry, flat;
 } Wanted;
 
-/* ------------------------------------------------------------------ encoding on a device (packed/cuda/encode_job.py) */
+/* ------------------------------------------------------------------ encoding on a device (packed/cuda/encode.py) */
 
+/* The words of a field, or of one of its columns, and their form.
+   kind: PLAIN to CONCAT; of DICTIONARY, the form of the stored rows.
+   words, size: address of the tensor, and bytes of its words.
+   items, stride, offset: words of an element that the unit has, words of the whole element, and the first of them.
+   rows: how many.
+   bounds: number of the layout, whose table says where rows begin and end in packed values; -1 if each row is one element.
+   row_stride: words from one row to the next in a padded tensor.
+   counts, low, width: of a padded tensor, the address of int32 [3, rows]: valid tokens of its mask, spans (at most one) and
+     first valid position; and the columns of the mask that it has. Address 0 for packed values.
+   number, second, bytes: base of NARROW, and bytes of its words and of those of PLAIN; widths of codes of BLOCKS; step of
+     ARANGE; the two words of BITMAP.
+   near, head, tail: the units that a field is near to, or put together from; -1 for none.
+   bools: the bits that no bool has, 0 for other words.
+   pad_mode, pad: what is under the mask of a padded tensor, and the word of a constant.
+   b_size, c_size: bytes of the numbers of arrays b and c; 0 if the kernel does not write the array. */
 typedef struct {
     i64 kind, words, size, items, stride, offset, rows, bounds, row_stride, counts, low, width, number, second, bytes;
     i64 near, head, tail, bools, pad_mode, pad, b_size, c_size;
 } Unit;
 
+/* What is known of a row of a unit.
+   flags: IS_MISFIT, its words do not fit the form; IS_ODD, bytes of bools are not 0 and 1; NEAR_USED, some block has
+     distances; IS_STRAY, something under the mask is not the pad.
+   total: numbers of the bits of all blocks; stretches of RLE and DELTA.
+   low, high: least and largest word of the stretches or blocks; of ARANGE and BITMAP, `low` is the first word of the row.
+   least, most: of the lengths of all stretches but the last of the row.
+   hash: of all words; equal rows have the same. CONCAT has the flags alone. */
 typedef struct {
     i64 flags, total, low, high, least, most, hash;
 } Stat;

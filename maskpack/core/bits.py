@@ -140,11 +140,21 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
     return out
 
 
-def to_pinned(x: Tensor) -> Tensor:
-    """A copy [n] of a flat tensor on the host, in pinned memory if it comes from a GPU: fresh pages take forty times as
-    long. Synchronises."""
-    out = torch.empty(x.numel(), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-    out.copy_(x, non_blocking=True)
+def to_pinned(x: Tensor, *others: Tensor) -> Tensor:
+    """A copy [n] of flat tensors of one dtype on the host, one behind the other, in pinned memory if they come from a
+    GPU: fresh pages take forty times as long. Synchronises once."""
+    sizes = [part.numel() for part in (x, *others)]
+    out = torch.empty(sum(sizes), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    for place, part in zip(out.split(sizes), (x, *others), strict=True):
+        place.copy_(part, non_blocking=True)
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
     return out
+
+
+def sent(device: torch.device, *arrays: Words) -> Tensor:
+    """A copy [n] of int64 arrays on a device, one behind the other, by way of pinned memory. No synchronisation."""
+    size = sum(array.size for array in arrays)
+    line = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    np.concatenate([array.reshape(-1) for array in arrays], out=line.numpy())
+    return line.to(device, non_blocking=True)

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.core.bits import words
 
 
@@ -88,3 +89,19 @@ def pad_words(pad: complex, dtype: torch.dtype) -> tuple[int, ...] | None:
 def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] | None:
     value = pad_tensor(pad, dtype)
     return None if value is None else tuple(cast("list[int]", words(value).view(-1).tolist()))
+
+
+def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tuple[int, int]]:
+    """A pad for the core and the kernels: its mode, and the word of a constant in two halves."""
+    trust = abi.TRUSTED if trusted else 0
+    signed = dtype.is_floating_point and dtype.itemsize > 1
+    if pad is PER_ROW or pad is ANY_ZERO or (pad is SIGNED_ZERO and signed):
+        modes = {PER_ROW: abi.BY_ROW, ANY_ZERO: abi.BY_SIGNS, SIGNED_ZERO: abi.BY_SIGN}
+        return modes[pad] + trust, (0, 0)
+    if trusted:
+        return abi.NO_PAD, (0, 0)
+    if pad is EDGE:
+        return abi.BY_EDGE, (0, 0)
+    bits = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
+    assert bits is not None
+    return abi.CONSTANT, (bits[0], bits[-1])

@@ -2,7 +2,7 @@
 
    A unit is a field, or one of its columns, in a form that was chosen before. A kernel says what the form of each row of each
    unit takes; here is where the arrays go. Small arrays, of a few numbers a row, are written here, and the kernel writes the
-   others. (packed/cuda/encode_job.py) */
+   others. (packed/cuda/encode.py) */
 
 struct Placing {
     Unit *units;

@@ -3,7 +3,8 @@
     element (row, column, item)  --valid-------> stored at its packed token
                                  --masked out--> compared with each candidate pad; one that differs sets a flag
 
-A program reads SPAN words of one row of one field, CHUNK at a time. Words are compared as int64, zero-extended.
+A program reads SPAN words of one row of one field, CHUNK at a time. Words are int64, zero-extended. `load_words`,
+`store_words` and `differs` also serve the kernels of packed/cuda: words and pads are read by one rule.
 """
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
@@ -17,42 +18,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.nesting import device_read as jobs
 from maskpack.ops.pack_triton import _ones
 
 (
-    PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, TURN, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
+    PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
     NUM_PADS, CHECKED, FLAGS, ODD, JOB,
 ) = (tl.constexpr(place) for place in range(len(jobs.ReadJob._fields) + 1))  # fmt: skip
-KIND, WORD, ROW_PADS, PAD = (tl.constexpr(place) for place in (0, 1, 3, jobs.PAD_NUMBERS))
-EDGE, BY_ROW, BY_SIGN = tl.constexpr(jobs.EDGE_PAD), tl.constexpr(jobs.BY_ROW), tl.constexpr(jobs.BY_SIGN)
+MODE, WORD, ROW_PADS, PAD = (tl.constexpr(place) for place in range(jobs.PAD_NUMBERS + 1))
+BY_EDGE, BY_SIGN = tl.constexpr(abi.BY_EDGE), tl.constexpr(abi.BY_SIGN)
 _WARPS = 4
 
 
 @triton.jit
-def _load(address, size, at, mask):
-    """Words of 1, 2, 4 or 8 bytes as int64."""
+def load_words(address, size, at, mask):
+    """Words of 1, 2, 4 or 8 bytes as int64, zero-extended; 0 where the mask is false."""
     if size == 8:
-        word = tl.load(address.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
+        words = tl.load(address.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
     elif size == 4:
-        word = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0).to(tl.int64)
+        words = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0).to(tl.int64)
     elif size == 2:
-        word = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0).to(tl.int64)
+        words = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0).to(tl.int64)
     else:
-        word = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=mask, other=0).to(tl.int64)
-    return word
+        words = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=mask, other=0).to(tl.int64)
+    return words
 
 
 @triton.jit
-def _store(address, size, at, word, mask):
+def store_words(address, size, at, words, mask):
+    """Stores the low bytes of int64 as words of 1, 2, 4 or 8 bytes."""
     if size == 8:
-        tl.store(address.to(tl.pointer_type(tl.int64)) + at, word, mask=mask)
+        tl.store(address.to(tl.pointer_type(tl.int64)) + at, words, mask=mask)
     elif size == 4:
-        tl.store(address.to(tl.pointer_type(tl.int32)) + at, word.to(tl.int32), mask=mask)
+        tl.store(address.to(tl.pointer_type(tl.int32)) + at, words.to(tl.int32), mask=mask)
     elif size == 2:
-        tl.store(address.to(tl.pointer_type(tl.int16)) + at, word.to(tl.int16), mask=mask)
+        tl.store(address.to(tl.pointer_type(tl.int16)) + at, words.to(tl.int16), mask=mask)
     else:
-        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, word.to(tl.uint8), mask=mask)
+        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, words.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _pad_of_row(mode, x, size, at, mask):
+    """The pad of a row, BY_ROW or BY_SIGN, from a masked-out word of it: that word, or the zero with its sign."""
+    word = load_words(x, size, at, mask)
+    above_sign = word << (65 - 8 * size)
+    return tl.where((mode == BY_SIGN) & (above_sign != 0), 0, word)
+
+
+@triton.jit
+def differs(pad, x, size, words, place, padding, step, free, some):
+    """Where masked-out words are not what a pad demands.
+
+    That is the word of the pad; BY_EDGE the neighbour, `step` words away, and 0 where `step` is 0, in a row without
+    tokens; BY_ROW and BY_SIGN what the word at `free` says, the first that is masked out if there are `some`.
+    """
+    mode = tl.load(pad + MODE)
+    expected = tl.load(pad + WORD) + place * 0
+    if mode == BY_EDGE:
+        expected = load_words(x, size, place + step, padding & (step != 0))
+    elif mode > BY_EDGE:
+        expected = _pad_of_row(mode, x, size, free, some) + place * 0
+    return padding & (((words ^ expected) << (64 - 8 * size)) != 0)
 
 
 @triton.jit
@@ -69,139 +96,103 @@ def _job_of(tables, count, program, FIRSTS: tl.constexpr):
 
 
 @triton.jit
+def _entry(job, COLUMN: tl.constexpr, at, mask):
+    """Entries of an int32 tensor that a job names."""
+    return tl.load(tl.load(job + COLUMN).to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+
+
+@triton.jit
 def _rank(job, row, col, live, first, start, tokens, width):
     """Whether positions of a row are valid, and the number of tokens before each; of positions behind the only span of
     a row, at least 1."""
-    bits = tl.load(job + BITS)
-    if bits == 0:
+    if tl.load(job + BITS) == 0:
         valid = live & (col >= start) & (col < start + tokens)
         rank = tl.where(tokens > 0, col - start + (col >= start + tokens).to(tl.int32), 0)
     else:
         word = row * ((width + 31) // 32) + col // 32
         lane = col % 32
-        in_word = tl.load(bits.to(tl.pointer_type(tl.int32)) + word, mask=live, other=0)
-        valid = live & (((in_word >> lane) & 1) == 1)
-        before = tl.load(tl.load(job + BEFORE).to(tl.pointer_type(tl.int32)) + word, mask=live, other=0)
-        rank = before - first + _ones(in_word & ((1 << lane) - 1))
+        bits = _entry(job, BITS, word, live)
+        valid = live & (((bits >> lane) & 1) == 1)
+        rank = _entry(job, BEFORE, word, live) - first + _ones(bits & ((1 << lane) - 1))
     return valid, rank
-
-
-@triton.jit
-def _pad_of_row(job, pad, x, size, begin, free, item, width):
-    """The pad of a row as PER_ROW or SIGNED_ZERO: the first masked-out item, or the zero with its sign; 0 in a full
-    row."""
-    at = begin + free.to(tl.int64) * tl.load(job + COL) + item * tl.load(job + ITEM)
-    word = _load(x, size, at, free < width)
-    if tl.load(pad + KIND) == BY_SIGN:
-        sign = tl.full((), 1, tl.int64) << (8 * size - 1).to(tl.int64)
-        word = tl.where((word & ~sign) == 0, word, 0)
-    return word
 
 
 @triton.jit
 def _chunk(tables, job, row, at, first, tokens, start, free, CHUNK: tl.constexpr):
     """Stores the values in a chunk of a row, and raises the flags of the pads that do not fit."""
     items, width = tl.load(job + ITEMS).to(tl.int32), tl.load(job + WIDTH).to(tl.int32)
+    x, size, stride = tl.load(job + X), tl.load(job + SIZE).to(tl.int32), tl.load(job + COL)
     each = at + tl.arange(0, CHUNK)
     live = each < width * items
-    col = each
-    item = each * 0
+    col, item = each, each * 0
     if items > 1:
-        if tl.load(job + INNER) > 0:
-            item = each // width
-            col = each - item * width
-        else:
-            col = each // items
-            item = each - col * items
+        inner = tl.load(job + INNER) != 0
+        over = tl.where(inner, width, items)
+        slow = each // over
+        fast = each - slow * over
+        col, item = tl.where(inner, fast, slow), tl.where(inner, slow, fast)
     valid, rank = _rank(job, row, col, live, first, start, tokens, width)
-    pads, checked, odd = tl.load(job + NUM_PADS).to(tl.int32), tl.load(job + CHECKED) != 0, tl.load(job + ODD)
-    x, size = tl.load(job + X), tl.load(job + SIZE).to(tl.int32)
-    col_stride = tl.load(job + COL)
     begin = row * tl.load(job + ROW)
-    place = begin + col.to(tl.int64) * col_stride + item.to(tl.int64) * tl.load(job + ITEM)
-    word = _load(x, size, place, tl.where(checked, live, valid))
-    token = (first + rank).to(tl.int64)
-    _store(tl.load(job + OUT), size, token * items + item, word, valid)
-    flags = tables + tl.load(job + FLAGS)
-    if tl.max(((word & odd) != 0).to(tl.int32)) > 0:
-        tl.store(flags + pads, 1)
+    place = begin + col.to(tl.int64) * stride + item.to(tl.int64) * tl.load(job + ITEM)
+    checked = tl.load(job + CHECKED) != 0
+    words = load_words(x, size, place, tl.where(checked, live, valid))
+    store_words(tl.load(job + OUT), size, (first + rank).to(tl.int64) * items + item, words, valid)
+    flags, pads = tables + tl.load(job + FLAGS), tl.load(job + NUM_PADS).to(tl.int32)
+    odd = ((words & tl.load(job + ODD)) != 0).to(tl.int32)
+    tl.store(flags + pads, 1, mask=tl.max(odd) > 0)
     padding = live & (valid == 0)
     if checked & (tl.max(padding.to(tl.int32)) > 0):
-        turn = tl.load(job + TURN)
-        slot = pads * 0
-        while slot < pads:
+        step = tl.where(tokens > 0, tl.where(rank > 0, -stride, stride), 0)
+        for slot in range(pads):
             pad = tables + tl.load(job + PADS) + slot * PAD
-            kind = tl.load(pad + KIND)
-            if kind == EDGE:
-                step = tl.where(rank > 0, -col_stride, col_stride)
-                right = _load(x, size, place + step, padding & (each < tl.where(tokens > 0, width * items, 0)))
-            elif kind < EDGE:
-                right = tl.load(pad + WORD + (item & turn))
-            else:
-                one = _pad_of_row(job, pad, x, size, begin, free, turn * 0, width)
-                two = _pad_of_row(job, pad, x, size, begin, free, turn, width)
-                right = tl.where((item & turn) == 1, two, one)
-            if tl.max((padding & (word != right)).to(tl.int32)) > 0:
-                tl.store(flags + slot, 1)
-            slot += 1
+            wrong = differs(pad, x, size, words, place, padding, step, begin + free * stride, free < width)
+            tl.store(flags + slot, 1, mask=tl.max(wrong.to(tl.int32)) > 0)
 
 
-@triton.jit(do_not_specialize=["count", "jobs_at"])
-def _read(tables, count, jobs_at, CHUNK: tl.constexpr, SPAN: tl.constexpr, FIRSTS: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def _read(tables, count, CHUNK: tl.constexpr, SPAN: tl.constexpr, FIRSTS: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     number = _job_of(tables, count, program, FIRSTS)
-    job = tables + jobs_at + number * JOB
+    job = tables + count + number * JOB
     local = (program - tl.load(tables + number)).to(tl.int32)
     parts = tl.load(job + PARTS).to(tl.int32)
-    row = (local // parts).to(tl.int64)
-    part = local % parts
+    row, part = (local // parts).to(tl.int64), local % parts
     items, width = tl.load(job + ITEMS).to(tl.int32), tl.load(job + WIDTH).to(tl.int32)
-    bounds = tl.load(job + BOUNDS).to(tl.pointer_type(tl.int32)) + row
-    first = tl.load(bounds)
-    tokens = tl.load(bounds + 1) - first
-    span = row
-    splits = tl.load(job + SPLITS)
-    if splits != 0:
-        span = tl.load(splits.to(tl.pointer_type(tl.int32)) + row).to(tl.int64)
+    first = _entry(job, BOUNDS, row, True)
+    tokens = _entry(job, BOUNDS, row + 1, True) - first
+    several = tl.load(job + SPLITS) != 0
+    span = tl.where(several, _entry(job, SPLITS, row, several), row)
     filled = tokens > 0
-    start = tl.load(tl.load(job + STARTS).to(tl.pointer_type(tl.int32)) + span, mask=filled, other=0)
-    begins = tl.load(job + BEGINS).to(tl.pointer_type(tl.int32)) + span
-    length = tl.load(begins + 1, mask=filled, other=0) - tl.load(begins, mask=filled, other=0)
-    free = tl.where(filled & (start == 0), length, 0)  # the first masked-out column, or the width
-    pads = tl.load(job + NUM_PADS).to(tl.int32)
+    start = _entry(job, STARTS, span, filled)
+    length = _entry(job, BEGINS, span + 1, filled) - _entry(job, BEGINS, span, filled)
+    free = tl.where(start == 0, length, 0)  # the first masked-out column, or the width
     low, high = items * 0, width * items
     if tl.load(job + CHECKED) == 0:  # only values are read
-        if (tl.load(job + INNER) == 0) | (items == 1):
-            low = start * items
-            high = tl.where(splits == 0, (start + length) * items, high)
+        together = (tl.load(job + INNER) == 0) | (items == 1)
+        low = tl.where(together, start * items, 0)
         high = tl.where(filled, high, 0)
+        high = tl.where(together & (several == 0), (start + length) * items, high)
     at = part * SPAN
-    stop = at + tl.minimum(SPAN, width * items - at)
+    stop = tl.minimum(at + SPAN, high)
     while at < stop:
-        if (at + CHUNK > low) & (at < high):
+        if at + CHUNK > low:
             _chunk(tables, job, row, at, first, tokens, start, free, CHUNK)
         at += CHUNK
     if part == 0:
-        slot = pads * 0
-        x, size, turn = tl.load(job + X), tl.load(job + SIZE).to(tl.int32), tl.load(job + TURN)
-        while slot < pads:
+        x, size = tl.load(job + X), tl.load(job + SIZE).to(tl.int32)
+        place = row * tl.load(job + ROW) + free * tl.load(job + COL)
+        for slot in range(tl.load(job + NUM_PADS).to(tl.int32)):
             pad = tables + tl.load(job + PADS) + slot * PAD
-            if tl.load(pad + KIND) > EDGE:
-                item = turn * 0
-                while item <= turn:
-                    word = _pad_of_row(job, pad, x, size, row * tl.load(job + ROW), free, item, width)
-                    _store(tl.load(pad + ROW_PADS), size, row * (turn + 1) + item, word, row >= 0)
-                    item += 1
-            slot += 1
+            mode = tl.load(pad + MODE)
+            word = _pad_of_row(mode, x, size, place, (mode > BY_EDGE) & (free < width))
+            store_words(tl.load(pad + ROW_PADS), size, row, word, mode > BY_EDGE)
 
 
-def launch(tables: Tensor, count: int, jobs_at: int, programs: int) -> None:
+def launch(tables: Tensor, count: int, programs: int) -> None:
     """Runs `programs` programs of `count` jobs.
 
     Args:
-        tables: int64: the first program of each job; the jobs, from the entry `jobs_at` on; pads and flags.
+        tables: int64: the first program of each job; the jobs; pads and flags.
     """
     with torch.cuda.device_of(tables):  # Triton launches on the current device
-        _read[(programs,)](
-            tables, count, jobs_at, CHUNK=jobs.CHUNK, SPAN=jobs.SPAN, FIRSTS=jobs.FIRSTS, num_warps=_WARPS
-        )
+        _read[(programs,)](tables, count, CHUNK=jobs.CHUNK, SPAN=jobs.SPAN, FIRSTS=jobs.FIRSTS, num_warps=_WARPS)

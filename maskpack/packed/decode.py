@@ -17,7 +17,7 @@ from torch import Tensor
 from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, empty_of, from_words, word_dtype, words
 from maskpack.core.index import IntArray, ranges
-from maskpack.core.pads import ANY_ZERO, PER_ROW
+from maskpack.core.pads import ANY_ZERO, PER_ROW, trial_of
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -28,7 +28,7 @@ from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_table
 from maskpack.nesting.signs import moved_signs
 from maskpack.packed.columns import Body, Shown
-from maskpack.packed.table import size_of_word, trial_of, words_of_one
+from maskpack.packed.table import size_of_word, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch

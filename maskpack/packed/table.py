@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
+from maskpack.core.pads import trial_of
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.plan import plans as batch_plans
 from maskpack.nesting.schema import FieldForm
@@ -655,22 +655,6 @@ def _chain(table: Structs, place: int) -> int:
 def _paths(form: FieldForm, names: str) -> list[Path]:
     """Fields that a hint names, in the sub-batch of its own field."""
     return [(*form.path[:-1], *path_of(tuple(name.split("/")))) for name in names.split(",")] if names else []
-
-
-def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tuple[int, int]]:
-    """A pad for the core: its mode, and the word of a constant in two halves."""
-    trust = abi.TRUSTED if trusted else 0
-    signed = dtype.is_floating_point and dtype.itemsize > 1
-    if pad is PER_ROW or pad is ANY_ZERO or (pad is SIGNED_ZERO and signed):
-        modes = {PER_ROW: abi.BY_ROW, ANY_ZERO: abi.BY_SIGNS, SIGNED_ZERO: abi.BY_SIGN}
-        return modes[pad] + trust, (0, 0)
-    if trusted:
-        return abi.NO_PAD, (0, 0)
-    if pad is EDGE:
-        return abi.BY_EDGE, (0, 0)
-    words = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
-    assert words is not None
-    return abi.CONSTANT, (words[0], words[-1])
 
 
 def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:

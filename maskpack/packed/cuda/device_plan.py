@@ -26,8 +26,18 @@ from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.axes import WHOLE
 from maskpack.nesting.gather import Gathered
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.cuda.encode import BOUNDS, COUNTS, MOST, ROWS, WORDS, Encoder, EncodeRecipe, KnownForms, forms_of
-from maskpack.packed.cuda.encode_job import Unit
+from maskpack.packed.cuda.encode import (
+    BOUNDS,
+    COUNTS,
+    MOST,
+    ROWS,
+    WORDS,
+    Encoder,
+    EncodeRecipe,
+    KnownForms,
+    Unit,
+    forms_of,
+)
 from maskpack.packed.host_plan import Parts
 from maskpack.packed.table import Table, wholes_first, words_of_one
 

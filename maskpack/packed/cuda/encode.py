@@ -9,7 +9,8 @@ are left to the host. Two synchronisations: one for the measures, one for the bo
 
 from __future__ import annotations
 
-import itertools
+import math
+from collections import namedtuple
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,45 +21,27 @@ from torch import Tensor
 
 from maskpack.core import abi, native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import Words, to_pinned, words
+from maskpack.core.bits import Words, sent, to_pinned, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.native import Structs
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.cuda import encode_job
-from maskpack.packed.cuda.encode_job import Stat, Unit
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT}
-_UNKNOWN = -1
-MOST = (1 << 31) - 2 * encode_job.CHUNK
+MOST = (1 << 31) - 2048
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
 _NOTHING = (0, 1, 0)
-WORDS, COUNTS, ROWS, BOUNDS, _BOOLS = (
-    Unit._fields.index(name) for name in ("words", "counts", "rows", "bounds", "bools")
+_NO_BOOL = -2
+"""The bits that no bool has."""
+Unit = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]  # all are int64
+    "Unit", abi.UNIT.names or (), defaults=[0] * abi.UNIT_NUMBERS
 )
-
-
-class UnitForm(NamedTuple):
-    """The form of a unit, as in `Unit`."""
-
-    kind: int
-    number: int = 0
-    second: int = 0
-    bytes: int = 0
-
-    @classmethod
-    def of(cls, table: Table, at: int) -> UnitForm:
-        """The form of an entry."""
-        entry = table.entries[at]
-        kind, size = int(entry["kind"]), int(entry["size"])
-        if kind == abi.BITMAP:
-            first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
-            return cls(kind, first, second)
-        return cls(kind, int(entry["number"]), 0, int(entry["a"]["size"]))
+"""A row of the table of the kernels; abi.h says what its numbers are."""
+WORDS, COUNTS, ROWS, BOUNDS = map(Unit._fields.index, ("words", "counts", "rows", "bounds"))
 
 
 class EncodeRecipe(NamedTuple):
@@ -66,19 +49,15 @@ class EncodeRecipe(NamedTuple):
 
     Attributes:
         tensors: the numbers of the fields among all tensors, in the order in which they are encoded.
-        places: the same among the jobs.
         fields: SETTLED [n].
         units: int64 [m, len(Unit)], without addresses.
         owners: int64 [m], the field of each unit, by its place in `tensors`.
-        items: most words of an element.
     """
 
     tensors: list[int]
-    places: list[int]
     fields: Structs
     units: IntArray
     owners: IntArray
-    items: int
 
 
 @dataclass
@@ -89,18 +68,18 @@ class KnownForms:
         jobs: JOB [n], each behind those that it refers to.
         order: the place of each tensor among them.
         names: the layouts that the jobs refer to.
-        kinds: the encoding of each job.
-        inner: of each job the forms of its units: one, or those of its columns.
+        units: by tensor, if kernels can encode it: Units with the form of its words, one or those of its columns.
+        kinds: the encodings of these tensors.
         uses: how many batches took them.
-        misses: how often each job did not fit.
+        misses: how often each tensor did not fit.
         stale: whether the next batch goes to the host.
     """
 
     jobs: Structs
     order: list[int]
     names: tuple[str, ...]
-    kinds: list[int]
-    inner: list[list[UnitForm]]
+    units: dict[int, list[Any]]
+    kinds: dict[int, int]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
@@ -110,27 +89,25 @@ class KnownForms:
     def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
         (jobs, order, names), table = encoded.jobs, encoded.table
-        kinds = jobs["form"]["kind"].tolist()
-        inner: list[list[UnitForm]] = [[] for _ in kinds]
-        for place, at in zip(order.tolist(), table.fields.tolist(), strict=True):
-            entry = table.entries[at]
-            if entry["kind"] == abi.CONCAT:
-                kinds[place] = abi.CONCAT
-            elif kinds[place] != int(entry["kind"]):
-                kinds[place] = _UNKNOWN  # of no words
-            inner[place] = [UnitForm.of(table, part) for part in table.parts(at)]
-        return cls(jobs.copy(), order.tolist(), names, kinds, inner)
+        units: dict[int, list[Any]] = {}
+        kinds: dict[int, int] = {}
+        for tensor, (place, at) in enumerate(zip(order.tolist(), table.fields.tolist(), strict=True)):
+            kind, parts = int(table.entries[at]["kind"]), table.parts(at)
+            has_words = kind in (abi.CONCAT, jobs[place]["form"]["kind"])
+            if has_words and all(table.entries[part]["kind"] in _WRITTEN_HERE for part in parts):
+                kinds[tensor], units[tensor] = kind, [_unit_of(table, part) for part in parts]
+        return cls(jobs.copy(), order.tolist(), names, units, kinds)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
         return self.stale or self.uses >= _A_LOOK
 
-    def missed(self, places: Iterable[int]) -> None:
-        """Notes the jobs that did not fit. The host chooses new forms for the next batch, but once only: a job that
-        does not fit those either stays with the host until it looks again."""
-        for place in places:
-            self.misses[place] = self.misses.get(place, 0) + 1
-            self.stale |= self.misses[place] == 1
+    def missed(self, tensors: Iterable[int]) -> None:
+        """Notes the tensors that did not fit. The host chooses new forms for the next batch, but once only: a tensor
+        that does not fit those either stays with the host until it looks again."""
+        for tensor in tensors:
+            self.misses[tensor] = self.misses.get(tensor, 0) + 1
+            self.stale |= self.misses[tensor] == 1
 
     def renewed(self, encoded: EncodedTable) -> KnownForms:
         """The forms of a later batch, which the host encoded."""
@@ -141,56 +118,57 @@ class KnownForms:
     def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> EncodeRecipe:
         """What the kernels are told of those of some tensors that they can encode, in a batch with these `layouts`, in
         this order."""
-        out = frozenset(place for place, count in self.misses.items() if count > 1)
+        out = frozenset(tensor for tensor, count in self.misses.items() if count > 1)
         key = tuple(tensors), tuple(layouts), out, rows, dense_rows
         if key not in self._recipes:
-            self._recipes[key] = self._new_recipe(set(key[0]), key[1], out, rows, dense_rows)
+            self._recipes[key] = self._new_recipe({*key[0]} - out, key[1], rows, dense_rows)
         return self._recipes[key]
 
-    def _new_recipe(
-        self, tensors: set[int], names: Sequence[str], out: Collection[int], rows: int, dense_rows: int
-    ) -> EncodeRecipe:
-        units: list[Unit] = []
-        owners: list[int] = []
-        lines: list[tuple[int, ...]] = []
-        number_of: dict[int, int] = {}  # of a job among the fields
+    def _new_recipe(self, tensors: Collection[int], names: Sequence[str], rows: int, dense_rows: int) -> EncodeRecipe:
         taken: list[int] = []
+        units: list[Any] = []
+        lines: list[tuple[int, ...]] = []
+        fields = {-1: (-1, -1, True)}  # by job: its field, the first of its units, and whether it has no other
         for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
-            kind, row, inner = self.kinds[place], self.jobs[place], self.inner[place]
-            near, head, tail = (int(row[name]) for name in ("near", "head", "tail"))
-            refs = [near] if kind == abi.BLOCKS and near >= 0 else [head, tail] if kind == abi.CONCAT else []
-            fits = kind != _UNKNOWN and all(form.kind in _WRITTEN_HERE for form in inner)
-            known = all(ref in number_of and lines[number_of[ref]][2] == 1 for ref in refs)
-            if tensor not in tensors or place in out or not fits or not known:
+            row, own = self.jobs[place], self.units.get(tensor, [])
+            refs = _referred(row, self.kinds.get(tensor))
+            if tensor not in tensors or not own or not all(fields.get(ref, (0, 0, False))[2] for ref in refs):
                 continue
-            firsts = [lines[number_of[ref]][1] for ref in refs]
-            named = (firsts[0], -1, -1) if kind == abi.BLOCKS and refs else (-1, *(firsts or (-1, -1)))
-            items, size = int(row["items"]), int(row["size"])
+            near, head, tail = (fields[ref][1] for ref in refs)
+            items, size, width = int(row["items"]), int(row["size"]), int(row["items"]) // len(own)
             layout = -1 if row["layout"] < 0 else names.index(self.names[int(row["layout"])])
-            own, bools = items // len(inner), int(row["integers"] == abi.BOOLS)
-            numbers = [number_of[ref] for ref in refs]
-            of_fields = (*numbers, -1, -1) if kind == abi.BLOCKS and refs else (-1, *(numbers or (-1, -1)))
-            number_of[place] = len(taken)
-            cost = int(row["form"]["cost"])
-            lines.append((kind, len(units), len(inner), layout, items, size, *of_fields, cost, _UNKNOWN))
-            owners += [len(taken)] * len(inner)
+            numbers = [fields[ref][0] for ref in refs]
+            fields[place] = len(taken), len(units), len(own) == 1
+            line = self.kinds[tensor], len(units), len(own), layout, items, size, *numbers, row["form"]["cost"], -1
+            lines.append(line)
             taken.append(tensor)
             units += [
-                Unit(
-                    form.kind, 0, size, own, items, column * own, rows if layout >= 0 else dense_rows, layout,
-                    number=form.number, second=form.second, bytes=form.bytes, near=named[0], head=named[1],
-                    tail=named[2], bools=bools,
+                form._replace(
+                    size=size, items=width, stride=items, offset=column * width, bounds=layout,
+                    rows=rows if layout >= 0 else dense_rows, near=near, head=head, tail=tail,
+                    bools=_NO_BOOL if row["integers"] == abi.BOOLS else 0,
                 )
-                for column, form in enumerate(inner)
+                for column, form in enumerate(own)
             ]  # fmt: skip
-        return EncodeRecipe(
-            taken,
-            list(number_of),
-            np.array(lines, abi.SETTLED),
-            np.array(units, np.int64).reshape(-1, len(Unit._fields)),
-            np.array(owners, np.int64),
-            max((line[4] for line in lines), default=0),
-        )
+        owners = np.repeat(np.arange(len(taken)), [line[2] for line in lines])
+        settled = np.array(lines, abi.SETTLED)
+        return EncodeRecipe(taken, settled, np.array(units, np.int64).reshape(-1, abi.UNIT_NUMBERS), owners)
+
+
+def _unit_of(table: Table, at: int) -> Any:
+    """A Unit with the form of an entry."""
+    entry = table.entries[at]
+    kind, size = int(entry["kind"]), int(entry["size"])
+    if kind == abi.BITMAP:
+        first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
+        return Unit(kind, number=first, second=second)
+    return Unit(kind, number=int(entry["number"]), bytes=int(entry["a"]["size"]))
+
+
+def _referred(job: Any, kind: int | None) -> tuple[int, int, int]:
+    """The jobs that one in an encoding is near to, and put together from; -1 for none."""
+    near, head, tail = (int(job[name]) for name in ("near", "head", "tail"))
+    return (near, -1, -1) if kind == abi.BLOCKS else (-1, head, tail) if kind == abi.CONCAT else (-1, -1, -1)
 
 
 class OnDevice(NamedTuple):
@@ -199,7 +177,7 @@ class OnDevice(NamedTuple):
     Attributes:
         table: the fields `numbers`, by their numbers among all tensors.
         odd: the numbers of bools with bytes other than 0 and 1.
-        left: the places among the jobs of fields that did not fit.
+        left: the numbers of fields that did not fit.
     """
 
     table: Table
@@ -226,16 +204,14 @@ def encode_on_device(
         layouts: all layouts, on the host.
     """
     device = device_of(values)
-    if device is None or not rows:
-        return None
-    forms = forms_of(tensors, rows)
-    if forms is None or forms.want_host():
+    forms = None if device is None or not rows else forms_of(tensors, rows)
+    if device is None or forms is None or forms.want_host():
         return None
     own = {number: x for number, x in values.items() if x.device == device}
     layouts = wholes_first(layouts)
     recipe = forms.recipe(own, layouts, rows, dense_rows)
     longest = max((layout.max_length for layout in layouts.values()), default=1)
-    if not recipe.tensors or recipe.items * max(longest, 1) > MOST:
+    if not recipe.tensors or recipe.fields["items"].max() * max(longest, 1) > MOST:
         return None
     held = [words(own[number]).contiguous() for number in recipe.tensors]
     units: IntArray = np.array(recipe.units)
@@ -257,9 +233,8 @@ def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
 def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if device_of(values) is not None and rows:
-        key = _key(tensors, rows)
-        before: KnownForms | None = device_forms.get(key)
-        device_forms.keep(key, KnownForms.of(done) if before is None else before.renewed(done))
+        before = forms_of(tensors, rows)
+        device_forms.keep(_key(tensors, rows), KnownForms.of(done) if before is None else before.renewed(done))
 
 
 def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
@@ -286,38 +261,21 @@ class Encoder:
         self, recipe: EncodeRecipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
     ) -> None:
         self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
-        size = units.size + sum(own.size for own in bounds)
-        self._staging = self._pinned(size + units.size + 4 * rows * len(units))
-        self._told = self._sent(self._staging[:size], units, *bounds)
-
-    def _pinned(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
-
-    def _sent(self, staging: Tensor, *arrays: IntArray) -> Tensor:
-        """Arrays, one behind the other, on the device."""
-        np.concatenate([array.reshape(-1) for array in arrays], out=staging.numpy())
-        return staging.to(self._device, non_blocking=True)
+        self._told = sent(device, units, *bounds)
+        self._tables = self._told[units.size :]
 
     def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
-        """int64 [units, rows, len(Stat)]: what the forms of all rows take; and copies of `others`, int32 [n] on the
+        """int64 [units, rows, STAT_NUMBERS]: what the forms of all rows take; and copies of `others`, int32 [n] on the
         device, n even, on the host. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
-        count, width = len(self._units), len(Stat._fields)
-        fresh = torch.empty if (self._units[:, ROWS] == self._rows).all() else torch.zeros
-        size = count * self._rows * width
-        stats = fresh(size, dtype=torch.int64, device=self._device)
-        encode_kernel.measure(self._told, self._told[self._units.size :], stats, count, self._rows)
-        out = self._pinned(size + sum(x.numel() // 2 for x in others))
-        out[:size].copy_(stats, non_blocking=True)
-        ends = np.cumsum([size, *(x.numel() // 2 for x in others)]).tolist()
-        for x, begin, end in zip(others, ends[:-1], ends[1:], strict=True):
-            out[begin:end].copy_(x.view(torch.int64), non_blocking=True)
-        if stats.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()
-        line = out.numpy()
-        copies = [line[begin:end].view(np.int32) for begin, end in itertools.pairwise(ends)]
-        return line[:size].reshape(count, self._rows, width), copies
+        shape = len(self._units), self._rows, abi.STAT_NUMBERS
+        stats = torch.empty(math.prod(shape), dtype=torch.int64, device=self._device)
+        encode_kernel.measure(self._told, self._tables, stats, *shape[:2])
+        parts = [stats, *(x.view(torch.int64) for x in others)]
+        ends = np.cumsum([part.numel() for part in parts])
+        line, *copies = np.split(to_pinned(*parts).numpy(), ends[:-1])
+        return line.reshape(shape), [copy.view(np.int32) for copy in copies]
 
     def written(
         self,
@@ -334,22 +292,21 @@ class Encoder:
         fields = recipe.fields.copy()
         bounds = [layout.row_offsets for layout in layouts.values()]
         placed = native.place(units, fields, stats, bounds, head.nbytes, rows)
-        small, used, pads = placed.small, placed.nbytes, dict[int, tuple[int, int, int]]()
+        small, used, pads = [(0, head), *placed.small], placed.nbytes, dict[int, tuple[int, int, int]]()
         for number in recipe.tensors:
             if number in row_pads:
                 line = np.ascontiguousarray(row_pads[number])
                 used = -(-used // 8) * 8
-                pads[number] = used, line.itemsize * (line.shape[1] if line.ndim > 1 else 1), len(line)
+                pads[number] = used, line.nbytes // len(line), len(line)
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
         end = -(-used // 8) * 8
         line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
-        sent = self._sent(self._staging[self._told.numel() :], units, placed.spots)
-        encode_kernel.write(sent, self._told[units.size :], sent[units.size :], line, count, rows, end)
-        odd = (stats[:, :, 0] & abi.IS_ODD).any(1) & (units[:, _BOOLS] != 0)
+        told = sent(self._device, units, placed.spots)
+        encode_kernel.write(told, self._tables, told[units.size :], line, count, rows, end)
+        odd = (stats[:, :, 0] & abi.IS_ODD).any(1)
         found = to_pinned(line).numpy()
         body, differing = found[:used], found[end:]
-        body[: head.nbytes] = head
         for at, array in small:
             body[at : at + array.nbytes] = array
         left = _left_out(fields, recipe.owners[differing != 0].tolist())
@@ -359,7 +316,7 @@ class Encoder:
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
         odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
-        return OnDevice(table, numbers, odd_ones, [recipe.places[at] for at in sorted(left)])
+        return OnDevice(table, numbers, odd_ones, [recipe.tensors[at] for at in sorted(left)])
 
 
 def _left_out(fields: Structs, differing: Iterable[int]) -> set[int]:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from maskpack.core import abi
+from maskpack.nesting.read_triton import load_words, store_words
 from maskpack.packed.cuda import job_table
 
 JOB = tl.constexpr(job_table.JOB)
@@ -33,33 +34,7 @@ _WARPS = 8
 ) = (tl.constexpr(place) for place in range(len(job_table.JobSource._fields)))  # fmt: skip
 
 
-# -------------------------------------------------------------------- numbers of any size
-
-
-@triton.jit
-def _number(address, size, at, mask):
-    """Entry `at` of unsigned integers of 1, 2, 4 or 8 bytes, as int64."""
-    if size == 1:
-        number = tl.load(address + at, mask=mask, other=0).to(tl.int64)
-    elif size == 2:
-        number = tl.load(address.to(tl.pointer_type(tl.uint16)) + at, mask=mask, other=0).to(tl.int64)
-    elif size == 4:
-        number = tl.load(address.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0).to(tl.int64)
-    else:
-        number = tl.load(address.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
-    return number
-
-
-@triton.jit
-def _store(address, size, at, words, mask):
-    if size == 1:
-        tl.store(address.to(tl.pointer_type(tl.uint8)) + at, words.to(tl.uint8), mask=mask)
-    elif size == 2:
-        tl.store(address.to(tl.pointer_type(tl.int16)) + at, words.to(tl.int16), mask=mask)
-    elif size == 4:
-        tl.store(address.to(tl.pointer_type(tl.int32)) + at, words.to(tl.int32), mask=mask)
-    else:
-        tl.store(address.to(tl.pointer_type(tl.int64)) + at, words, mask=mask)
+# -------------------------------------------------------------------- rows
 
 
 @triton.jit
@@ -69,7 +44,7 @@ def _at_most(address, size, count, base, value, mask):
     left = count.to(tl.int32)
     while left > 0:
         half = (left + 1) // 2
-        some = _number(address, size, found + (half - 1), mask) - base <= value
+        some = load_words(address, size, found + (half - 1), mask) - base <= value
         found = tl.where(some, found + half, found)
         left -= half
     return found
@@ -107,7 +82,7 @@ def _nearest(tables, splits, starts, ends, row, column, mask):
 @triton.jit
 def _by_place(body, source, begin, place, mask):
     size = tl.load(source + DATA_SIZE)
-    return _number(body + tl.load(source + DATA) + begin * size, size, place, mask) + tl.load(source + NUMBER)
+    return load_words(body + tl.load(source + DATA) + begin * size, size, place, mask) + tl.load(source + NUMBER)
 
 
 @triton.jit
@@ -128,7 +103,7 @@ def _by_piece(body, tables, source, stored, first, place, mask):
             words = tl.load(tables + sums + low + piece, mask=mask, other=0) - tl.load(tables + sums + low)
     size = tl.load(source + DATA_SIZE)
     several = 1 - tl.load(source + SINGLE)
-    value = _number(body + tl.load(source + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
+    value = load_words(body + tl.load(source + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
     value = (value << (64 - 8 * size)) >> (64 - 8 * size)
     times = tl.where(sums >= 0, place - start + 1, 1)
     return words + value * times + tl.load(source + NUMBER) * place
@@ -138,7 +113,7 @@ def _by_piece(body, tables, source, stored, first, place, mask):
 def _by_bit(body, source, size, first, place, mask):
     byte = tl.load(body + tl.load(source + DATA) + first + (place >> 3), mask=mask, other=0)
     bit = (byte.to(tl.int32) >> (place & 7)) & 1
-    return _number(body + tl.load(source + MORE), size, bit, mask)
+    return load_words(body + tl.load(source + MORE), size, bit, mask)
 
 
 @triton.jit
@@ -155,14 +130,14 @@ def _coded(source, numbers, first, n, place, mask):
     second, third, fourth = place * 0, place * 0, place * 0
     for number in range(BLOCK // CODES):
         inside = mask & (number * CODES <= place)
-        codes = _number(numbers, 4, first + number, inside).to(tl.uint32, bitcast=False)
+        codes = load_words(numbers, 4, first + number, inside).to(tl.uint32, bitcast=False)
         before = tl.minimum(place - number * CODES, CODES)
         codes = tl.where(before < CODES, codes & ((tl.full([1], 1, tl.uint32) << (2 * before)) - 1), codes)
         low, high = codes & 0x55555555, (codes >> 1) & 0x55555555
         fourth += tl.where(inside, _ones(low & high), 0)
         second += tl.where(inside, _ones(low & ~high), 0)
         third += tl.where(inside, _ones(high & ~low), 0)
-    code = _number(numbers, 4, first + place // CODES, mask).to(tl.int32) >> (2 * (place & (CODES - 1))) & 3
+    code = load_words(numbers, 4, first + place // CODES, mask).to(tl.int32) >> (2 * (place & (CODES - 1))) & 3
     widths = tl.load(source + NUMBER)
     w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31
     at = (place - second - third - fourth) * w0 + second * w1 + third * w2 + fourth * w3
@@ -170,8 +145,8 @@ def _coded(source, numbers, first, n, place, mask):
     one = tl.full([1], 1, tl.int64)
     above = tl.where(code > 0, one << w0, 0) + tl.where(code > 1, one << w1, 0) + tl.where(code > 2, one << w2, 0)
     number, shift = first + (n + CODES - 1) // CODES + (at >> 5), at & 31
-    low = _number(numbers, 4, number, mask & (width > 0))
-    high = _number(numbers, 4, number + 1, mask & (shift + width > 32))
+    low = load_words(numbers, 4, number, mask & (width > 0))
+    high = load_words(numbers, 4, number + 1, mask & (shift + width > 32))
     return above + (((low >> shift) | (high << (32 - shift))) & ((one << width) - 1))
 
 
@@ -190,8 +165,8 @@ def _by_block(body, tables, source, first, place, mask):
     number = (info >> 9) + (at >> 5) * step + tl.where(lanes, place & 7, 0)
     shift = (at & 31).to(tl.int64)
     numbers = body + tl.load(source + NUMBERS)
-    low = _number(numbers, 4, number, mask & (bits > 0))
-    high = _number(numbers, 4, number + step, mask & (shift + bits > 32))
+    low = load_words(numbers, 4, number, mask & (bits > 0))
+    high = load_words(numbers, 4, number + step, mask & (shift + bits > 32))
     value = (low >> shift) | (high << (32 - shift))
     value = value & ((tl.full([1], 1, tl.int64) << bits.to(tl.int64)) - 1)
     if tl.max(coded.to(tl.int32)) > 0:
@@ -319,7 +294,7 @@ def _padding(tables, job, row, target, at, begin, stop, length, CHUNK: tl.conste
         pad = tl.load(tables + tl.load(job + PADS) + row * tl.load(job + PAD_ROW))
         size = tl.load(job + SIZE)
         base = tl.load(job + OUT) + (target * tl.load(job + ROW_WORDS) + tl.load(job + OFFSET)) * size
-        _store(base, size, out * tl.load(job + STRIDE).to(tl.int32), out.to(tl.int64) * 0 + pad, out < stop)
+        store_words(base, size, out * tl.load(job + STRIDE).to(tl.int32), out.to(tl.int64) * 0 + pad, out < stop)
 
 
 @triton.jit
@@ -358,7 +333,7 @@ def _chunk(body, tables, job, row, target, to, at, begin, length, items, width, 
     at = at * tl.load(job + STRIDE).to(tl.int32)
     if group > 1:
         at += out % group
-    _store(address, size, at, words, live)
+    store_words(address, size, at, words, live)
 
 
 @triton.jit(do_not_specialize=["jobs_at", "count"])
