@@ -114,6 +114,12 @@ class Pads(NamedTuple):
     word: Sequence[int] = ()
     of_rows: Tensor | None = None
 
+    @property
+    def words(self) -> tuple[int, int]:
+        """Two halves, which are equal for a word of up to 8 bytes."""
+        word = [*self.word, *self.word] or [0, 0]
+        return word[0], word[1]
+
 
 class PaddedField(NamedTuple):
     """A field on the host.
@@ -141,12 +147,36 @@ def read(fields: Sequence[PaddedField]) -> list[bool]:
     return (table["stray"] == 0).tolist()
 
 
-def write(fields: Sequence[PaddedField]) -> None:
-    """Writes the packed values and the pads to each padded field in its own strides."""
-    table, held, layouts, nbytes = _fields_of(fields)
-    assert all(x.data_ptr() == field.padded.data_ptr() for x, field in zip(held, fields, strict=True))
-    threads = threads_for(nbytes)
-    if fields and _core.maskpack_write(address(table), len(table), address(layouts), nbytes >= _CACHE, threads):
+class NewField(NamedTuple):
+    """A field on the host that is written.
+
+    Attributes:
+        form: FIELD as int64, without addresses, layout and pads.
+        padded: the tensor of this form, with its width in any dim.
+        layout, pads: as of a PaddedField.
+        packed: its values, contiguous [T, *F].
+    """
+
+    form: IntArray
+    padded: Tensor
+    layout: HostLayout
+    pads: Pads
+    packed: Tensor
+
+
+def write(fields: Sequence[NewField]) -> None:
+    """Writes the packed values and the pads to each padded field."""
+    layouts = {id(field.layout): field.layout for field in fields}
+    numbers = {own: number for number, own in enumerate(layouts)}
+    table = np.concatenate([field.form for field in fields]).reshape(len(fields), -1)
+    table[:, :2] = [(field.padded.data_ptr(), field.packed.data_ptr()) for field in fields]
+    table[:, _LAYOUT:-1] = [
+        (numbers[id(layout)], pads.mode, *pads.words, 0 if pads.of_rows is None else pads.of_rows.data_ptr())
+        for _, _, layout, pads, _ in fields
+    ]
+    nbytes = sum([field.padded.nbytes for field in fields])
+    line = address(table), len(table), address(layout_rows([*layouts.values()])), nbytes >= _CACHE, threads_for(nbytes)
+    if _core.maskpack_write(*line):
         raise MemoryError(_NO_MEMORY)
 
 
@@ -182,10 +212,9 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[list[Any]
         padded = bits.contiguous()
         outer = 1, 0
     size, groups = padded.element_size(), math.prod(padded.shape[2:])
-    word = [*pads.word, *pads.word][:2] or [0, 0]
     field: list[Any] = [
         *(padded.data_ptr(), 0 if packed is None else packed.data_ptr(), padded.stride(0) * size),
-        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), 0, pads.mode, *word),
+        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), 0, pads.mode, *pads.words),
         *(0 if pads.of_rows is None else pads.of_rows.data_ptr(), 0),
     ]
     return field, padded

@@ -88,10 +88,12 @@ def fields_of(batch: Any) -> TensorDictBase:
     return batch if isinstance(batch, TensorDictBase) else batch._tensordict
 
 
-def flatten(batch: Any, prefix: Path = ()) -> list[tuple[Path, Any]]:
-    """All entries in key order. A sub-batch is a Node, followed by its entries."""
+def flatten(batch: Any, prefix: Path = (), without: str | None = None) -> list[tuple[Path, Any]]:
+    """All entries in key order, but the one named `without`. A sub-batch is a Node, followed by its entries."""
     entries: list[tuple[Path, Any]] = []
     for name, value in fields_of(batch).items():
+        if name == without:
+            continue
         path = (*prefix, name)
         if isinstance(value, Tensor) or not is_sub_batch(value):
             entries.append((path, value))

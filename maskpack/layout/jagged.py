@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
@@ -11,8 +11,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 
 from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout, min_length
 
@@ -162,10 +164,24 @@ def offsets_of(field: Any) -> Tensor:
 
 def values_of(field: Any) -> Tensor:
     """The values of a jagged tensor, [T, *F]. They may be the ones that it holds: do not change their attributes."""
-    private = cast("dict[str, Any]", vars(field)).get("_values")
-    if private is None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and field.requires_grad):
-        return field.values()
-    return private
+    return all_values([field])[0]
+
+
+def all_values(fields: Sequence[Any]) -> list[Tensor]:
+    """`values_of` for several fields."""
+    if torch.compiler.is_compiling() or requires_grad(fields):
+        return [field.values() for field in fields]
+    private = [cast("dict[str, Any]", vars(field)).get("_values") for field in fields]
+    return [field.values() if values is None else values for field, values in zip(fields, private, strict=True)]
+
+
+def requires_grad(fields: Iterable[Tensor]) -> bool:
+    """Whether gradients are recorded and any of these tensors requires them. Each attribute of a jagged tensor takes
+    microseconds if torch looks for a method of its class."""
+    if not torch.is_grad_enabled():
+        return False
+    with DisableTorchFunctionSubclass():
+        return any(field.requires_grad for field in fields)
 
 
 def held_by(field: Any) -> tuple[Tensor, Tensor] | None:
@@ -233,24 +249,28 @@ def host_offsets(field: Tensor, *layouts: RowLayout | None) -> IntArray:
     return to_host([offsets_of(field)])[0]
 
 
-def check_lengths(fields: Mapping[str, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
+def check_lengths(fields: Mapping[Any, tuple[Tensor, RowLayout]], call: str, remedy: str) -> None:
     """Raises LayoutError unless each jagged field has the row lengths of its layout. One synchronisation on CUDA if any
-    field does not share the offsets of its layout."""
-    for name, (field, _) in fields.items():
+    field does not share the offsets of its layout. Names are paths, or texts that messages show as they are."""
+    apart: dict[tuple[int, int], tuple[Any, Tensor, RowLayout]] = {}
+    for path, (field, layout) in fields.items():
         if not is_regular(field):
             raise LayoutError(
-                f'{call}: field "{name}" is nested, but not jagged along dim 1 without gaps; expected such a tensor. '
-                f"{remedy}"
+                f'{call}: field "{_text(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
+                f"tensor. {remedy}"
             )
-    apart = {
-        id(offsets_of(field)): offsets_of(field) for field, layout in fields.values() if not _shares(field, layout)
-    }
-    on_host = dict(zip(apart, to_host(list(apart.values())), strict=True))
-    for name, (field, layout) in fields.items():
-        offsets = on_host.get(id(offsets_of(field)), layout.row_offsets)
+        if not _shares(field, layout):
+            offsets = offsets_of(field)
+            apart.setdefault((id(offsets), id(layout)), (path, offsets, layout))
+    on_host = to_host([offsets for _, offsets, _ in apart.values()])
+    for (path, _, layout), offsets in zip(apart.values(), on_host, strict=True):
         if not np.array_equal(offsets, layout.row_offsets):
             lengths = np.diff(offsets)
             raise LayoutError(
-                f'{call}: field "{name}" has {lengths.size} rows of {int(lengths.sum())} tokens; its layout has '
+                f'{call}: field "{_text(path)}" has {lengths.size} rows of {int(lengths.sum())} tokens; its layout has '
                 f"{layout.num_rows} rows of {layout.num_tokens} tokens, or the rows differ in length. {remedy}"
             )
+
+
+def _text(name: str | Path) -> str:
+    return name if isinstance(name, str) else show(name)

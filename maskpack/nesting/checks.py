@@ -8,6 +8,7 @@ packed values. For EDGE, elements that differ from their neighbours are counted 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -81,15 +82,19 @@ def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
     """`to_padded` of several fields. Those on the host are written by one call, those on a GPU by one launch for each
     layout."""
     out: dict[int, Tensor] = {}
-    on_host: list[native.PaddedField] = []
+    on_host: list[native.NewField] = []
     together: dict[tuple[int, torch.device], list[int]] = {}
-    for place, (values, _, layout, row_pads) in enumerate(fields):
-        differentiable = values.requires_grad and torch.is_grad_enabled()
+    recorded, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    for place, (values, form, layout, row_pads) in enumerate(fields):
+        differentiable = recorded and values.requires_grad
         plain = row_pads is None or (row_pads.edge is None and row_pads.signs is None)
-        if not differentiable and plain and values.device.type == "cpu" and not torch.compiler.is_compiling():
-            pad = cast_pad(fields[place].form, values.dtype) if row_pads is None else row_pads.pads.to(values)
-            out[place], field = pack_torch.padded_field(values, layout, pad, fields[place].form.ragged_dim)
-            on_host.append(field)
+        if not differentiable and plain and values.device.type == "cpu" and not compiling:
+            if row_pads is None:
+                pads = _constant_pads(form, values.dtype)
+            else:
+                pads = pack_torch.host_pads(row_pads.pads.to(values), values.dtype)
+            on_host.append(pack_torch.new_field(values, layout, pads, form.ragged_dim))
+            out[place] = on_host[-1].padded
         elif differentiable or not uses_triton(values.device) or not plain:
             out[place] = to_padded(*fields[place])
         else:
@@ -107,6 +112,12 @@ def all_to_padded(fields: Sequence[PackedField]) -> list[Tensor]:
             dim = field.form.ragged_dim
             out[place] = one if dim == 1 else one.movedim(1, dim).contiguous()
     return [out[place] for place in range(len(fields))]
+
+
+@lru_cache(1024)
+def _constant_pads(form: FieldForm, dtype: torch.dtype) -> native.Pads:
+    """The pad of a field, cast to a dtype, for the core."""
+    return pack_torch.host_pads(cast_pad(form, dtype), dtype)
 
 
 def read(

@@ -25,12 +25,12 @@ from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, rows_in, unflatten
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options, VerifyFirst
-from maskpack.layout.jagged import check_lengths, to_host, values_of
+from maskpack.layout.jagged import all_values, check_lengths, held_by, to_host, values_of
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
 from maskpack.nesting.axes import Axes, Source
 from maskpack.nesting.plan import NOTHING, BatchPlan, Carried, Seen, plan_of
-from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, Schema, read_layouts, read_pads
+from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, Schema, pads_of_rows, read_layouts
 from maskpack.nesting.signs import signs_of
 from maskpack.ops import pack_torch
 
@@ -80,14 +80,12 @@ def whole_batch(batch: TensorDictBase, call: str) -> tuple[TensorDictBase, Carri
     if not has(batch, LAYOUTS):
         return batch, NOTHING
     schema, layouts = read_layouts(batch, call)
-    forms = {form.path: form for form in schema.forms}
     restored: dict[Path, Tensor] = {}
-    for path, form in forms.items():
-        pads = read_pads(batch, forms, path, call) if form.kind == "padded" else None
-        value = None if pads is None else entry_at(batch, path)
+    for path, pads in pads_of_rows(batch, schema.forms, call).items():
+        value, form = entry_at(batch, path), schema.by_path[path]
         if isinstance(value, Tensor) and value.is_nested:
             layout = layouts[form.layout or ""]
-            check_lengths({show(path): (value, layout)}, call, INTACT)
+            check_lengths({path: (value, layout)}, call, INTACT)
             restored[path] = checks.to_padded(values_of(value), form, layout, pads)
     if restored:
         entries = [(path, restored.get(path, value)) for path, value in flatten(batch)]
@@ -102,13 +100,14 @@ def gathered(
     for masks that are not in the batch."""
     plan = plan_of(batch, options, carried, stand_in, seen)
     axes = Axes(batch, options.registry, carried.layouts, stand_in, options.call)
-    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    entries = dict(flatten(batch, without=LAYOUTS))
     rows = batch.batch_size[0] if batch.batch_dims else plan.rows
     layouts = axes.layouts_of(plan.sources)
     tensors = {form.path: entries[form.path] for form in plan.forms if form.dtype is not None}
-    jagged = {path: values_of(x) for path, x in tensors.items() if x.is_nested}
+    nested = {path: x for path, x in tensors.items() if held_by(x) is not None or x.is_nested}
+    jagged = dict(zip(nested, all_values(list(nested.values())), strict=True))
     pairs = [(f.path, layouts[f.layout or ""]) for f in plan.forms if f.kind == "padded" and f.path in jagged]
-    check_lengths({show(path): (tensors[path], layout) for path, layout in pairs}, options.call, INTACT)
+    check_lengths({path: (tensors[path], layout) for path, layout in pairs}, options.call, INTACT)
     tensors |= jagged  # whose attributes take microseconds each
     uniform = {
         form.path: value.expand(layouts[form.layout or ""].num_tokens)

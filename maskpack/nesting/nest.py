@@ -16,20 +16,13 @@ from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import check_lengths, jagged_all, values_of
+from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.coverage import check_coverage
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.plan import seen_of
-from maskpack.nesting.schema import (
-    INTACT,
-    LAYOUTS,
-    FieldForm,
-    layouts_entry,
-    read_layouts,
-    read_pads,
-)
+from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, layouts_entry, pads_of_rows, read_layouts
 
 
 def nest_batch_by_mask(
@@ -122,12 +115,14 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     """
     call = "unnest_batch_by_mask"
     schema, layouts = read_layouts(batch, call)
-    forms = {form.path: form for form in schema.forms}
-    entries = select_entries([entry for entry in flatten(batch) if entry[0][0] != LAYOUTS], fields, call)
+    forms = schema.by_path
+    entries = select_entries(flatten(batch, without=LAYOUTS), fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
+    row_pads = pads_of_rows(batch, [forms[path] for path in nested], call)
+    values = all_values([field for field, _ in nested.values()])
     packed = [
-        checks.PackedField(values_of(field), forms[path], layout, read_pads(batch, forms, path, call))
-        for path, (field, layout) in nested.items()
+        checks.PackedField(held, forms[path], layout, row_pads.get(path))
+        for held, (path, (_, layout)) in zip(values, nested.items(), strict=True)
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))
 
@@ -152,8 +147,9 @@ def _nested_fields(
     nested: dict[Path, tuple[Tensor, RowLayout]] = {}
     for path, value in entries:
         form = forms.get(path)
-        if not (isinstance(value, Tensor) and value.is_nested):
-            if form is not None and form.layout is not None and not isinstance(value, Tensor):
+        is_tensor = isinstance(value, Tensor)
+        if not is_tensor or (held_by(value) is None and not value.is_nested):
+            if form is not None and form.layout is not None and not is_tensor:
                 raise LayoutError(
                     f'{call}: field "{show(path)}" is no longer a tensor; expected a jagged tensor. {INTACT}'
                 )
@@ -164,9 +160,11 @@ def _nested_fields(
                 "Nest the batch again, which gives new fields a layout, or name the fields to restore."
             )
         if form.kind == "padded" and form.layout is not None:
-            need_gradients(value, f'field "{show(path)}"', call)
             nested[path] = value, layouts[form.layout]
-    check_lengths({show(path): pair for path, pair in nested.items()}, call, INTACT)
+    if requires_grad([field for field, _ in nested.values()]):
+        for path, (field, _) in nested.items():
+            need_gradients(field, f'field "{show(path)}"', call)
+    check_lengths(nested, call, INTACT)
     return nested
 
 

@@ -159,7 +159,7 @@ class BatchPlan(NamedTuple):
     ) -> BatchPlan:
         """Raises LayoutError and RegistryError for what the registry does not allow."""
         planner = _Planner(batch, options, carried, stand_in)
-        forms = [planner.form(path, value) for path, value in flatten(batch) if path[0] != LAYOUTS]
+        forms = [planner.form(path, value) for path, value in flatten(batch, without=LAYOUTS)]
         axes, sources, widths = planner.axes, planner.sources, planner.widths
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
         root = Node.of(batch) if carried is NOTHING else carried.schema.root

@@ -113,6 +113,10 @@ class Schema:
     axes: tuple[tuple[str, int, int], ...]
 
     @cached_property
+    def by_path(self) -> Mapping[Path, FieldForm]:
+        return {form.path: form for form in self.forms}
+
+    @cached_property
     def _hash(self) -> int:
         return hash((self.root, self.forms, self.axes))
 
@@ -177,7 +181,8 @@ def span_table(
         return None
     lines, ends = lines_of_layouts(schema, forms, layouts, row_pads)
     least, most = least_and_most(ends)
-    return jagged_from(*copies_of([lines, ends], device), least, most)
+    values, offsets = copies_of([lines, ends], device)
+    return jagged_from(values, offsets, least, most)
 
 
 def lines_of_layouts(
@@ -275,6 +280,7 @@ def pads_of_rows(batch: TensorDictBase, forms: Iterable[FieldForm], call: str) -
         signs = _signs_in(part, [form.path for form in own if ANY_ZERO in form.pads], call)
         for form in own:
             column = _columns_of(part, form.path, call)
+            assert form.dtype is not None
             pads = column[:, 1:].clone(memory_format=torch.contiguous_format).view(form.dtype).view(-1)
             edge = column[:, 0] == 1 if EDGE in form.pads else None
             read = RowPads(pads, edge, signs.get(form.path))

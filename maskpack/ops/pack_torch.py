@@ -6,13 +6,16 @@ unpack(v, layout) == torch.full((B, S, *F), pad).masked_scatter(layout.to_mask()
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
 from maskpack.core.bits import empty, empty_of, words
+from maskpack.core.index import IntArray
 from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor, pad_words
 from maskpack.layout.row_layout import RowLayout, core_layout
 
@@ -55,19 +58,26 @@ def _moved(out: Tensor, ragged_dim: int) -> Tensor:
 
 
 def _unpack_on_host(values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int) -> Tensor:
-    out, field = padded_field(values, layout, pad_value, ragged_dim)
+    field = new_field(values, layout, host_pads(pad_value, values.dtype), ragged_dim)
     native.write([field])
-    return out
+    return field.padded
 
 
-def padded_field(
-    values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int
-) -> tuple[Tensor, native.PaddedField]:
-    """An empty padded tensor on the host, and the field that `native.write` fills it from."""
-    rest = [*values.shape[1:]]
-    out = empty_of((layout.num_rows, *rest[: ragged_dim - 1], layout.width, *rest[ragged_dim - 1 :]), values.dtype)
-    pads = host_pads(pad_value, values.dtype)
-    return out, native.PaddedField(out.movedim(ragged_dim, 1), core_layout(layout), pads, values.contiguous())
+def new_field(values: Tensor, layout: RowLayout, pads: native.Pads, ragged_dim: int) -> native.NewField:
+    """An empty padded tensor on the host, which `native.write` fills."""
+    shape, form = _form_of(values.shape[1:], values.dtype, layout.width, ragged_dim)
+    out = empty_of((layout.num_rows, *shape), values.dtype)
+    return native.NewField(form, out, core_layout(layout), pads, values.contiguous())
+
+
+@lru_cache(1024)
+def _form_of(
+    shape: tuple[int, ...], dtype: torch.dtype, width: int, ragged_dim: int
+) -> tuple[tuple[int, ...], IntArray]:
+    """The shape of a padded tensor behind its rows, and FIELD."""
+    padded = (*shape[: ragged_dim - 1], width, *shape[ragged_dim - 1 :])
+    one = torch.empty((1, *padded), dtype=dtype, device="meta").movedim(ragged_dim, 1)
+    return padded, native.described(one)[0].reshape(1).view(np.int64)
 
 
 def host_pads(pad: PadValue | Tensor, dtype: torch.dtype) -> native.Pads:

@@ -207,9 +207,9 @@ class _FirstTables:
             for name, layout in packed.layouts.items():
                 self._add(("offsets", name), layout.row_offsets)
         self.has_layouts = forms is not None
-        with_lines = forms is not None and packed.schema.axes
-        self._lines = lines_of_layouts(packed.schema, forms, packed.layouts, {}) if with_lines else None
-        if self._lines is not None:
+        self._lines = None
+        if forms is not None and packed.schema.axes:
+            self._lines = lines_of_layouts(packed.schema, forms, packed.layouts, {})
             self._add("lines", self._lines[0])
             self._add("ends", self._lines[1])
         self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
