@@ -111,10 +111,11 @@ static i64 read_spans(const u8 **line, const u8 *end, i64 at, i64 width, i64 *st
 }
 
 /* Reads what `maskpack_write_lines` wrote, `ends` [rows + 1] and `n` lines, in two steps: without `starts` lines are
-   verified and spans counted. Of layout `at`, `axes` [m + 1, 2] has the width and the place of its spans in starts and
-   counts, which end where those of the next one begin; splits [m, 2, rows + 1] are its splits and bounds. `signs` [k] are written, if any has bits, which are 0 before. Returns
-   the number of spans, or -1 - the layout whose lines were changed. */
-API i64 maskpack_read_lines(const u8 *lines, i64 n, const i64 *ends, i64 rows, const i64 *axes, i64 m, const Signs *signs,
+   verified and spans counted. Of layout `at`, `axes` [m + 1, 2] has the width and, after the first step, the place of its
+   spans in starts and counts, which end where those of the next one begin; splits [m, 2, rows + 1] are its splits and
+   bounds. `signs` [k] are written, if any has bits, which are 0 before. Returns the number of spans, or -1 - the layout
+   whose lines were changed. */
+API i64 maskpack_read_lines(const u8 *lines, i64 n, const i64 *ends, i64 rows, i64 *axes, i64 m, const Signs *signs,
                             i64 k, i64 *splits, i64 *starts, i64 *counts) {
     i64 spans = 0, each = rows + 1;
     if (ends[0] || ends[rows] != n) return -1;
@@ -123,7 +124,7 @@ API i64 maskpack_read_lines(const u8 *lines, i64 n, const i64 *ends, i64 rows, c
         if (ends[row + 1] < ends[row] || ends[row + 1] > n) return -1;
         const u8 *line = lines + LINE * ends[row], *end = lines + LINE * ends[row + 1];
         for (i64 at = 0; at < m; at++) {
-            i64 *split = splits + 2 * at * each + row, first = axes[2 * at + 1] + *split;
+            i64 *split = splits + 2 * at * each + row, first = starts ? axes[2 * at + 1] + *split : 0;
             i64 *own = starts ? starts + first : NULL, *counted = starts ? counts + first : NULL;
             i64 found = read_spans(&line, end, at, axes[2 * at], own, counted, axes[2 * at + 3] - first);
             if (found < 0) return -1 - at;
@@ -141,5 +142,6 @@ API i64 maskpack_read_lines(const u8 *lines, i64 n, const i64 *ends, i64 rows, c
             line += LINE * most;
         }
     }
+    for (i64 at = 0; at < m && !starts; at++) axes[2 * at + 3] = axes[2 * at + 1] + splits[2 * at * each + rows];
     return spans;
 }

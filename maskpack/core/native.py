@@ -536,26 +536,24 @@ def read_lines(
 ) -> list[HostLayout] | int:
     """The layouts of rows that `write_lines` wrote, or the number of a layout whose lines were changed. The bits in
     `signs`, which are 0 before, are written. All are contiguous."""
-    each, given = ends.size, _signs(signs)
-    axes = np.zeros((len(widths) + 1, 2), np.int64)
+    each, m, given = ends.size, len(widths), _signs(signs)
+    table = np.zeros(2 * m + 2 + 2 * m * each, np.int64)  # the axes, and splits and bounds of each
+    axes, bounds, where = table[: 2 * m + 2].reshape(-1, 2), table[2 * m + 2 :].reshape(m, 2, each), address(table)
     axes[:-1, 0] = widths
-    table = np.empty((len(widths), 2, each), np.int64)
-    line = address(lines), len(lines), address(ends), each - 1, address(axes), len(widths), address(given), len(signs)
-    splits = address(table)
-    count = _core.maskpack_read_lines(*line, splits, 0, 0)
+    splits = where + 8 * (2 * m + 2)
+    line = address(lines), len(lines), address(ends), each - 1, where, m, address(given), len(signs), splits
+    count = _core.maskpack_read_lines(*line, 0, 0)
     if count < 0:
         return -1 - count
-    axes[1:, 1] = np.cumsum(table[:, 0, -1])
     spans = np.empty((2, count), np.int64)
     starts = address(spans)
-    if (again := _core.maskpack_read_lines(*line, splits, starts, starts + 8 * count)) < 0:
+    if (again := _core.maskpack_read_lines(*line, starts, starts + 8 * count)) < 0:
         return -1 - again  # they change meanwhile
     layouts: list[HostLayout] = []
     for at, (width, first, end) in enumerate(zip(widths, axes[:, 1].tolist(), axes[1:, 1].tolist(), strict=False)):
         place, own = starts + 8 * first, splits + 16 * at * each
-        places = place, place + 8 * count, own, own + 8 * each
-        own = SpanTable(spans[0, first:end], spans[1, first:end], table[at, 0])
-        layouts.append(HostLayout(width, own, table[at, 1], places))
+        spans_of_rows = SpanTable(spans[0, first:end], spans[1, first:end], bounds[at, 0])
+        layouts.append(HostLayout(width, spans_of_rows, bounds[at, 1], (place, place + 8 * count, own, own + 8 * each)))
     return layouts
 
 

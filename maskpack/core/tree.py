@@ -220,7 +220,9 @@ def _put_unchecked() -> tuple[type, ...]:
 
 def _is_unusual(value: Any) -> bool:
     """Whether a value is a nested tensor or an empty stack."""
-    return value.is_nested if isinstance(value, Tensor) else _is_empty_stack(value)
+    if type(value) is Tensor or torch.compiler.is_compiling() or not isinstance(value, Tensor):
+        return value.is_nested if isinstance(value, Tensor) else _is_empty_stack(value)
+    return isinstance(value, _put_unchecked()) or value.is_nested  # an attribute of a jagged tensor takes microseconds
 
 
 def _is_empty_stack(value: Any) -> bool:

@@ -180,9 +180,8 @@ def span_table(
     if not schema.axes:
         return None
     lines, ends = lines_of_layouts(schema, forms, layouts, row_pads)
-    least, most = least_and_most(ends)
     values, offsets = copies_of([lines, ends], device)
-    return jagged_from(values, offsets, least, most)
+    return jagged_from(values, offsets, 0, most_lines(ends))
 
 
 def lines_of_layouts(
@@ -196,10 +195,9 @@ def lines_of_layouts(
     return native.write_lines(native.layout_rows([core_layout(layouts[name]) for name, *_ in schema.axes]), places)
 
 
-def least_and_most(ends: IntArray) -> tuple[int, int]:
-    """The smallest and the largest number of lines of a row."""
-    counts = ends[1:] - ends[:-1]
-    return (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
+def most_lines(ends: IntArray) -> int:
+    """The largest number of lines of a row."""
+    return int((ends[1:] - ends[:-1]).max(initial=0))
 
 
 @lru_cache(256)
@@ -351,7 +349,7 @@ def read_layouts(batch: TensorDictBase, call: str) -> tuple[Schema, dict[str, Ro
                     f"this one, as update() does; expected fields of the same rows. {_RESTORE_FIRST}"
                 )
     for (name, (_, offsets)), own in zip(first.items(), read[1][len(tables) :], strict=True):
-        if np.array_equal(own, layouts[name].row_offsets):
+        if own.tobytes() == layouts[name].row_offsets.tobytes():
             layouts[name].__dict__["offsets"] = offsets  # so that arithmetic between old and new fields works
     return schema, layouts
 

@@ -22,7 +22,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_table, min_length, widened
+from maskpack.layout.row_layout import RowLayout, host_spans, min_length, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_table
@@ -283,7 +283,6 @@ class Decoder:
         self._packed = packed
         self._device = device
         self._ready = ready or DeviceFields()
-        self._moved: dict[tuple[str, str], RowLayout] = {}
         self._tensors: dict[Path, Tensor] = {}
 
     def decode(self, forms: Iterable[FieldForm]) -> None:
@@ -299,8 +298,11 @@ class Decoder:
             if form.layout is not None and (self.nested or form.kind == "jagged"):
                 jagged.setdefault((form.layout, tensor.device), []).append(path)
         for (name, device), paths in jagged.items():
-            layout, values = self._layout(name, device), [self._tensors[path] for path in paths]
-            made = jagged_all(values, layout.offsets, min_length(layout), layout.max_length)
+            layout, offsets = self._packed.layouts[name], self._ready.offsets.get((name, str(device)))
+            if offsets is None:
+                offsets = torch.from_numpy(np.array(layout.row_offsets)).to(device, non_blocking=True)
+            values = [self._tensors[path] for path in paths]
+            made = jagged_all(values, offsets, min_length(layout), layout.max_length)
             self._tensors.update(zip(paths, made, strict=True))
 
     def entry(self, form: FieldForm) -> Any:
@@ -339,17 +341,6 @@ class Decoder:
         packed, forms = self._packed, list(forms)
         signs = all_row_pads(packed, [form for form in forms if ANY_ZERO in form.pads])
         return span_table(packed.schema, forms, packed.layouts, signs, torch.device(self._device or "cpu"))
-
-    def _layout(self, name: str, device: torch.device) -> RowLayout:
-        place = name, str(device)
-        if place not in self._moved:
-            layout = self._packed.layouts[name]
-            moved = self._moved[place] = layout_of_table(layout.width, host_spans(layout), device, layout.anchor)
-            if device.type == "cpu":
-                moved.__dict__["row_offsets"] = layout.row_offsets
-            if place in self._ready.offsets:
-                moved.__dict__["offsets"] = self._ready.offsets[place]
-        return self._moved[place]
 
 
 def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:

@@ -401,6 +401,22 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
             unnest_batch_by_mask(again)
 
 
+def test_each_byte_of_a_span_table_is_checked() -> None:
+    """Of two layouts and many kinds of rows, in any dtype that holds bytes."""
+    batch, nested = nest_under("some rows")
+    table = nested[LAYOUTS, part_of(nested), "spans"]
+    for at in range(table.values().numel()):
+        values = table.values().clone()
+        values.view(-1)[at] ^= 1 << at % 8
+        again = nested.copy()
+        again[LAYOUTS] = nested[LAYOUTS].clone()
+        odd = torch.nested.nested_tensor_from_jagged(values.half() if at % 2 else values, table.offsets())
+        again[LAYOUTS, part_of(nested)].set("spans", odd)
+        with pytest.raises(LayoutError, match=r"the span table of layout .* was changed by arithmetic"):
+            unnest(again)
+    assert_same_batch(unnest(nested), batch)
+
+
 def lines_by_loops(runs: Sequence[tuple[int, int]], width: int) -> list[int | None]:
     """The numbers of a row's lines of one layout, without the checksums, which are None."""
     most = -(-(8 + -(-width // 8)) // 12)

@@ -29,7 +29,7 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all, jagged_from
 from maskpack.layout.row_layout import min_length
-from maskpack.nesting.schema import FieldForm, least_and_most, lines_of_layouts
+from maskpack.nesting.schema import FieldForm, lines_of_layouts, most_lines
 from maskpack.nesting.signs import with_signs
 from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
@@ -233,7 +233,7 @@ class _FirstTables:
             return None
         lines, ends = self._lines
         there = sent["lines"].view(torch.uint8)[: lines.size].view(lines.shape)
-        return jagged_from(there, sent["ends"], *least_and_most(ends))
+        return jagged_from(there, sent["ends"], 0, most_lines(ends))
 
     def pads(self, sent: dict[Any, Tensor]) -> Tensor | None:
         """Of LAYOUTS."""
