@@ -30,7 +30,9 @@ from maskpack.nesting.schema import FieldForm
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT}
-MOST = (1 << 31) - 2048
+CHUNK = 1024
+"""Words that a program reads at once: whole blocks of the encoding BLOCKS."""
+MOST = (1 << 31) - 2 * CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from maskpack.core import abi
 from maskpack.nesting.read_triton import differs, load_words, store_words
+from maskpack.packed.cuda.encode import CHUNK
 
-CHUNK = 1024
-"""Words that a program reads at once: whole blocks of the encoding BLOCKS."""
 UNIT, STAT, SPOT = (tl.constexpr(n) for n in (abi.UNIT_NUMBERS, abi.STAT_NUMBERS, abi.SPOT_NUMBERS))
 (
     KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
@@ -255,6 +254,7 @@ def _stray(unit, row, rows, CHUNK: tl.constexpr):
             padding = (place < width) & ((place < begin) | (place >= end))
             step = tl.where(begin < end, tl.where(place >= end, -items, items), 0)
             words = load_words(x, size, place, padding)
+            # PAD_MODE and PAD are MODE and WORD of a pad
             wrong = differs(unit + PAD_MODE, x, size, words, place, padding, step, free, free < width)
             found = found | tl.where(wrong, STRAY, 0)
             first += CHUNK
@@ -317,15 +317,26 @@ def _write_words(unit, a, words, begin, n, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def _store_stat(stat, total, low, high, least, most, hashed):
+    """Stores a Stat but for its flags."""
+    tl.store(stat + 1, total)
+    tl.store(stat + 2, low)
+    tl.store(stat + 3, high)
+    tl.store(stat + 4, least)
+    tl.store(stat + 5, most)
+    tl.store(stat + 6, hashed)
+
+
+@triton.jit
 def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl.constexpr, CHUNK: tl.constexpr):
     """Writes the arrays of a row where the Spot at `place` says, of b and c those that the host does not write itself;
     or the Stat of the row to `place`, without its flags, which it returns."""
     unit = units + number * UNIT
     kind, size, near, base = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR), tl.load(unit + NUMBER)
     widths, b_size, c_size = base.to(tl.int32), tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
-    beside, beside_n = own, n * 0
+    beside = own
     if near >= 0:
-        beside, beside_n = _row(units, near, tables, row, rows)
+        beside = _row(units, near, tables, row, rows)[0]
     if WRITE:
         a, b, c = body + tl.load(place), body + tl.load(place + 1), body + tl.load(place + 2)
     first = _words(own, n * 0, n > 0)
@@ -338,7 +349,9 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
         at = begin + tl.arange(0, CHUNK)
         words = _words(own, at, at < n)
         if kind == BLOCKS:
-            others = _words(beside, at, at < beside_n)
+            others = words
+            if near >= 0:
+                others = _words(beside, at, at < n)
             blocks = _in_blocks(words, others, near >= 0, widths, size, n - begin, CHUNK)
             _numbers, count, bits, taken, bases, by_distance, _coded = blocks
             if WRITE:
@@ -372,12 +385,8 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
             found = found | tl.where((words & tl.load(unit + BOOLS)) != 0, ODD, 0)
         begin += CHUNK
     if not WRITE:
-        tl.store(place + 1, total)
-        tl.store(place + 2, tl.where((kind == ARANGE) | (kind == BITMAP), first, low))
-        tl.store(place + 3, high)
-        tl.store(place + 4, least)
-        tl.store(place + 5, most)
-        tl.store(place + 6, tl.sum(hashes))
+        low = tl.where((kind == ARANGE) | (kind == BITMAP), first, low)
+        _store_stat(place, total, low, high, least, most, tl.sum(hashes))
     return flags | tl.max(found & MISFIT) | tl.max(found & ODD)
 
 
