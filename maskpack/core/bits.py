@@ -143,12 +143,12 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
 def to_pinned(x: Tensor, *others: Tensor) -> Tensor:
     """A copy [n] of flat tensors of one dtype on the host, one behind the other, in pinned memory if they come from a
     GPU: fresh pages take forty times as long. Synchronises once."""
-    sizes = [part.numel() for part in (x, *others)]
-    out = torch.empty(sum(sizes), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
-    begin = 0
-    for part, size in zip((x, *others), sizes, strict=True):
-        out[begin : begin + size].copy_(part, non_blocking=True)
-        begin += size
+    parts = x, *others
+    out = torch.empty(sum(part.numel() for part in parts), dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    end = 0
+    for part in parts:
+        begin, end = end, end + part.numel()
+        out[begin:end].copy_(part, non_blocking=True)
     if x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
     return out

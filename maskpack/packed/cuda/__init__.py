@@ -3,6 +3,6 @@ and the host lays out the arrays in between.
 
 decode.py      the copy, and what is handed out       jobs.py       fields to jobs of the kernel
 kernel.py      the kernel, in Triton                  job_table.py  the columns of the table of jobs
-encode.py      packed values on a device to a table   encode_kernel.py  its kernels
-device_plan.py padded batches of one signature        encode_job.py     the columns of its units
+encode.py      packed values on a device to a table   encode_kernel.py  its kernels, told what Unit in core/abi.h says
+device_plan.py padded batches of one signature
 """

@@ -30,7 +30,9 @@ from maskpack.nesting.schema import FieldForm
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT}
-MOST = (1 << 31) - 2048
+CHUNK = 1024
+"""Words that a program reads at once: whole blocks of the encoding BLOCKS."""
+MOST = (1 << 31) - 2 * CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
 """One in so many batches is encoded on the host, which looks for better forms."""
@@ -150,9 +152,9 @@ class KnownForms:
                 )
                 for column, form in enumerate(own)
             ]  # fmt: skip
-        owners = np.repeat(np.arange(len(taken)), [line[2] for line in lines])
-        settled = np.array(lines, abi.SETTLED)
-        return EncodeRecipe(taken, settled, np.array(units, np.int64).reshape(-1, abi.UNIT_NUMBERS), owners)
+        settled: Any = np.array(lines, abi.SETTLED)
+        table: IntArray = np.array(units, np.int64).reshape(-1, abi.UNIT_NUMBERS)
+        return EncodeRecipe(taken, settled, table, np.repeat(np.arange(len(taken)), settled["units"]))
 
 
 def _unit_of(table: Table, at: int) -> Any:
@@ -301,31 +303,21 @@ class Encoder:
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
         end = -(-used // 8) * 8
-        line = torch.zeros(end + count, dtype=torch.uint8, device=self._device)
+        line = torch.zeros(end + 1, dtype=torch.uint8, device=self._device)
         told = sent(self._device, units, placed.spots)
         encode_kernel.write(told, self._tables, told[units.size :], line, count, rows, end)
-        odd = (stats[:, :, 0] & abi.IS_ODD).any(1)
         found = to_pinned(line).numpy()
-        body, differing = found[:used], found[end:]
+        body = found[:used]
         for at, array in small:
             body[at : at + array.nbytes] = array
-        left = _left_out(fields, recipe.owners[differing != 0].tolist())
-        kept = sorted(set(range(fields.size)) - left, key=lambda at: recipe.tensors[at])
+        fits = (fields["entry"] >= 0) & (
+            not found[end]
+        )  # rows that hashes alone take for equal are too rare to be named
+        kept: list[int] = sorted(np.flatnonzero(fits).tolist(), key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
+        left = [number for number, one in zip(recipe.tensors, fits, strict=True) if not one]
         places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
-        odd_ones = [recipe.tensors[int(at)] for at in recipe.owners[odd]]
-        return OnDevice(table, numbers, odd_ones, [recipe.tensors[at] for at in sorted(left)])
-
-
-def _left_out(fields: Structs, differing: Iterable[int]) -> set[int]:
-    """The fields that did not fit, that had `differing` rows, and that refer to such ones."""
-    left = {*np.flatnonzero(fields["entry"] < 0).tolist(), *differing}
-    entries = {int(fields["entry"][at]) for at in left}
-    for at in range(fields.size):
-        named = {int(fields[name][at]) for name in ("near", "head", "tail")}
-        if named & left or int(fields["entry"][at]) in entries:  # it refers to one, or has its entry
-            left.add(at)
-            entries.add(int(fields["entry"][at]))
-    return left
+        odd = recipe.owners[(stats[:, :, 0] & abi.IS_ODD).any(1)].tolist()
+        return OnDevice(table, numbers, [recipe.tensors[at] for at in odd], left)

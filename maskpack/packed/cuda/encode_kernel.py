@@ -20,22 +20,23 @@ from torch import Tensor
 
 from maskpack.core import abi
 from maskpack.nesting.read_triton import differs, load_words, store_words
+from maskpack.packed.cuda.encode import CHUNK
 
-CHUNK = 1024
-"""Words that a program reads at once: whole blocks of the encoding BLOCKS."""
 UNIT, STAT, SPOT = (tl.constexpr(n) for n in (abi.UNIT_NUMBERS, abi.STAT_NUMBERS, abi.SPOT_NUMBERS))
 (
     KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
     HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
 ) = (tl.constexpr(place) for place in range(abi.UNIT_NUMBERS))  # fmt: skip
-PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, CONCAT = (
-    tl.constexpr(kind)
-    for kind in (abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT)
-)
-MISFIT, ODD, NEAR_USED, STRAY, WRITTEN = (
-    tl.constexpr(number) for number in (abi.IS_MISFIT, abi.IS_ODD, abi.NEAR_USED, abi.IS_STRAY, abi.WRITTEN)
-)
-BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
+(
+    PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, CONCAT, BLOCK, NEAR_BIT, CODED, CODES,
+    MISFIT, ODD, NEAR_USED, STRAY, WRITTEN,
+) = (
+    tl.constexpr(number)
+    for number in (
+        abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT, abi.BLOCK, abi.NEAR,
+        abi.CODED, abi.CODES, abi.IS_MISFIT, abi.IS_ODD, abi.NEAR_USED, abi.IS_STRAY, abi.WRITTEN,
+    )
+)  # fmt: skip
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _WARPS = 4
@@ -95,11 +96,9 @@ def _words(source, at, mask):
 
 @triton.jit
 def _mixed(words, at):
-    """A number of 32 bits for each word and its place, whose sum is the hash of a row."""
-    mixed = (words.to(tl.int32) ^ ((words >> 32).to(tl.int32) * 0x2C1B3C6D)) + at.to(tl.int32) * 0x1E3779B9
-    mixed = (mixed ^ (mixed >> 15)) * 0x297A2D39
-    mixed = (mixed ^ (mixed >> 12)) * 0x5BD1E995
-    return (mixed ^ (mixed >> 16)).to(tl.int64)
+    """A number for each word and its place, whose sum is the hash of a row."""
+    mixed = (words ^ (at.to(tl.int64) * 0x1E3779B97F4A7C15)) * 0x297A2D39B1C3D6E5
+    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) * 0x5BD1E9955BD1E995
 
 
 # -------------------------------------------------------------------- blocks
@@ -170,6 +169,42 @@ def _in_blocks(words, others, near, widths, size, left, CHUNK: tl.constexpr):
     return numbers, count, bits, taken, low, by_distance, coded
 
 
+@triton.jit
+def _write_blocks(a, b, c, b_size, blocks, first_block, widths, before, CHUNK: tl.constexpr):
+    """Writes what `_in_blocks` gives: of each block the byte that says what it is, and the least word if the kernel
+    does; and the bits, behind the `before` u32 numbers of the row."""
+    numbers, count, bits, taken, low, by_distance, coded = blocks
+    block = first_block + tl.arange(0, CHUNK // BLOCK)
+    said = tl.where(coded, CODED, tl.where(by_distance, bits | NEAR_BIT, bits))
+    tl.store(a + block, said.to(tl.uint8), mask=count > 0)
+    if b_size > 0:
+        store_words(b, b_size, block, low, count > 0)
+    to = c.to(tl.pointer_type(tl.int32))
+    first = (before + tl.cumsum(taken, 0) - taken)[:, None]
+    place = tl.arange(0, BLOCK)[None, :]
+    in_lanes = (count >= _FEW)[:, None]
+    bit = tl.where(in_lanes, place // _LANES, place) * bits[:, None]
+    if widths != 0:
+        inside, with_codes = place < count[:, None], coded[:, None]
+        code, width, least, _ = _codes(widths, numbers.to(tl.int32))
+        width = tl.where(inside, width, 0)
+        behind = (count + CODES - 1) // CODES * 32
+        bit = tl.where(with_codes, behind[:, None] + tl.cumsum(width, 1) - width, bit)
+        numbers = tl.where(with_codes, numbers - least, numbers)
+        in_lanes = in_lanes & (with_codes == 0)
+        code = tl.where(inside, code, 0) << (2 * (place % CODES))
+        line = tl.sum(tl.reshape(code, (CHUNK // BLOCK, BLOCK // CODES, CODES)), 2)
+        at = tl.arange(0, BLOCK // CODES)[None, :]
+        tl.store(to + first + at, line.to(tl.int32), mask=with_codes & (at * CODES < count[:, None]))
+    step = tl.where(in_lanes, _LANES, 1)
+    at = first + (bit >> 5) * step + tl.where(in_lanes, place % _LANES, 0)
+    pair = numbers << (bit & 31)
+    low_half = ((pair << 32) >> 32).to(tl.int32)
+    high_half = (pair >> 32).to(tl.int32)
+    tl.atomic_or(to + at, low_half, mask=low_half != 0, sem="relaxed")
+    tl.atomic_or(to + at + step, high_half, mask=high_half != 0, sem="relaxed")
+
+
 # -------------------------------------------------------------------- stretches
 
 
@@ -199,7 +234,7 @@ def _stretches(own, at, n, words, steps, stretch):
     return values, starts, ends, last, tl.max(tl.where(inside, last, 0))
 
 
-# -------------------------------------------------------------------- what a form takes
+# -------------------------------------------------------------------- rows that are compared
 
 
 @triton.jit
@@ -219,24 +254,11 @@ def _stray(unit, row, rows, CHUNK: tl.constexpr):
             padding = (place < width) & ((place < begin) | (place >= end))
             step = tl.where(begin < end, tl.where(place >= end, -items, items), 0)
             words = load_words(x, size, place, padding)
+            # PAD_MODE and PAD are MODE and WORD of a pad
             wrong = differs(unit + PAD_MODE, x, size, words, place, padding, step, free, free < width)
             found = found | tl.where(wrong, STRAY, 0)
             first += CHUNK
     return tl.max(found)
-
-
-@triton.jit
-def _wrong(unit, words, first, at):
-    """Where words do not fit the form of a unit, NARROW, BITMAP or ARANGE; `first` is the first word of the row."""
-    kind, size, number = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NUMBER)
-    wrong = at < 0
-    if kind == NARROW:
-        wrong = (_unsigned(words - number, size) >> (8 * tl.load(unit + BYTES))) != 0
-    elif kind == BITMAP:
-        wrong = (words != number) & (words != tl.load(unit + SECOND))
-    elif kind == ARANGE:
-        wrong = words != _signed(first + at.to(tl.int64) * number, size)
-    return wrong
 
 
 @triton.jit
@@ -262,55 +284,109 @@ def _joined(units, tables, own, n, number, row, rows, CHUNK: tl.constexpr):
     return tl.where(apart, MISFIT, 0)
 
 
+# -------------------------------------------------------------------- rows that are encoded
+
+
 @triton.jit
-def _measure_row(units, tables, stat, own, n, number, row, rows, CHUNK: tl.constexpr):
-    unit = units + number * UNIT
-    kind, size, near = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR)
-    beside, beside_n = own, n * 0
-    if near >= 0:
-        beside, beside_n = _row(units, near, tables, row, rows)
-    widths, odd = tl.load(unit + NUMBER).to(tl.int32), tl.load(unit + BOOLS)
-    first = _words(own, n * 0, n > 0)
-    flags = n * 0
-    found = tl.zeros((CHUNK,), tl.int32)
-    hashes = tl.zeros((CHUNK,), tl.int64)
-    total, most = n.to(tl.int64) * 0, n.to(tl.int64) * 0
-    low, high, least = total + _MOST, total - _MOST - 1, total + _MOST
-    stretch = n * 0  # where the last one began
-    begin = n * 0
-    while begin < n:
-        at = begin + tl.arange(0, CHUNK)
-        inside = at < n
-        words = _words(own, at, inside)
-        hashes += tl.where(inside, _mixed(words, at), 0)
-        wrong = at < 0
-        if kind == BLOCKS:
-            others = _words(beside, at, at < beside_n)
-            _, count, bits, taken, bases, by_distance, _ = _in_blocks(
-                words, others, near >= 0, widths, size, n - begin, CHUNK
-            )  # fmt: skip
-            flags |= tl.max(tl.where(bits > 32, MISFIT, 0)) | tl.max(tl.where(by_distance, NEAR_USED, 0))
-            total += tl.sum(taken)
-            low = tl.minimum(low, tl.min(tl.where(count > 0, bases, _MOST)))
-            high = tl.maximum(high, tl.max(tl.where(count > 0, bases, -_MOST - 1)))
-        elif (kind == RLE) | (kind == DELTA):
-            values, starts, ends, last, stretch = _stretches(own, at, n, words, kind == DELTA, stretch)
-            length = (at + 1 - last).to(tl.int64)
-            total += tl.sum(starts.to(tl.int32))
-            low = tl.minimum(low, tl.min(tl.where(starts, values, _MOST)))
-            high = tl.maximum(high, tl.max(tl.where(starts, values, -_MOST - 1)))
-            least = tl.minimum(least, tl.min(tl.where(ends, length, _MOST)))
-            most = tl.maximum(most, tl.max(tl.where(ends, length, 0)))
-        else:
-            wrong = _wrong(unit, words, first, at)
-        found = found | tl.where(inside & wrong, MISFIT, 0) | tl.where((words & odd) != 0, ODD, 0)
-        begin += CHUNK
+def _wrong(unit, words, first, at):
+    """Where words do not fit the form of a unit, NARROW, BITMAP or ARANGE; `first` is the first word of the row."""
+    kind, size, number = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NUMBER)
+    wrong = at < 0
+    if kind == NARROW:
+        wrong = (_unsigned(words - number, size) >> (8 * tl.load(unit + BYTES))) != 0
+    elif kind == BITMAP:
+        wrong = (words != number) & (words != tl.load(unit + SECOND))
+    elif kind == ARANGE:
+        wrong = words != _signed(first + at.to(tl.int64) * number, size)
+    return wrong
+
+
+@triton.jit
+def _write_words(unit, a, words, begin, n, CHUNK: tl.constexpr):
+    """Writes a chunk of a row whose words take as many bits each: PLAIN, NARROW or BITMAP."""
+    kind, number = tl.load(unit + KIND), tl.load(unit + NUMBER)
+    at = begin + tl.arange(0, CHUNK)
+    if kind == PLAIN:
+        store_words(a, tl.load(unit + SIZE), at, words, at < n)
+    elif kind == NARROW:
+        store_words(a, tl.load(unit + BYTES), at, words - number, at < n)
+    elif kind == BITMAP:
+        byte = begin // 8 + tl.arange(0, CHUNK // 8)
+        ones = tl.reshape(((at < n) & (words != number)).to(tl.int32), (CHUNK // 8, 8))
+        tl.store(a + byte, tl.sum(ones << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=byte * 8 < n)
+
+
+@triton.jit
+def _store_stat(stat, total, low, high, least, most, hashed):
+    """Stores a Stat but for its flags."""
     tl.store(stat + 1, total)
-    tl.store(stat + 2, tl.where((kind == ARANGE) | (kind == BITMAP), first, low))
+    tl.store(stat + 2, low)
     tl.store(stat + 3, high)
     tl.store(stat + 4, least)
     tl.store(stat + 5, most)
-    tl.store(stat + 6, tl.sum(hashes))
+    tl.store(stat + 6, hashed)
+
+
+@triton.jit
+def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes the arrays of a row where the Spot at `place` says, of b and c those that the host does not write itself;
+    or the Stat of the row to `place`, without its flags, which it returns."""
+    unit = units + number * UNIT
+    kind, size, near, base = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR), tl.load(unit + NUMBER)
+    widths, b_size, c_size = base.to(tl.int32), tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
+    beside = own
+    if near >= 0:
+        beside = _row(units, near, tables, row, rows)[0]
+    if WRITE:
+        a, b, c = body + tl.load(place), body + tl.load(place + 1), body + tl.load(place + 2)
+    first = _words(own, n * 0, n > 0)
+    total, most = n.to(tl.int64) * 0, n.to(tl.int64) * 0
+    low, high, least = total + _MOST, total - _MOST - 1, total + _MOST
+    found = tl.zeros((CHUNK,), tl.int32)
+    hashes = tl.zeros((CHUNK,), tl.int64)
+    flags, stretch, begin = n * 0, n * 0, n * 0  # `stretch`: where the last one began
+    while begin < n:
+        at = begin + tl.arange(0, CHUNK)
+        words = _words(own, at, at < n)
+        if kind == BLOCKS:
+            others = words
+            if near >= 0:
+                others = _words(beside, at, at < n)
+            blocks = _in_blocks(words, others, near >= 0, widths, size, n - begin, CHUNK)
+            _numbers, count, bits, taken, bases, by_distance, _coded = blocks
+            if WRITE:
+                _write_blocks(a, b, c, b_size, blocks, begin // BLOCK, widths, total, CHUNK)
+            else:
+                flags |= tl.max(tl.where(bits > 32, MISFIT, 0)) | tl.max(tl.where(by_distance, NEAR_USED, 0))
+                low = tl.minimum(low, tl.min(tl.where(count > 0, bases, _MOST)))
+                high = tl.maximum(high, tl.max(tl.where(count > 0, bases, -_MOST - 1)))
+            total += tl.sum(taken)
+        elif (kind == RLE) | (kind == DELTA):
+            values, starts, ends, last, stretch = _stretches(own, at, n, words, kind == DELTA, stretch)
+            length = (at + 1 - last).to(tl.int64)
+            if WRITE:
+                order = total + tl.cumsum(starts.to(tl.int64), 0) - 1
+                if b_size > 0:
+                    store_words(b, b_size, order, length, ends)
+                if c_size > 0:
+                    store_words(c, c_size, order, values, starts)
+            else:
+                low = tl.minimum(low, tl.min(tl.where(starts, values, _MOST)))
+                high = tl.maximum(high, tl.max(tl.where(starts, values, -_MOST - 1)))
+                least = tl.minimum(least, tl.min(tl.where(ends, length, _MOST)))
+                most = tl.maximum(most, tl.max(tl.where(ends, length, 0)))
+            total += tl.sum(starts.to(tl.int32))
+        elif WRITE:
+            _write_words(unit, a, words, begin, n, CHUNK)
+        else:
+            found = found | tl.where((at < n) & _wrong(unit, words, first, at), MISFIT, 0)
+        if not WRITE:
+            hashes += tl.where(at < n, _mixed(words, at), 0)
+            found = found | tl.where((words & tl.load(unit + BOOLS)) != 0, ODD, 0)
+        begin += CHUNK
+    if not WRITE:
+        low = tl.where((kind == ARANGE) | (kind == BITMAP), first, low)
+        _store_stat(place, total, low, high, least, most, tl.sum(hashes))
     return flags | tl.max(found & MISFIT) | tl.max(found & ODD)
 
 
@@ -324,90 +400,8 @@ def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
     if tl.load(units + number * UNIT + KIND) == CONCAT:
         flags = _joined(units, tables, own, n, number, row, rows, CHUNK)
     else:
-        flags = _measure_row(units, tables, stat, own, n, number, row, rows, CHUNK)
+        flags = _encode_row(units, tables, stat, stat, own, n, number, row, rows, False, CHUNK)
     tl.store(stat, (flags | _stray(units + number * UNIT, row, rows, CHUNK)).to(tl.int64))
-
-
-# -------------------------------------------------------------------- writing
-
-
-@triton.jit
-def _write_blocks(to, numbers, count, bits, taken, coded, widths, before, CHUNK: tl.constexpr):
-    """Writes the bits of blocks behind the `before` u32 numbers of the row."""
-    first = (before + tl.cumsum(taken, 0) - taken)[:, None]
-    place = tl.arange(0, BLOCK)[None, :]
-    in_lanes = (count >= _FEW)[:, None]
-    bit = tl.where(in_lanes, place // _LANES, place) * bits[:, None]
-    if widths != 0:
-        inside, with_codes = place < count[:, None], coded[:, None]
-        code, width, least, _ = _codes(widths, numbers.to(tl.int32))
-        width = tl.where(inside, width, 0)
-        behind = (count + CODES - 1) // CODES * 32
-        bit = tl.where(with_codes, behind[:, None] + tl.cumsum(width, 1) - width, bit)
-        numbers = tl.where(with_codes, numbers - least, numbers)
-        in_lanes = in_lanes & (with_codes == 0)
-        code = tl.where(inside, code, 0) << (2 * (place % CODES))
-        line = tl.sum(tl.reshape(code, (CHUNK // BLOCK, BLOCK // CODES, CODES)), 2)
-        at = tl.arange(0, BLOCK // CODES)[None, :]
-        tl.store(to + first + at, line.to(tl.int32), mask=with_codes & (at * CODES < count[:, None]))
-    step = tl.where(in_lanes, _LANES, 1)
-    at = first + (bit >> 5) * step + tl.where(in_lanes, place % _LANES, 0)
-    pair = numbers << (bit & 31)
-    low_half = ((pair << 32) >> 32).to(tl.int32)
-    high_half = (pair >> 32).to(tl.int32)
-    tl.atomic_or(to + at, low_half, mask=low_half != 0, sem="relaxed")
-    tl.atomic_or(to + at + step, high_half, mask=high_half != 0, sem="relaxed")
-
-
-@triton.jit
-def _write_row(units, tables, spot, body, number, row, rows, CHUNK: tl.constexpr):
-    """Writes the arrays of a row; of b and c, those that the host does not write itself."""
-    unit = units + number * UNIT
-    own, n = _row(units, number, tables, row, rows)
-    kind, size, near = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR)
-    beside, beside_n = own, n * 0
-    if near >= 0:
-        beside, beside_n = _row(units, near, tables, row, rows)
-    b_size, c_size, base = tl.load(unit + B_SIZE), tl.load(unit + C_SIZE), tl.load(unit + NUMBER)
-    a, b, c = body + tl.load(spot), body + tl.load(spot + 1), body + tl.load(spot + 2)
-    before = n.to(tl.int64) * 0
-    stretch = n * 0
-    begin = n * 0
-    while begin < n:
-        at = begin + tl.arange(0, CHUNK)
-        inside = at < n
-        words = _words(own, at, inside)
-        if kind == PLAIN:
-            store_words(a, size, at, words, inside)
-        elif kind == NARROW:
-            store_words(a, tl.load(unit + BYTES), at, words - base, inside)
-        elif kind == BLOCKS:
-            widths, others = base.to(tl.int32), _words(beside, at, at < beside_n)
-            numbers, count, bits, taken, low, by_distance, coded = _in_blocks(
-                words, others, near >= 0, widths, size, n - begin, CHUNK
-            )  # fmt: skip
-            block = begin // BLOCK + tl.arange(0, CHUNK // BLOCK)
-            said = tl.where(coded, CODED, tl.where(by_distance, bits | NEAR_BIT, bits))
-            tl.store(a + block, said.to(tl.uint8), mask=count > 0)
-            if b_size > 0:
-                store_words(b, b_size, block, low, count > 0)
-            to = c.to(tl.pointer_type(tl.int32))
-            _write_blocks(to, numbers, count, bits, taken, coded, widths, before, CHUNK)
-            before += tl.sum(taken)
-        elif kind == BITMAP:
-            byte = begin // 8 + tl.arange(0, CHUNK // 8)
-            ones = tl.reshape((inside & (words != base)).to(tl.int32), (CHUNK // 8, 8))
-            bytes_of = tl.sum(ones << tl.arange(0, 8)[None, :], 1)
-            tl.store(a + byte, bytes_of.to(tl.uint8), mask=byte * 8 < n)
-        elif (kind == RLE) | (kind == DELTA):
-            values, starts, ends, last, stretch = _stretches(own, at, n, words, kind == DELTA, stretch)
-            order = before + tl.cumsum(starts.to(tl.int64), 0) - 1
-            if b_size > 0:
-                store_words(b, b_size, order, (at + 1 - last).to(tl.int64), ends)
-            if c_size > 0:
-                store_words(c, c_size, order, values, starts)
-            before += tl.sum(starts.to(tl.int64))
-        begin += CHUNK
 
 
 @triton.jit(do_not_specialize=["rows", "differing"])
@@ -416,12 +410,12 @@ def _write(units, tables, spots, body, rows, differing, CHUNK: tl.constexpr):
     row = (tl.program_id(0) % rows).to(tl.int64)
     spot = spots + (number * rows + row) * SPOT
     way = tl.load(spot + 3)
+    own, n = _row(units, number, tables, row, rows)
     if way == WRITTEN:
-        _write_row(units, tables, spot, body, number, row, rows, CHUNK)
+        _encode_row(units, tables, spot, body, own, n, number, row, rows, True, CHUNK)
     elif way >= 0:
-        own, n = _row(units, number, tables, row, rows)
         other = _row(units, way // rows, tables, way % rows, rows)[0]  # of as many words
-        tl.store(body + differing + number, 1, mask=_differ(own, 0, other, n, CHUNK))
+        tl.store(body + differing, 1, mask=_differ(own, 0, other, n, CHUNK))
 
 
 def measure(units: Tensor, tables: Tensor, stats: Tensor, count: int, rows: int) -> None:
@@ -443,7 +437,7 @@ def write(units: Tensor, tables: Tensor, spots: Tensor, body: Tensor, count: int
         spots: int64 [count, rows, SPOT]: where the part of each array that belongs to a row begins in the body, and
             what becomes of the row.
         body: uint8, 0 before.
-        differing: where the byte of each unit is that becomes 1 if a row is not equal to the row that it must equal.
+        differing: where the byte is that becomes 1 if a row is not equal to the row that it must equal.
     """
     with torch.cuda.device_of(units):
         _write[(count * rows,)](units, tables, spots, body, rows, differing, CHUNK=CHUNK, num_warps=_WARPS)
