@@ -69,7 +69,7 @@ def select_and_pad_to_response(
     else:
         width = whole(width, "width", 0, call)
         axis.check_width(width, call)
-    entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+    entries = dict(flatten(batch, without=LAYOUTS))
     wanted = [
         path for path, value in select_entries(list(entries.items()), fields, call) if not isinstance(value, Node)
     ]

@@ -98,7 +98,7 @@ class Suggester:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
         self._registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
-        self._entries = {path: value for path, value in flatten(batch) if path[0] != LAYOUTS}
+        self._entries = dict(flatten(batch, without=LAYOUTS))
         tensors = {path: value for path, value in self._entries.items() if isinstance(value, Tensor)}
         self.tensors: dict[Path, Tensor] = tensors
         self.pad_token_id = self._token() if pad_token_id is None else pad_token_id
