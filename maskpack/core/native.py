@@ -175,8 +175,8 @@ def write(fields: Sequence[NewField]) -> None:
         for _, _, layout, pads, _ in fields
     ]
     nbytes = sum([field.padded.nbytes for field in fields])
-    line = address(table), len(table), address(layout_rows([*layouts.values()])), nbytes >= _CACHE, threads_for(nbytes)
-    if _core.maskpack_write(*line):
+    rows = layout_rows([*layouts.values()])
+    if _core.maskpack_write(address(table), len(table), address(rows), nbytes >= _CACHE, threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
 
 

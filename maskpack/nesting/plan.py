@@ -95,13 +95,14 @@ def _add(found: Seen, parts: list[Any], batch: TensorDict, path: Path) -> bool:
                 held = held_by(value)
                 if held is None:
                     return False
-                x, number = held[0], _number_of(found, held[1])
+                x, number = held[0], _number_of(found, parts, held[1])
             if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided or x.is_neg() or x.is_conj():
                 return False
             if number is not None:
                 found.jagged[(*path, name)] = number
                 found.limits[number] = min(found.limits[number], x.shape[0])
-            parts += (name, x.dtype, x.shape[1:], x.stride(), x.device, number)
+            # strides do not tell whether fewer than two elements lie together
+            parts += (name, x.dtype, x.shape[1:], x.stride(), x.is_contiguous(), x.device, number)
         elif is_object(value):
             parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
         elif name == LAYOUTS and not path:
@@ -118,12 +119,13 @@ def _add(found: Seen, parts: list[Any], batch: TensorDict, path: Path) -> bool:
     return True
 
 
-def _number_of(found: Seen, offsets: Tensor) -> int:
-    """The number of offsets among those of a batch."""
+def _number_of(found: Seen, parts: list[Any], offsets: Tensor) -> int:
+    """The number of offsets among those of a batch, to whose signature they are added."""
     for number, own in enumerate(found.offsets):
         if own is offsets:
             return number
     found.offsets.append(offsets)
+    parts += (offsets.dtype, offsets.is_contiguous(), offsets.device)
     found.limits.append(1 << 62)
     return len(found.offsets) - 1
 

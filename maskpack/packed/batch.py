@@ -545,7 +545,7 @@ def _by_plan(
     """The table and the schema of a batch that is encoded as its plan says; None if it has none, or does not fit it."""
     plan = None if seen.signature is None else plans.get(seen.signature)
     if isinstance(plan, DevicePlan):
-        return plan.encoded(batch)
+        return plan.encoded(seen, batch.batch_size[0])
     given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
     line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
     for uniform in (True, False):

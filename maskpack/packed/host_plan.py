@@ -21,7 +21,7 @@ from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, VerifyFirst
 from maskpack.layout import scan
@@ -308,7 +308,8 @@ def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> boo
 
 def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
     """Whether a mask that has one valid word needs no other check of its pad."""
-    if form is None or form.pads[0] != 0 or plan.sources.get(form.layout or "") != Source("mask", form.path):
+    pad = None if form is None or isinstance(form.pads[0], Pad) else pad_words(form.pads[0], mask.dtype)
+    if form is None or pad is None or any(pad) or plan.sources.get(form.layout or "") != Source("mask", form.path):
         return False
     return scan.is_plain(mask)
 

@@ -324,3 +324,37 @@ def test_threads_share_plans() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def jagged_of(values: Tensor, offsets: Any) -> TensorDict:
+    offsets = offsets if isinstance(offsets, Tensor) else torch.tensor(offsets)
+    field = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=0, max_seqlen=8)
+    return TensorDict({"x": field}, [len(offsets) - 1])
+
+
+@quiet
+@pytest.mark.parametrize("first", [0, 1])
+def test_values_that_do_not_lie_together_behind_few_that_do(first: int) -> None:
+    values = torch.arange(40)[::2]
+    compress(jagged_of(values[:first], [0, first, first]))
+    got = decompress(compress(jagged_of(values[:5], [0, 2, 5])), format="nested")["x"]
+    assert got.values().tolist() == [0, 2, 4, 6, 8]
+
+
+@quiet
+@pytest.mark.parametrize("known", [True, False])
+def test_offsets_that_do_not_lie_together(known: bool) -> None:
+    if known:
+        compress(jagged_of(torch.arange(10), [0, 2, 10]))
+    offsets = torch.tensor([0, 1, 2, 3, 10, 0])[::2]
+    got = decompress(compress(jagged_of(torch.arange(10), offsets)), format="nested")["x"]
+    assert got.offsets().tolist() == [0, 2, 10]
+    assert got.values().tolist() == list(range(10))
+
+
+def test_a_mask_whose_pad_is_negative_zero_is_looked_at() -> None:
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    registry = {"m": MaskNestingSpec("m", [-0.0, 0.0]), "x": MaskNestingSpec("m")}
+    batch = TensorDict({"m": mask, "x": mask * 3}, [2])
+    for _ in range(2):
+        assert not torch.signbit(decompress(compress(batch, registry=registry))["m"]).any()

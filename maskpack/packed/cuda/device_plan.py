@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core import abi
@@ -25,6 +24,7 @@ from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.axes import WHOLE
 from maskpack.nesting.gather import Gathered
+from maskpack.nesting.plan import Seen
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.cuda.encode import (
     BOUNDS,
@@ -108,12 +108,11 @@ class DevicePlan:
             [numbers[tensors[number].path] for number in recipe.tensors],
         )
 
-    def encoded(self, batch: TensorDictBase) -> tuple[Table, Schema] | None:
+    def encoded(self, seen: Seen, rows: int) -> tuple[Table, Schema] | None:
         """The table and the schema of a batch of this signature; None if the plan does not fit. Two
         synchronisations."""
         tensors = [form for form in self.schema.forms if form.dtype is not None]
-        entries: list[Any] = list(batch.values())
-        rows = batch.batch_size[0]
+        entries: list[Any] = seen.tensors
         if self.forms.want_host() or forms_of(tensors, rows) is not self.forms:
             return None
         device = entries[self.masks[0][0]].device
