@@ -98,7 +98,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
                 patch.setattr(module, "uses_triton", lambda device, call: True)
             patch.setattr(checks, "uses_triton", lambda device: True)
             patch.setattr(gather, "is_away", lambda x: True)
-            patch.setattr(batch.BatchPlan, "of", lambda *given: None)  # plans of the host
+            patch.setattr(batch.HostPlan, "of", lambda *given: None)  # plans of the host
             for module, name, number in (
                 (job_table, "CHUNK", chunk),
                 (device_read, "CHUNK", chunk),

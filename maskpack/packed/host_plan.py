@@ -31,7 +31,7 @@ from maskpack.nesting.axes import WHOLE, Source
 from maskpack.nesting.gather import DIFFERENT_PADS, LOSSY, fields_key, rivals
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.table import KEPT, Job, Table, check_memory, job_table, pads_of
+from maskpack.packed.table import KEPT, Job, Table, check_memory, done_jobs, forms_key, job_table, pads_of, recall
 
 _PADDED, _PACKED = 0, 1
 _PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
@@ -129,6 +129,7 @@ class HostPlan:
         limits_at: where the number of values under some offsets is, and `limits` the numbers of these offsets.
         rows_at: where the number of rows is, and `results_at` what became of each job.
         order: int64 [n], the place of each tensor among the jobs.
+        key: what the jobs are remembered by, for plans of other widths.
         unlearnt: the numbers of the fields whose pads a VerifyFirst does not know.
         uniform: whether some masks are taken to have valid words that are all equal.
         bytes_of_row: bytes of a row of the padded fields.
@@ -151,6 +152,7 @@ class HostPlan:
     rows_at: IntArray
     results_at: IntArray
     order: IntArray
+    key: tuple[Any, ...]
     unlearnt: Sequence[int]
     uniform: bool
     bytes_of_row: int
@@ -186,6 +188,8 @@ class HostPlan:
         jobs = _jobs(schema, tensors, padded, options, trusted)
         rows, held = plan.rows, list[Any]()
         table = job_table(jobs, parts.names, {}, rows, rows, held)
+        key = forms_key([job.form for job in jobs], rows)
+        recall(table.jobs, key)
         lines = [_line(source, tensors, seen, rows, alike) for source in parts.origins]
         source = native.BatchSource(len(lines), len(parts.cuts), len(jobs), native.slots_of(table.jobs))
         blocks = [lines, parts.cuts, parts.stored(plan.anchors), table.jobs]
@@ -217,6 +221,7 @@ class HostPlan:
             np.concatenate([begins + _ROWS, each + _JOB_ROWS]).astype(np.int64),
             each + _RESULT,
             table.order,
+            key,
             [at for at, job in enumerate(jobs) if _learns(verify, job, known, alike)],
             bool(alike),
             sum(tensors[path].nbytes for path in padded) // rows,
@@ -247,6 +252,7 @@ class HostPlan:
             self.misfit = self.uniform and not done[:, _RESULT].any()
             return None
         self.line, self.room = line, found.body.nbytes + found.body.nbytes // 4 + _SPARE
+        done_jobs.keep(self.key, native.structs(line[jobs:end], abi.JOB))
         done = done[self.order]
         row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), abi.ARRAY)
         own = native.structs(np.array(line[stored:jobs]), abi.STORED)

@@ -482,23 +482,33 @@ def encode(
     layouts = wholes_first(layouts)
     bounds = {name: layouts[name].row_offsets for name in {job.form.layout for job in jobs} if name is not None}
     table = job_table(jobs, tuple(layouts), bounds, rows, dense_rows, held)
-    key = tuple((job.form.path, job.form.dtype, job.form.layout, job.form.shape, job.form.hints) for job in jobs)
-    key = (rows.bit_length(), by_kernels, *key)
+    key = forms_key([job.form for job in jobs], rows, by_kernels)
     table.jobs["by_kernels"] = by_kernels
-    known = _forms.get(key)
-    if known is not None:
-        table.jobs["form"] = known
+    recall(table.jobs, key)
     line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
     found = native.encode(table.jobs, line, stored, 1)
     if found is None:
         check_memory(table.jobs["result"])
         return None
-    _forms.keep(key, table.jobs["form"].copy())
+    done_jobs.keep(key, table.jobs)
     back = table.order
     places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["row_pads"][back]
     out = Table(*places, found.body, known=dict(layouts), is_compact=True)
     row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
     return EncodedTable(out.with_row_pads(row_pads) if row_pads else out, table)
+
+
+def forms_key(fields: Sequence[FieldForm], rows: int, by_kernels: bool = False) -> tuple[Any, ...]:
+    """What jobs are remembered by."""
+    return rows.bit_length(), by_kernels, *((f.path, f.dtype, f.layout, f.shape, f.hints) for f in fields)
+
+
+def recall(jobs: Structs, key: tuple[Any, ...]) -> None:
+    """Tells jobs how the last ones of their key were encoded, and which of them stayed padded."""
+    known = done_jobs.get(key)
+    if known is not None:
+        jobs["form"], own = known["form"], jobs["keeps"]
+        jobs["keeps"] = np.where(own > 0, np.maximum(own, known["keeps"]), 0)
 
 
 def job_table(
@@ -516,10 +526,10 @@ def job_table(
     table = native.new_jobs(len(jobs))
     numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
     steps = [0] * len(jobs)
-    forms = [jobs[at].form for at in order]
+    fields = [jobs[at].form for at in order]
     for place, at in enumerate(order):
         _describe(table[place], jobs[at], bounds, places, rows, dense_rows, held)
-        _refer(table, place, jobs[at].form, numbers, forms, steps)
+        _refer(table, place, jobs[at].form, numbers, fields, steps)
     native.number_jobs(table)
     back = np.empty(len(jobs), np.int64)
     back[order] = np.arange(len(jobs))
@@ -689,8 +699,8 @@ def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     return stored
 
 
-_forms: Latest[Structs] = Latest()
-"""How the tensors of jobs were encoded the last time."""
+done_jobs: Latest[Structs] = Latest()
+"""The last jobs of fields, as they were done."""
 plans: Latest[Any] = Latest()
 """The plans of batches (host_plan.py, cuda/device_plan.py)."""
 device_forms: Latest[Any] = Latest()
@@ -699,7 +709,7 @@ device_forms: Latest[Any] = Latest()
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
-    for known in (batch_plans, plans, _forms, device_forms):
+    for known in (batch_plans, plans, done_jobs, device_forms):
         known.clear()
 
 

@@ -605,6 +605,17 @@ def test_a_batch_that_does_not_fit_its_plan(by_kernels: Place, change: Any, veri
 
 
 @kernel_test
+def test_a_plan_of_a_batch_with_a_sub_batch_before_its_masks(by_kernels: Place) -> None:
+    for seed in range(4):
+        flat = workload(seed)
+        inner = TensorDict({"returns": flat["old_log_probs"] + 0, "responses": flat["responses"] + 0}, flat.batch_size)
+        batch = TensorDict({"inner": inner, **dict(flat.items())}, flat.batch_size)
+        packed = compress(batch.to(DEVICE), pad_token_id=PAD)
+        oracle.assert_same_batch(decompress(packed, device="cpu"), batch.to("cpu"))
+    assert by_kernels.plans[-1]
+
+
+@kernel_test
 @pytest.mark.parametrize("reason", ["rows of several spans", "rows that are too long"])
 def test_batches_without_a_plan(by_kernels: Place, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """Nothing is measured in vain for them."""
