@@ -225,7 +225,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
     away: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         if tensor.device.type == "cpu":
-            arrays[place] = tensor.to(torch.int64).numpy()
+            arrays[place] = np.ascontiguousarray(tensor.to(torch.int64).numpy())  # the core reads them
         else:
             away.setdefault(tensor.device, []).append(place)
     for places in away.values():

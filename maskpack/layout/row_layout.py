@@ -366,7 +366,6 @@ def layout_of_core(own: HostLayout, anchor: int = 0) -> RowLayout:
 def layout_of_offsets(offsets: Tensor, on_host: IntArray) -> RowLayout:
     """The layout of the rows of jagged values, from their offsets int64 [B + 1] and a copy of these on the host. It
     keeps the offsets, and what kernels read is made when they need it."""
-    on_host = np.ascontiguousarray(on_host)  # the core reads them
     own = RowLayout.from_cu_seqlens(on_host)
     layout = replace(own, device=numbered(offsets.device))
     layout.__dict__.update(_table=own._table, row_offsets=on_host, offsets=offsets)

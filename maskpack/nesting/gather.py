@@ -37,8 +37,6 @@ from maskpack.ops import pack_torch
 LOSSY = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO takes them in a field [B, width]. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
-
-
 DIFFERENT_PADS = "its rows were nested with different pads"
 
 

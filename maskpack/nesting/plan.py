@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     Attributes:
         signature: None if batches like this one are planned anew.
         tensors: of each entry, in key order, the tensor or the values of the jagged tensor; None for others.
-        offsets: those of the jagged tensors, each once, int64 [B + 1].
+        offsets: those of the jagged tensors, each once, [B + 1].
         limits: the least number of values of a field with these offsets.
         jagged: the number of the offsets of each jagged field.
     """
@@ -168,14 +168,12 @@ class BatchPlan(NamedTuple):
         by_value = planner.by_value or axes.by_value
         return cls(root, tuple(forms), planner.rows(forms), sources, anchors, widths, carried.restored, by_value)
 
-    def axes(self, forms: Iterable[FieldForm]) -> tuple[str, ...]:
-        """The names of the layouts of padded fields, also of those that stay padded for their values."""
-        return tuple(dict.fromkeys(form.layout for form in forms if form.kind == "padded" and form.layout is not None))
-
     @property
     def schema(self) -> Schema:
-        """The schema of the nested or packed batch, with the pads to try."""
-        axes = [(name, self.widths[name], self.anchors[name]) for name in self.axes(self.forms)]
+        """The schema of the nested or packed batch, with the pads to try. Its axes are those of all padded fields, also
+        of those that stay padded for their values."""
+        names = dict.fromkeys(form.layout for form in self.forms if form.kind == "padded" and form.layout is not None)
+        axes = [(name, self.widths[name], self.anchors[name]) for name in names]
         return Schema(self.root, self.forms, tuple(axes))
 
 

@@ -118,7 +118,7 @@ class HostPlan:
     Attributes:
         plan: what they are.
         schema: with the pads to try.
-        padded: the padded fields, of which the first pads are trusted.
+        padded: the padded fields.
         names: the names of the layouts, as they are stored.
         source: what is in `line`.
         line: what the last such batch was encoded from.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import maskpack.packed.batch as packing
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import host_plan, table
@@ -358,3 +358,22 @@ def test_a_mask_whose_pad_is_negative_zero_is_looked_at() -> None:
     batch = TensorDict({"m": mask, "x": mask * 3}, [2])
     for _ in range(2):
         assert not torch.signbit(decompress(compress(batch, registry=registry))["m"]).any()
+
+
+def test_plans_of_other_widths_begin_with_the_forms_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[set[int]] = []
+    of = host_plan.HostPlan.of
+
+    def seen(*given: Any) -> Any:
+        plan = of(*given)
+        _, _, first, end = plan.source.places  # of the jobs
+        kinds.append(set(native.structs(plan.line[first:end], abi.JOB)["form"]["kind"].tolist()))
+        return plan
+
+    monkeypatch.setattr(host_plan.HostPlan, "of", seen)
+    batch = samples.workload("reference", seed=0)
+    compress(batch, pad_token_id=PAD)
+    wider = samples.workload("reference", seed=0, response=batch["responses"].shape[1] + 8)
+    oracle.assert_same_batch(decompress(compress(wider, pad_token_id=PAD)), wider)
+    assert kinds[0] == {-1}
+    assert kinds[-1] - {-1}
