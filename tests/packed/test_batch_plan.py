@@ -18,7 +18,7 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 import maskpack.packed.batch as packing
-from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack import EDGE, MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.core import abi, native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
@@ -377,3 +377,18 @@ def test_plans_of_other_widths_begin_with_the_forms_of_before(monkeypatch: pytes
     oracle.assert_same_batch(decompress(compress(wider, pad_token_id=PAD)), wider)
     assert kinds[0] == {-1}
     assert kinds[-1] - {-1}
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_fields_nested_with_different_pads_are_looked_at_whatever_verify_says(verify: Any) -> None:
+    mask = torch.tensor([[0, 1, 1, 0], [0, 1, 1, 1]])
+    edges = TensorDict({"m": mask, "x": torch.tensor([[5, 5, 6, 6], [7, 7, 8, 9]])}, [2])
+    zeros = TensorDict({"m": mask, "x": mask * 3}, [2])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE])}
+    nested = torch.cat([nest_batch_by_mask(batch, registry) for batch in (edges, zeros)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        packed = compress(nested, registry=registry, verify=verify)
+        again = nest_batch_by_mask(nested, registry, verify=verify)
+    for got in (decompress(packed), unnest_batch_by_mask(again)):
+        oracle.assert_same_batch(got, torch.cat([edges, zeros]))
