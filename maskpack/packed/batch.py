@@ -23,7 +23,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
-from maskpack.core.bits import Words, host_words, odd_bools, odd_bools_error
+from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of
 from maskpack.core.objects import Objects
@@ -579,8 +579,8 @@ def _encoded(
     bits = host_words(ready := {number: values[number] for number in rest}, ready)
     odd = [] if away is None else [tensors[number].path for number in away.odd]
     for number in rest:
-        path = tensors[number].path
-        if _odd_from_device(tensors[number], bits[number], row_pads.get(path)):
+        path, pads = tensors[number].path, row_pads.get(tensors[number].path)
+        if tensors[number].dtype is torch.bool and (odd_bools(bits[number]) or (pads is not None and odd_bools(pads))):
             odd.append(path)
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
@@ -626,12 +626,6 @@ def _together(away: OnDevice, table: Table, rest: Sequence[int], count: int) -> 
         number: (1, at) for at, number in enumerate(rest)
     }
     return merge([away.table, table], [picked[number] for number in range(count)])
-
-
-def _odd_from_device(form: FieldForm, *arrays: Words | None) -> bool:
-    """Whether a bool field from a device has other bytes than 0 and 1; fields on the host were checked before."""
-    own = [array for array in arrays if array is not None]
-    return form.dtype is torch.bool and form.device != "cpu" and any(map(odd_bools, own))
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:
