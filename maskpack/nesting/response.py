@@ -4,6 +4,9 @@
     model output    . . o o o o .        the output at a token scores the next token
     response        o o o o              response token k is scored by the output one position before it
 
+    packed row      p p r r p p r        a response with holes: the tokens of a loss mask over the whole sequence
+    model output    . o o . . o .
+
 The one-token shift is written once, in `scoring`.
 """
 
@@ -13,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -109,10 +113,10 @@ def extract_response(batch: TensorDictBase, values: Tensor, *, registry: Registr
     call = "extract_response"
     need_tensor(values, "values", call)
     axis = ResponseAxis.of(batch, registry_of(registry, call), call)
-    sequence = axis.need_sequence(call)
-    packed, padded = _packed_values(values, sequence, call)
+    index = torch.from_numpy(axis.predict_index(call))
+    packed, padded = _packed_values(values, axis.need_sequence(call), call)
     need_gradients(packed, "values", call, nested=not padded)
-    scored = packed.index_select(0, axis.predict_index(call).to(packed.device, non_blocking=True))
+    scored = packed.index_select(0, index.to(packed.device, non_blocking=True))
     response = axis.response.to(packed.device)
     return pack_torch.unpack(scored, response, 0) if padded else jagged(scored, response)
 
@@ -166,27 +170,38 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
 class ResponseAxis:
     """The response layout of a batch, its sequence layout if it has one, and the forms of its fields.
 
-    `counted` says that the response layout tells lengths alone. Else its columns are the last ones of the sequence."""
+    The response may be any tokens of a row: its columns are the last ones of the sequence, or all of them.
+
+    Attributes:
+        ends: whether it is the last tokens of each row by the registry, which a layout of another registry may break.
+        counted: whether its layout tells lengths alone; it is the last tokens of each row then.
+    """
 
     response: RowLayout
     sequence: RowLayout | None
     forms: dict[Path, FieldForm]
-    counted: bool
+    ends: bool = False
+    counted: bool = False
 
     @classmethod
-    def of(cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+    def of(
+        cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
+    ) -> ResponseAxis:
+        """With `or_sequence`, all tokens are the response of a batch that gives no response axis."""
         need_batch(batch, call)
         known: dict[str, RowLayout] = {}
         forms: dict[Path, FieldForm] = {}
         if has(batch, LAYOUTS):
             schema, known = read_layouts(batch, call)
             forms = {form.path: form for form in schema.forms}
-        return cls._of_axes(batch, registry, known, forms, call)
+        return cls._of_axes(batch, registry, known, forms, call, or_sequence)
 
     @classmethod
-    def among(cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str) -> ResponseAxis:
+    def among(
+        cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
+    ) -> ResponseAxis:
         """The response axis of a packed batch, given by its layouts."""
-        return cls._of_axes(TensorDict({}, batch_size=[]), registry, layouts, {}, call)
+        return cls._of_axes(TensorDict({}, batch_size=[]), registry, layouts, {}, call, or_sequence)
 
     @classmethod
     def _of_axes(
@@ -196,64 +211,95 @@ class ResponseAxis:
         known: Mapping[str, RowLayout],
         forms: dict[Path, FieldForm],
         call: str,
+        or_sequence: bool,
     ) -> ResponseAxis:
         axes = Axes(batch, registry, known, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
+        if response is None and or_sequence and sequence is not None:
+            return cls(sequence.layout, sequence.layout, forms)
         if response is None:
             raise _no_axis(RESPONSE, call)
-        counted, ways = response.counted, registry.axes.get(RESPONSE, ())
-        if RESPONSE in known:  # a stored layout does not say where it is from
-            counted = bool(ways) and all(way.form != "mask" or way.part == "prefix" for way in ways)
-        return cls(response.layout, None if sequence is None else sequence.layout, forms, counted)
+        ways, whole = registry.axes.get(RESPONSE, ()), {way.source for way in registry.axes.get(SEQUENCE, ())}
+        counting = [way.form != "mask" or way.part == "prefix" for way in ways]
+        tails = [way.part == "tail" and way.source in whole for way in ways]
+        ends = bool(ways) and all(map(any, zip(counting, tails, strict=True)))
+        # a stored layout does not say where it is from
+        counted = bool(ways) and all(counting) if RESPONSE in known else response.counted
+        return cls(response.layout, None if sequence is None else sequence.layout, forms, ends, counted)
 
     def need_sequence(self, call: str) -> RowLayout:
-        """The sequence layout, in each row of which the response is the last valid tokens. Raises LayoutError."""
+        """The sequence layout. Raises LayoutError if there is none."""
         if self.sequence is None:
             raise _no_axis(SEQUENCE, call)
-        row = self._row_apart(by_columns=not self.counted)
-        if row is not None:
-            raise LayoutError(
-                f'{call}: row {row} of the axis "{RESPONSE}" is at columns {_columns_of(self.response, row)}, of '
-                f'{self.response.width}; the row of the axis "{SEQUENCE}" is at {_columns_of(self.sequence, row)}, of '
-                f"{self.sequence.width}. Expected the response to be the last valid tokens of its row. Tool tokens and "
-                "a loss mask are data: let the axis be the tail of the attention mask, or all of it with "
-                'no_prompt="skip", and multiply the loss by the mask. If the axis tells only lengths, give it '
-                'part="prefix" or form="lengths".'
-            )
         return self.sequence
 
-    def _row_apart(self, *, by_columns: bool) -> int | None:
-        """The first row whose response is not its end, by the spans on the host. Without `by_columns`, only lengths
-        count."""
-        response, sequence = self.response, self.sequence
-        assert sequence is not None
-        shift = sequence.width - response.width
-        if response.__dict__.get("part_of") == (sequence, shift):
-            return None
-        own, spans = host_spans(response), host_spans(sequence)
-        rows = np.repeat(np.arange(response.num_rows), np.diff(own.splits))
-        if not by_columns:
-            odd = own.starts > 0
-        elif spans.starts.size:
-            place = np.arange(rows.size) - own.splits[rows + 1] + spans.splits[rows + 1]  # counted from the last span
-            starts, ends = (x[place.clip(0)] - shift for x in (spans.starts, spans.starts + spans.counts))
-            first = np.arange(rows.size) == own.splits[rows]
-            same = (own.starts == starts) | (first & (own.starts > starts))
-            odd = (place < spans.splits[rows]) | ~same | (own.starts + own.counts != ends)
-        else:
-            odd = np.ones(rows.size, np.bool_)
-        return int(rows[odd][0]) if odd.any() else None
+    def tokens(self, call: str) -> IntArray:
+        """int64 [response tokens]: the packed index in the sequence of each response token.
 
-    def predict_index(self, call: str) -> Tensor:
-        """int64 [response tokens]: the packed index of the output that scores each response token."""
+        Raises LayoutError for a response token that is no valid token of the sequence.
+        """
         sequence = self.need_sequence(call)
-        bare = np.flatnonzero((self.response.lengths >= sequence.lengths) & (self.response.lengths > 0))
-        if bare.size:
+        lengths = self.response.lengths
+        tail = ranges(sequence.row_offsets[1:] - lengths, lengths)
+        if self.counted:
+            odd, spans = lengths > sequence.lengths, host_spans(self.response)
+            odd[np.repeat(np.arange(odd.size), np.diff(spans.splits))[spans.starts > 0]] = True
+            found = int(odd.argmax()) if odd.any() else tail
+        else:
+            found = self._by_columns(sequence)
+            if self.ends and not isinstance(found, int) and not np.array_equal(found, tail):
+                found = int(self.row_of_token[found != tail][0])
+        if isinstance(found, int):
+            where = "the last valid tokens of its row" if self.ends else "valid tokens of its row"
             raise LayoutError(
-                f"{call}: rows {bare[:8].tolist()} have a response but no prompt token; expected at least one "
-                "prompt token, whose output scores the first response token. Drop these rows or give them a prompt."
+                f'{call}: row {found} of the axis "{RESPONSE}" is at columns {_columns_of(self.response, found)}, of '
+                f'{self.response.width}; the row of the axis "{SEQUENCE}" is at {_columns_of(sequence, found)}, of '
+                f"{sequence.width}. Expected {where}, as the registry says, in the last {self.response.width} columns. "
+                "Pass the registry that the batch was made with. An axis that tells only how many tokens at the end of "
+                'a row are the response needs part="prefix" or form="lengths".'
             )
-        return torch.from_numpy(scoring(self.tail(sequence)))
+        return found
+
+    def _by_columns(self, sequence: RowLayout) -> IntArray | int:
+        """`tokens` of a response axis whose columns are the last ones of the sequence; or the first row with a response
+        token that is no valid token there."""
+        response, shift = self.response, sequence.width - self.response.width
+        if response.__dict__.get("part_of") == (sequence, shift):
+            return ranges(sequence.row_offsets[1:] - response.lengths, response.lengths)
+        own, spans = host_spans(response), host_spans(sequence)
+        numbers = np.arange(response.num_rows)
+        rows, starts = np.repeat(numbers, np.diff(own.splits)), own.starts + shift
+        keys = np.repeat(numbers, np.diff(spans.splits)) * sequence.width + spans.starts
+        at = np.searchsorted(keys, rows * sequence.width + starts, side="right") - 1  # the span that holds the start
+        if not keys.size:
+            return int(rows[0]) if rows.size else own.starts
+        before = starts - spans.starts[at]
+        odd = (starts < 0) | (at < spans.splits[rows]) | (before + own.counts > spans.counts[at])
+        if odd.any():
+            return int(rows[odd][0])
+        return ranges((np.cumsum(spans.counts) - spans.counts)[at] + before, own.counts)
+
+    def predict_index(self, call: str) -> IntArray:
+        """int64 [response tokens]: the packed index of the output that scores each response token."""
+        tokens = self.tokens(call)
+        first = self.first_tokens(tokens)
+        if first.any():
+            raise LayoutError(
+                f"{call}: rows {self.row_of_token[first][:8].tolist()} have a response but no prompt token; expected "
+                "at least one prompt token, whose output scores the first response token. Drop these rows or give them "
+                "a prompt."
+            )
+        return scoring(tokens)
+
+    def first_tokens(self, tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of the response `tokens` are the first of their row: no output scores them."""
+        assert self.sequence is not None
+        return tokens == self.sequence.row_offsets[:-1][self.row_of_token]
+
+    @property
+    def row_of_token(self) -> IntArray:
+        """int64 [response tokens]: the row of each response token."""
+        return np.repeat(np.arange(self.response.num_rows), self.response.lengths)
 
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether a field is on the response axis; used if no fields are named."""
@@ -317,7 +363,7 @@ class ResponseAxis:
             if value.shape[dim] == width:
                 return value
             if self.sequence is not None and value.shape[dim] == self.sequence.width:
-                if self.counted and self._row_apart(by_columns=True) is not None:
+                if self.counted and not np.array_equal(self._by_columns(self.sequence), self.tokens(call)):
                     raise LayoutError(
                         f'{call}: field "{show(path)}" is on the sequence axis, whose last {width} columns are not '
                         "the response axis, which tells only lengths. Name fields on the response axis."
@@ -374,7 +420,3 @@ class ResponseAxis:
             )
         fills = torch.from_numpy(full).view(-1, *[1] * (len(shape) - 1)).to(columns.device, non_blocking=True)
         return torch.cat([columns, torch.where(fills, constant.to(columns.device, non_blocking=True), last)], dim)
-
-    def tail(self, sequence: RowLayout) -> IntArray:
-        """The packed indices of the response tokens, which are the last of each row."""
-        return ranges(sequence.row_offsets[1:] - self.response.lengths, self.response.lengths)

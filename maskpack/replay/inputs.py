@@ -5,6 +5,8 @@
     cu_seqlens    0          5     7           12    the bounds of the rows, for varlen attention
     predict         ^ ^ ^     ^         ^ ^          positions whose outputs score the next token, a response token
 
+Response tokens may be anywhere in a row but at its first place, as those of a loss mask.
+
 A tail that rounds T up is a row of its own: no other token attends to it, and `predict` has no position in it.
 
 With shared prefixes the tokens are those of a PrefixTree, whose nodes are the rows of `cu_seqlens`. A response token
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -33,7 +36,7 @@ from maskpack.core.tensors import device_here, need_batch
 from maskpack.core.tree import entry_at
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
-from maskpack.fields.registry import Path, path_of, show
+from maskpack.fields.registry import Key, Path, path_of, show
 from maskpack.layout.jagged import host_offsets
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
@@ -124,7 +127,7 @@ class PackedInputs:
         device = None if device is None else device_here(device, call)
         rows = _Rows.of(batch, options, device, call, on_host=options.share_prefixes)
         where = rows.device if device is None else device
-        predict, scored = _predict(rows.axis, rows.sequence, options.no_prompt, call)
+        predict, scored = _predict(rows, options.no_prompt, call)
         scores, copies, tree = predict + 1, None, None
         if options.share_prefixes:
             rows, tree = rows.once(options.min_shared, call)
@@ -249,6 +252,8 @@ class _Rows:
         counted: whether positions are the places in the rows, because the batch has none.
         routes: the experts of the tokens, if they were asked for.
         device: where the ids were found.
+        tokens: int64 [response tokens]: their indices in T.
+        picked: bool [response tokens] on the host: those at which no mask of `scored` is 0.
         media: the images and videos of the rows.
     """
 
@@ -259,6 +264,8 @@ class _Rows:
     device: torch.device
     sequence: RowLayout
     axis: ResponseAxis
+    tokens: IntArray
+    picked: npt.NDArray[np.bool_]
     media: Media | None
 
     @classmethod
@@ -274,7 +281,7 @@ class _Rows:
         """With `on_host`, tokens are copied to the host. Those of a PackedBatch are decoded on `device`."""
         fields, axis = _fields(batch, options, _CPU if on_host and device is not None else device, call)
         sequence, name = axis.need_sequence(call), show(options.input_ids)
-        ids, positions, experts = (_packed(fields, field, sequence, call) for field in _DIMS)
+        ids, positions, experts = (_packed(fields, field, sequence, call, most) for field, most in _DIMS.items())
         if ids is None:
             raise ReplayError(
                 f'{call}: the batch has no field "{name}"; expected token ids. Keep it in the batch. If they have '
@@ -296,7 +303,9 @@ class _Rows:
             ids, positions, experts = ids.cpu(), positions.cpu(), None if experts is None else experts.cpu()
         routes = None if experts is None else RoutedExperts.of(experts, np.unique(sequence.row_offsets)[1:], call)
         media = Media.of(batch, sequence.lengths, call, compare=on_host)
-        return cls(ids, positions, counted, routes, where, sequence, axis, media)
+        tokens = axis.tokens(call)
+        picked = _picked(fields, options, axis, tokens, call)
+        return cls(ids, positions, counted, routes, where, sequence, axis, tokens, picked, media)
 
     def once(self, min_shared: int, call: str) -> tuple[_Rows, PrefixTree | None]:
         """Each token of the tree once, and the tree. The same rows and None if they share nothing."""
@@ -348,11 +357,12 @@ class _Field(NamedTuple):
 
 def _fields(
     batch: TensorDictBase | PackedBatch, options: ReplayOptions, device: torch.device | None, call: str
-) -> tuple[dict[str, _Field], ResponseAxis]:
+) -> tuple[dict[Key, _Field], ResponseAxis]:
     """The fields of tokens that the batch has, those of a packed one on a device; and its response axis."""
-    places = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
+    places: dict[Key, Path] = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
     if options.routed_experts:
         places["routed_experts"] = ("routed_experts",)
+    places |= {path: path for path in map(path_of, options.scored)}
     if not isinstance(batch, PackedBatch):
         need_batch(batch, call)
         entries = {name: entry_at(batch, path) for name, path in places.items()}
@@ -365,15 +375,16 @@ def _fields(
 def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: str) -> ResponseAxis:
     """The response axis of a batch, by the registry of the options."""
     registry = registry_of(options.registry, call)
+    whole = bool(options.scored)
     if isinstance(batch, PackedBatch):
-        return ResponseAxis.among(batch.layouts, registry, call)  # pyright: ignore[reportUnknownArgumentType]
-    return ResponseAxis.of(batch, registry, call)
+        return ResponseAxis.among(batch.layouts, registry, call, or_sequence=whole)  # pyright: ignore[reportUnknownArgumentType]
+    return ResponseAxis.of(batch, registry, call, or_sequence=whole)
 
 
-def _decoded(packed: PackedBatch, places: Mapping[str, Path], device: torch.device | None) -> dict[str, _Field]:
+def _decoded(packed: PackedBatch, places: Mapping[Key, Path], device: torch.device | None) -> dict[Key, _Field]:
     paths = {name: path for name, path in places.items() if path in packed.numbers}
     nested = decompress(packed, *paths.values(), format="nested", device=device) if paths else TensorDict()
-    fields: dict[str, _Field] = {}
+    fields: dict[Key, _Field] = {}
     for name, path in paths.items():
         layout = packed.forms[path].layout
         offsets = None if layout is None else packed.layouts[layout].row_offsets
@@ -381,35 +392,62 @@ def _decoded(packed: PackedBatch, places: Mapping[str, Path], device: torch.devi
     return fields
 
 
-def _packed(fields: Mapping[str, _Field], name: str, sequence: RowLayout, call: str) -> Tensor | None:
-    """A field of the sequence axis as packed tokens: [T], or [T, n] for n position ids a token. None if there is
-    none."""
+def _packed(fields: Mapping[Key, _Field], name: Key, sequence: RowLayout, call: str, most: int = 1) -> Tensor | None:
+    """A field of the sequence axis as packed tokens: [T], or [T, n] for n position ids a token, of at most so many
+    dims. None if there is none."""
     if name not in fields:
         return None
-    path, value, offsets = fields[name]
-    if value.is_nested:
-        packed = value.values()
-        offsets = host_offsets(value, sequence) if offsets is None else offsets
-        if not np.array_equal(offsets, sequence.row_offsets):
+    packed = _on(fields[name], sequence)
+    if packed is None:
+        path, value, _ = fields[name]
+        if value.is_nested:
             raise ReplayError(
-                f'{call}: field "{show(path)}" has {packed.shape[0]} tokens in rows of other lengths than the sequence '
-                f"axis, which has {sequence.num_tokens} tokens. Nest it under the sequence axis."
+                f'{call}: field "{show(path)}" has {value.values().shape[0]} tokens in rows of other lengths than the '
+                f"sequence axis, which has {sequence.num_tokens} tokens. Nest it under the sequence axis."
             )
-    else:
-        if value.dim() == 3 and value.shape[2] == sequence.width:  # M-RoPE, [B, n, S]
-            value = value.movedim(2, 1)
-        if tuple(value.shape[:2]) != (sequence.num_rows, sequence.width):
-            raise ReplayError(
-                f'{call}: field "{show(path)}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
-                f"{sequence.width}). Fix the producer."
-            )
-        packed = plain.pack(value, sequence.to(value.device))
-    if packed.dim() > _DIMS[name]:
         raise ReplayError(
-            f'{call}: field "{show(path)}" is {tuple(packed.shape)} packed; expected one number for each token, or of '
-            "position ids a few. Fix the producer."
+            f'{call}: field "{show(path)}" is {tuple(value.shape)}; the sequence axis is ({sequence.num_rows}, '
+            f"{sequence.width}). Fix the producer."
+        )
+    if packed.dim() > most:
+        raise ReplayError(
+            f'{call}: field "{show(fields[name].path)}" is {tuple(packed.shape)} packed; expected one number for each '
+            "token, or of position ids a few. Fix the producer."
         )
     return packed
+
+
+def _on(field: _Field, layout: RowLayout) -> Tensor | None:
+    """The tokens of a field on a layout, packed; None if the field has other rows."""
+    _, value, offsets = field
+    if value.is_nested:
+        offsets = host_offsets(value, layout) if offsets is None else offsets
+        return value.values() if np.array_equal(offsets, layout.row_offsets) else None
+    if value.dim() == 3 and value.shape[2] == layout.width:  # M-RoPE, [B, n, S]
+        value = value.movedim(2, 1)
+    if tuple(value.shape[:2]) != (layout.num_rows, layout.width):
+        return None
+    return plain.pack(value, layout.to(value.device))
+
+
+def _picked(
+    fields: Mapping[Key, _Field], options: ReplayOptions, axis: ResponseAxis, tokens: IntArray, call: str
+) -> npt.NDArray[np.bool_]:
+    """bool [response tokens]: those at which no mask of `options.scored` is 0."""
+    picked = np.ones(tokens.size, np.bool_)
+    for path in map(path_of, options.scored):
+        if path not in fields:
+            raise ReplayError(
+                f'{call}: the batch has no field "{show(path)}"; expected a mask of the tokens to score. Keep '
+                "it in the batch, or leave it out of ReplayOptions(scored=)."
+            )
+        own = _on(fields[path], axis.response)
+        if own is None:
+            own = _packed(fields, path, axis.need_sequence(call), call)
+            assert own is not None
+            own = own.index_select(0, _sent(torch.from_numpy(tokens), own.device))
+        picked &= own.ne(0).cpu().numpy()
+    return picked
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:
@@ -417,19 +455,14 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=x.device.type == "cpu")
 
 
-def _predict(
-    axis: ResponseAxis, sequence: RowLayout, no_prompt: NoPrompt, call: str
-) -> tuple[IntArray, IntArray | None]:
+def _predict(rows: _Rows, no_prompt: NoPrompt, call: str) -> tuple[IntArray, IntArray | None]:
     """The positions whose outputs score response tokens; and the indices of the scored tokens, or None for all."""
-    tail = axis.tail(sequence)
-    rows = np.repeat(np.arange(sequence.num_rows), axis.response.lengths)
-    alone = tail <= sequence.row_offsets[rows]
-    if not alone.any():
-        return axis.predict_index(call).numpy(), None
-    if no_prompt == "error":
+    first = rows.axis.first_tokens(rows.tokens) & rows.picked
+    if first.any() and no_prompt == "error":
         raise ReplayError(
-            f"{call}: rows {rows[alone][:8].tolist()} have a response but no prompt token; expected at least one, "
-            'whose output scores the first response token. Drop these rows, or pass ReplayOptions(no_prompt="skip").'
+            f"{call}: rows {rows.axis.row_of_token[first][:8].tolist()} have a response but no prompt token; expected "
+            "at least one, whose output scores the first response token. Drop these rows, or pass "
+            'ReplayOptions(no_prompt="skip").'
         )
-    scored = np.flatnonzero(~alone)
-    return scoring(tail[scored]), scored
+    scored = np.flatnonzero(rows.picked & ~first)
+    return scoring(rows.tokens[scored]), None if scored.size == rows.tokens.size else scored

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from maskpack.core.arguments import flag, said, whole
-from maskpack.core.keys import need_key
+from maskpack.core.keys import need_key, need_keys
 from maskpack.errors import ReplayError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import Key
@@ -23,7 +23,12 @@ class ReplayOptions:
 
     Attributes:
         input_ids: the field of the token ids.
-        registry: its axes `sequence` and `response` name the masks.
+        registry: its axes `sequence` and `response` name the masks. The response may be any tokens of the rows, as
+            those of a loss mask with holes.
+        scored: masks that pick the tokens to score, [B, R] or [B, S], padded or jagged, such as a loss mask with holes:
+            those at which none of them is 0. The output layer or the value head runs on these alone, and log-probs and
+            values of all other response tokens are 0. If the batch gives no response axis, all its tokens are the
+            response. One synchronisation for each mask on CUDA.
         multiple_of: T is rounded up to a multiple by a tail; with `context_group`, the shard of each rank is a
             multiple. A batch without tokens becomes a tail alone, because models do not run without tokens.
         no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises and
@@ -47,6 +52,7 @@ class ReplayOptions:
 
     input_ids: Key = "input_ids"
     registry: Registry = RL_FIELDS
+    scored: tuple[Key, ...] = ()
     multiple_of: int = 1
     no_prompt: NoPrompt = "error"
     share_prefixes: bool = False
@@ -57,6 +63,7 @@ class ReplayOptions:
     def __post_init__(self) -> None:
         need_key(self.input_ids, "input_ids", _CALL, ReplayError)
         registry_of(self.registry, _CALL)
+        object.__setattr__(self, "scored", need_keys(self.scored, "scored", _CALL, ReplayError))
         whole(self.multiple_of, "multiple_of", 1, _CALL, (1 << 31) - 1)
         if self.no_prompt not in ("error", "skip"):
             raise ReplayError(f'{_CALL}: no_prompt is {said(self.no_prompt)}; expected "error" or "skip". Choose one.')

@@ -356,17 +356,24 @@ def test_extract_response_over_holes_in_the_attention_mask(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", [[0, 0, 1, 1, 0, 0, 1, 0], [1, 0, 1], [1, 1, 0]], ids=str)
-def test_a_response_that_is_not_the_end_of_its_row_is_refused(kind, mask):
-    """Its columns are still columns, of the sequence and of the response."""
+def test_a_response_anywhere_in_its_row(kind, mask):
+    """Its columns are columns, of the sequence and of the response; RL_FIELDS, whose responses end rows, refuses it."""
     axes = {"sequence": mp.MaskAxis("attention_mask"), "response": mp.MaskAxis("mask")}
     fields = {name: mp.MaskNestingSpec("sequence") for name in ("input_ids", "attention_mask")}
     registry = mp.MaskNestingRegistry({**fields, "mask": mp.MaskNestingSpec("response")}, axes)
     batch = TensorDict({"attention_mask": torch.ones(1, 8), "mask": torch.tensor([mask])}, [1])
     batch["input_ids"] = torch.arange(11, 19)[None]
-    values = shaped(kind, torch.randn(1, 8), [[True] * 8])
-    for form in (batch, mp.nest_batch_by_mask(batch, registry)):
-        with pytest.raises(mp.errors.LayoutError, match='extract_response: row 0 of the axis "response" is at columns'):
-            mp.extract_response(form, values, registry=registry)
+    outputs = torch.arange(8.0)[None]
+    values = shaped(kind, outputs, [[True] * 8])
+    places = [8 - len(mask) + column - 1 for column, on in enumerate(mask) if on]
+    line = [float(8 - len(mask) + column - 1) if on else 0.0 for column, on in enumerate(mask)]
+    nested = mp.nest_batch_by_mask(batch, registry)
+    with pytest.raises(mp.errors.LayoutError, match='extract_response: row 0 of the axis "response" is at columns'):
+        mp.extract_response(nested, values)
+    for form in (batch, nested):
+        seen = mp.extract_response(form, values, registry=registry)
+        assert seen.is_nested == (kind not in ("padded", "one row"))  # one row alone is padded
+        assert seen.values().tolist() == places if seen.is_nested else seen.tolist() == [line]
         out = mp.select_and_pad_to_response(form, "input_ids", "mask", registry=registry)
         assert out["input_ids"].tolist() == [list(range(19 - len(mask), 19))]
         assert out["mask"].tolist() == [mask]

@@ -374,14 +374,18 @@ SHORT = [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]]
 LENGTHS = mp.MaskAxis("input_lengths", form="lengths", head=("input_ids",))
 MASK = mp.MaskAxis("mask")
 APART: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, int, str]] = {
-    "a hole": (FULL, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0]], axes_of(MASK), 1, "2:4 and 6:7"),
     "more spans": (SHORT, [[1, 0, 1, 0, 1, 0, 0, 1], [0] * 8], axes_of(MASK), 0, "0:1 and 2:3 and 4:5 and 7:8"),
     "no sequence": ([[0] * 8, [0] * 8], [[0] * 8, [0, 1] * 4], axes_of(MASK), 1, "1:2 and 3:4 and 5:6 and 7:8"),
-    "token_mask": (SHORT, [[0, 1, 1, 0, 1, 0, 0, 0], [0] * 8], axes_of(MASK, LENGTHS), 0, "1:3 and 4:5"),
-    "[B, R] before the end": (LEFT, [[1, 1, 1, 0], [1, 1, 0, 0]], axes_of(MASK), 1, "0:2"),
     "under padding": (SHORT, [[0, 0, 0, 0, 0, 1, 0, 0], [0] * 8], axes_of(MASK), 0, "5:6"),
+    "half under padding": (SHORT, [[0, 0, 0, 1, 1, 1, 0, 0], [0] * 8], axes_of(MASK), 0, "3:6"),
+    "before the padding": (LEFT, [[1, 1, 0, 0, 0, 0, 0, 0], [0] * 8], axes_of(MASK), 0, "0:2"),
+}  # fmt: skip
+HOLES: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, list[int]]] = {
+    "a hole": (FULL, [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0]], axes_of(MASK), [6, 7, 8, 11, 12, 15]),
+    "token_mask": (SHORT, [[0, 1, 1, 0, 1, 0, 0, 0], [0] * 8], axes_of(MASK, LENGTHS), [2, 3, 5]),
+    "[B, R] before the end": (LEFT, [[1, 1, 1, 0], [1, 1, 0, 0]], axes_of(MASK), [5, 6, 7, 13, 14]),
     "a tail of another mask": (FULL, [[0, 0, 0, 1, 1, 0, 0, 1], [0] * 8],
-        axes_of(mp.MaskAxis("mask", part="tail", tail=("scores",))), 0, "0:2 and 4:5"),
+        axes_of(mp.MaskAxis("mask", part="tail", tail=("scores",))), [4, 5, 8]),
 }  # fmt: skip
 READERS: dict[str, Any] = {
     "PackedInputs.of": PackedInputs.of,
@@ -407,16 +411,30 @@ def forms_under(registry: mp.MaskNestingRegistry, batch: TensorDict) -> Iterator
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(("rows", "mask", "registry", "row", "columns"), APART.values(), ids=APART)
-def test_a_response_that_is_not_the_end_of_its_row_is_refused(
+def test_a_response_outside_its_row_is_refused(
     rows: Lines, mask: Lines, registry: mp.MaskNestingRegistry, row: int, columns: str, reader: str
 ) -> None:
+    number = 0 if reader == "planned" else row
+    for form, own in forms_under(registry, masked(rows, mask)):
+        with pytest.raises(mp.MaskpackError, match=f'row {number} of the axis "response" is at columns {columns}, '):
+            READERS[reader](form, options=ReplayOptions(registry=own))
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("rows", "mask", "registry", "targets"), HOLES.values(), ids=HOLES)
+def test_a_response_with_holes_is_scored_where_it_is(
+    rows: Lines, mask: Lines, registry: mp.MaskNestingRegistry, targets: list[int], reader: str
+) -> None:
+    """By the registry that says so; RL_FIELDS, whose responses end their rows, refuses it."""
     batch = masked(rows, mask)
     if "scores" in registry.axes["response"][0].tail:
         batch["scores"] = torch.zeros(2, 5)
-    number = 0 if reader == "planned" else row
     for form, own in forms_under(registry, batch):
-        with pytest.raises(mp.MaskpackError, match=f'row {number} of the axis "response" is at columns {columns}, '):
-            READERS[reader](form, options=ReplayOptions(registry=own))
+        if own is registry:
+            assert PackedInputs.of(form, options=ReplayOptions(registry=own)).targets.tolist() == targets
+        else:
+            with pytest.raises(mp.MaskpackError, match=r'of the axis "response" is at .* Expected the last valid'):
+                READERS[reader](form, options=ReplayOptions(registry=own))
 
 
 ENDS: dict[str, tuple[Lines, Lines, mp.MaskNestingRegistry, list[int]]] = {
@@ -442,14 +460,6 @@ def test_responses_that_are_the_end_of_their_rows(
                 PackedInputs.of(form, options=ReplayOptions(registry=own, share_prefixes=True)).targets.tolist()
                 == targets
             )
-
-
-def test_holes_are_data_on_an_axis_of_all_tokens() -> None:
-    """What the error tells to do."""
-    batch, own = masked(FULL, [[0, 0, 1, 1, 0, 0, 1, 0], [0] * 8]), axes_of(mp.MaskAxis("attention_mask"))
-    for form in (batch, mp.nest_batch_by_mask(batch, own), mp.compress(batch, registry=own)):
-        inputs = PackedInputs.of(form, options=ReplayOptions(registry=own, no_prompt="skip"))
-        assert inputs.targets.tolist() == [*range(2, 9), *range(10, 17)]
 
 
 # -------------------------------------------------------------------- response_log_probs

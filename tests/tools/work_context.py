@@ -150,6 +150,9 @@ def options() -> dict[str, float]:
     alone_too = batch_of(((0, 3), (2, 4), (0, 0), (3, 1)))
     skip, multiple = mp.replay.ReplayOptions(no_prompt="skip"), mp.replay.ReplayOptions(multiple_of=4)
     off = {"skip": apart(alone_too, options=skip), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
+    holes = batch_of(ROWS)
+    holes["loss_mask"] = holes["attention_mask"] * (torch.arange(holes["attention_mask"].shape[1]) % 3 > 0)
+    off["holes"] = apart(holes, options=mp.replay.ReplayOptions(scored=("loss_mask",)))
     sizes.clear()
     off["multiple"] = apart(batch_of(((2, 3), (4, 2))), options=multiple)  # 11 tokens: 12 would make shards of 6
     off["tokens of a shard"] = sizes[0]
