@@ -14,6 +14,7 @@ Shape letters: B rows, N spans, T valid tokens in all, S the padded width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +74,8 @@ class RowLayout:
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, num_tokens: int | None = None) -> RowLayout:
-        """Builds a layout from a mask [B, S] of any dtype; non-zero entries are valid tokens.
+        """Builds a layout from a mask [B, S] of any dtype; non-zero entries are valid tokens. The rows of a mask
+        [*N, S] are those of all its leading dims; a mask [S] is one row.
 
         Args:
             mask: is scanned on its device. One synchronisation on CUDA.
@@ -81,7 +83,7 @@ class RowLayout:
                 span in a row. If it is wrong, results are wrong, but nothing is read or written out of bounds, and
                 the first use of the layout on the host raises LayoutError. On the CPU it is checked at once.
 
-        Raises LayoutError if the mask is not two-dimensional or `num_tokens` is wrong; on CUDA also for more than
+        Raises LayoutError if the mask has no dim, or is jagged, or `num_tokens` is wrong; on CUDA also for more than
         2^31 - 1 valid tokens, the limit of int32.
         """
         return layout_and_value(mask, num_tokens)[0]
@@ -423,13 +425,14 @@ def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLa
     The value is None for masks on CUDA."""
     need_tensor(mask, "mask", "RowLayout.from_mask")
     num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
-    if mask.is_nested or mask.dim() != 2:
+    if mask.is_nested or not mask.dim():
         shape = "jagged" if mask.is_nested else tuple(mask.shape)
         raise LayoutError(
             f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
             "Reshape the mask to one entry per row and position."
         )
-    rows, width = mask.shape
+    rows, width = math.prod(mask.shape[:-1]), mask.shape[-1]
+    mask = mask.reshape(rows, width)
     if mask.device.type == "cpu":
         found, value = scan.on_host(mask.detach())
         _check_num_tokens(found.table, num_tokens)

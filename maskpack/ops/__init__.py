@@ -31,16 +31,19 @@ _NUMBERS = {bool, int, float, complex}
 
 
 @overload
-def pack(x: Tensor, layout: RowLayout, *, backend: Backend = "auto") -> Tensor: ...
+def pack(x: Tensor, layout: RowLayout | Tensor, *, backend: Backend = "auto") -> Tensor: ...
 @overload
-def pack(x: Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> list[Tensor]: ...
-def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = "auto") -> Tensor | list[Tensor]:
+def pack(x: Sequence[Tensor], layout: RowLayout | Tensor, *, backend: Backend = "auto") -> list[Tensor]: ...
+def pack(
+    x: Tensor | Sequence[Tensor], layout: RowLayout | Tensor, *, backend: Backend = "auto"
+) -> Tensor | list[Tensor]:
     """Gathers the elements of `x` at valid tokens, one row after the other, without padding.
 
     Args:
         x: [B, S, *F] of any dtype and strides, on the layout's device; or a list of these, packed by one kernel (in
             torch.compile, by one each).
-        layout: the layout of B rows of width S.
+        layout: the layout of B rows of width S; or a mask [*N, S] of any number of dims, for `x` [*N, S, *F], which is
+            scanned at each call (`RowLayout.from_mask`).
         backend: "auto" uses Triton on GPUs and torch elsewhere.
 
     Returns:
@@ -49,8 +52,15 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
     Raises:
         LayoutError: `x` does not start with the layout's (B, S), or is on another device.
     """
-    _need_layout(layout, "pack")
     fields = _fields(x, "x", "pack")
+    shape, layout = _layout_of(layout, "pack")
+    if len(shape) != 2:
+        fields = [
+            field.reshape(layout.num_rows, layout.width, *field.shape[len(shape) :])
+            if field.shape[: len(shape)] == shape
+            else field
+            for field in fields
+        ]
     expected = layout.num_rows, layout.width
     for field in fields:
         if field.is_nested:
@@ -72,33 +82,34 @@ def pack(x: Tensor | Sequence[Tensor], layout: RowLayout, *, backend: Backend = 
 
 
 @overload
-def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto") -> Tensor: ...
+def unpack(values: Tensor, layout: RowLayout | Tensor, pad_value: Any = 0, *, backend: Backend = "auto") -> Tensor: ...
 @overload
 def unpack(
-    values: Sequence[Tensor], layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto"
+    values: Sequence[Tensor], layout: RowLayout | Tensor, pad_value: Any = 0, *, backend: Backend = "auto"
 ) -> list[Tensor]: ...
 def unpack(
-    values: Tensor | Sequence[Tensor], layout: RowLayout, pad_value: Any = 0, *, backend: Backend = "auto"
+    values: Tensor | Sequence[Tensor], layout: RowLayout | Tensor, pad_value: Any = 0, *, backend: Backend = "auto"
 ) -> Tensor | list[Tensor]:
     """Scatters packed values to padded rows: the inverse of `pack`, with `pad_value` at all other positions.
 
     Args:
         values: [T, *F] of any dtype, on the layout's device; or a list of these, unpacked by one kernel (in
             torch.compile, by one each).
-        layout: a layout of T valid tokens.
+        layout: a layout of T valid tokens, or a mask as for `pack`.
         pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] with the pad of each row; for a
             list of values, also a list of pads.
         backend: as for `pack`.
 
     Returns:
-        [B, S, *F] in the dtype of `values`, or a list of these; twice differentiable. No synchronisation.
+        [B, S, *F], or [*N, S, *F], in the dtype of `values`, or a list of these; twice differentiable. No
+        synchronisation.
 
     Raises:
         LayoutError: `values` does not have T entries or is on another device; the numbers of pads and values differ;
             a tensor of pads does not have B entries or is on another device.
         RegistryError: the dtype of `values` cannot hold the pad.
     """
-    _need_layout(layout, "unpack")
+    shape, layout = _layout_of(layout, "unpack")
     fields = _fields(values, "values", "unpack")
     pads: list[Any] = [*pad_value] if isinstance(pad_value, list | tuple) else [pad_value] * len(fields)  # type: ignore[reportUnknownArgumentType]
     if len(pads) != len(fields):
@@ -122,14 +133,22 @@ def unpack(
         for field in fields:
             need_gradients(field, "values", "unpack")
         outs = [pack_torch.unpack(field, layout, pad) for field, pad in zip(fields, pads, strict=True)]
+    if len(shape) != 2:
+        outs = [out.reshape(*shape, *out.shape[2:]) for out in outs]
     return outs[0] if isinstance(values, Tensor) else outs
 
 
-def _need_layout(layout: Any, call: str) -> None:
-    """Raises LayoutError unless `layout` is a RowLayout."""
-    if not isinstance(layout, RowLayout):
-        remedy = "Write RowLayout.from_mask(mask)." if isinstance(layout, Tensor) else "Build one: RowLayout.from_mask."
-        raise LayoutError(f"{call}: layout is {said(layout)}; expected a RowLayout. {remedy}")
+def _layout_of(layout: Any, call: str) -> tuple[tuple[int, ...], RowLayout]:
+    """The shape of the mask, and its layout, whose rows are those of all leading dims. Raises LayoutError for anything
+    but a mask or a layout."""
+    if isinstance(layout, RowLayout):
+        return (layout.num_rows, layout.width), layout
+    if not isinstance(layout, Tensor):
+        raise LayoutError(
+            f"{call}: layout is {said(layout)}; expected a RowLayout or a mask. Build one: RowLayout.from_mask."
+        )
+    own = RowLayout.from_mask(layout)
+    return tuple(layout.shape), own
 
 
 def _fields(x: Any, name: str, call: str) -> list[Tensor]:

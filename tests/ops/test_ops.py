@@ -52,6 +52,27 @@ def test_pack(case: Any) -> None:
     assert oracle.cells(x).tobytes() == before
 
 
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 0), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 2)], ids=str)
+def test_masks_of_any_leading_dims(lead: tuple[int, ...], trailing: tuple[int, ...]) -> None:
+    """As `x[mask]`, element by element, and back."""
+    source = torch.Generator().manual_seed(len(lead))
+    mask = torch.rand((*lead, 7), generator=source) < 0.5
+    x = torch.randn((*lead, 7, *trailing), generator=source)
+    naive = [x[place] for place in np.ndindex(*mask.shape) if mask[place]]
+    packed = ops.pack(x, mask)
+    assert_same_tensor(packed, torch.stack(naive) if naive else x.new_zeros((0, *trailing)))
+    back = ops.unpack([packed, packed], mask, -3.0)
+    own = torch.full_like(x, -3.0)
+    for place in np.ndindex(*mask.shape):
+        if mask[place]:
+            own[place] = x[place]
+    for seen in back:
+        assert_same_tensor(seen, own)
+    assert RowLayout.from_mask(mask).num_rows == int(np.prod(lead))
+    assert torch.equal(RowLayout.from_mask(mask).to_mask().view(mask.shape), mask)
+
+
 @given(cases(), st.sampled_from([0, 1, EDGE]))
 def test_unpack(case: Any, pad: Any) -> None:
     mask, width, dtype, trailing, rng = case

@@ -47,7 +47,7 @@ class Sizes:
     hidden: int = 4096
     vocabulary: int = 131_072
     sample: int = 512
-    densities: tuple[float, ...] = (0.05, 0.3, 1.0)
+    densities: tuple[float, ...] = (0.05, 0.1, 0.3, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
