@@ -20,7 +20,15 @@ from maskpack.adapters.verl.dispatch import (
     mask_nesting_dispatch,
     packed_endpoint,
 )
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, wrong_kind
+from maskpack.adapters.verl.protocol import (
+    VERL_FIELDS,
+    DataProto,
+    PackedProto,
+    compress,
+    decompress,
+    one_strict,
+    wrong_kind,
+)
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest, response
@@ -45,9 +53,19 @@ __all__ = [
 # -------------------------------------------------------------------- nesting
 
 
-def nest_batch_by_mask(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
-    """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
-    return _renewed(data, lambda batch: nest.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask")
+def nest_batch_by_mask(
+    data: Any,
+    registry: Registry = VERL_FIELDS,
+    *,
+    strict_mask_nesting: bool | None = None,
+    strict: bool | None = None,
+    **options: Any,
+) -> Any:
+    """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed. `strict`
+    is the name of `strict_mask_nesting` in the mask-nesting proposal."""
+    call = "nest_batch_by_mask"
+    options["strict_mask_nesting"] = one_strict(call, strict_mask_nesting, strict)
+    return _renewed(data, lambda batch: nest.nest_batch_by_mask(batch, registry, **options), call)
 
 
 def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:

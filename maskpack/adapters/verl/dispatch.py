@@ -12,14 +12,14 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn, cast
 
 import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress
+from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, one_strict
 from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
@@ -43,18 +43,22 @@ class MaskNestingConfig:
         use_mask_nesting: False runs the dispatch of verl.
         strict_mask_nesting: raise if a field stays padded on its way to the workers. Results are verified, too, but a
             field of a result that no mask covers stays padded.
+        strict: the name of `strict_mask_nesting` in the mask-nesting proposal, in calls only. Give one of them.
         registry: None stands for VERL_FIELDS.
         pad_token_id, verify, codec: options of `compress`.
     """
 
     use_mask_nesting: bool = False
-    strict_mask_nesting: bool = False
+    strict_mask_nesting: bool = cast("bool", None)
     pad_token_id: int | None = None
     registry: Registry | None = None
     verify: Verify = "always"
     codec: str | None = None
+    strict: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, strict: bool | None) -> None:
+        both = one_strict("MaskNestingConfig", self.strict_mask_nesting, strict)
+        object.__setattr__(self, "strict_mask_nesting", both)
         for name in ("use_mask_nesting", "strict_mask_nesting"):
             flag(getattr(self, name), name, "MaskNestingConfig", RegistryError)
         if self.strict_mask_nesting and not self.use_mask_nesting:
