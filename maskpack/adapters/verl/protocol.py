@@ -10,7 +10,7 @@ keeps whole, numpy arrays of objects, and nested tensors that are ragged along t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -322,6 +322,19 @@ def one_strict(call: str, strict_mask_nesting: bool | None, strict: bool | None)
         )
     given = strict if strict_mask_nesting is None else strict_mask_nesting
     return False if given is None else given
+
+
+def tensors_of(data: Any) -> TensorDictBase | None:
+    """The `batch` of a DataProto, or the TensorDict itself."""
+    return data.batch if isinstance(data, DataProto) else data
+
+
+def renewed(data: Any, work: Callable[[Any], TensorDictBase]) -> Any:
+    """A batch of the same kind with the result of `work` as its tensors."""
+    if not isinstance(data, DataProto):
+        return work(data)
+    kept = {"non_tensor_batch": dict(data.non_tensor_batch), "meta_info": dict(data.meta_info)}
+    return cast("Any", type(data))(batch=work(data.batch), **kept)
 
 
 def wrong_kind(call: str, data: Any) -> LayoutError:
