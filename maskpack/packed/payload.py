@@ -136,24 +136,27 @@ def report_once(
     """
     for given in (batch,) if result is None else (batch, result):
         need_batch(given, "report_once")
-    if not first_time(name):
-        return None
 
     def payload(one: TensorDictBase, **more: Any) -> tuple[Payload, PackedBatch]:
         back = partial(decompress, format="nested" if has(one, LAYOUTS) else "padded", max_bytes=None)
         return measured(one, one.clone(), one, partial(compress, **options, **more), back, lambda packed: packed)
 
-    argument, packed = payload(batch)
-    return PayloadReport(name, argument, None if result is None else payload(result, like=packed)[0])
+    def measure() -> PayloadReport:
+        argument, packed = payload(batch)
+        return PayloadReport(name, argument, None if result is None else payload(result, like=packed)[0])
+
+    return once(name, measure)
 
 
-def first_time(name: Any) -> bool:
-    """Whether no report has this name yet; from now on one has."""
+def once(name: Any, measure: Callable[[], PayloadReport]) -> PayloadReport | None:
+    """The report, unless there is one of this name."""
     if not isinstance(name, str):
         raise LayoutError(f"report_once: name is {said(name)}; expected a string. Pass the name of the call.")
-    known = name in _reported
+    if name in _reported:
+        return None
+    report = measure()
     _reported.add(name)
-    return not known
+    return report
 
 
 def measured(

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack.adapters.verl.protocol import PackedProto, decompress, renewed, tensors_of
 from maskpack.core.tree import flatten
 from maskpack.dispatch.timeline import PREFIX
-from maskpack.packed.payload import Payload, PayloadReport, first_time, measured, raw_bytes
+from maskpack.packed.payload import Payload, PayloadReport, measured, once, raw_bytes
 
 _sums: Counter[str] = Counter()
 _guard = threading.Lock()
@@ -102,15 +102,18 @@ def reported_once(
 ) -> PayloadReport | None:
     """The first time for a name, the report of a call with `data` and, unless it is None, `result`. Its totals become
     metrics."""
-    if not first_time(name):
-        return None
-    argument, packed = _measured(data, pack)
-    back = None if result is None else _measured(result, lambda copy: pack_result(copy, packed))[0]
-    for direction, payload in (("argument", argument), ("result", back)):
-        if payload is not None:
-            totals = {key: value for key, value in vars(payload).items() if key != "fields"}
-            _add(f"maskpack/payload/{name}/{direction}", totals)
-    return PayloadReport(name, argument, back)
+
+    def measure() -> PayloadReport:
+        argument, packed = _measured(data, pack)
+        back = None if result is None else _measured(result, lambda copy: pack_result(copy, packed))[0]
+        return PayloadReport(name, argument, back)
+
+    report = once(name, measure)
+    if report is not None:
+        for direction, payload in (("argument", report.argument), ("result", report.result)):
+            totals: dict[str, Any] = {} if payload is None else vars(payload)
+            _add(f"maskpack/payload/{name}/{direction}", {key: totals[key] for key in totals if key != "fields"})
+    return report
 
 
 def _measured(data: Any, pack: Callable[[Any], PackedProto]) -> tuple[Payload, PackedProto]:
