@@ -155,12 +155,12 @@ def gradients_of(module: Any) -> Seen:
 
 
 def by_engine(engine: Any, batch: TensorDict, *, temperature: float, entropy: bool, jagged: bool) -> Seen:
-    """By the engine's micro-batches of 24 tokens, on the rows of this rank. `jagged`: prompts and responses too, as the
-    trainer over TransferQueue holds them."""
+    """By the engine's micro-batches of 24 tokens, on the rows of this rank. `jagged`: prompts, responses and their mask
+    too, as the trainer over TransferQueue holds them."""
     data = left_right_2_no_padding(batch.copy())
     if jagged:
-        for name, real in (("prompts", slice(None, PROMPT)), ("responses", slice(PROMPT, None))):
-            mask = batch["attention_mask"][:, real].bool()
+        for name in ("prompts", "responses", "response_mask"):
+            mask = batch["attention_mask"][:, slice(None, PROMPT) if name == "prompts" else slice(PROMPT, None)].bool()
             rows = [row[own] for row, own in zip(batch[name], mask, strict=True)]
             data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         del data["attention_mask"]
