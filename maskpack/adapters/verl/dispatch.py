@@ -51,7 +51,7 @@ class MaskNestingConfig:
         registry: None stands for VERL_FIELDS.
         pad_token_id, verify, codec: options of `compress`.
         report: log a payload report, with level INFO, after the first call of each method in this process, and add its
-            totals to `take_metrics`. The call takes a few times as long.
+            totals to `take_metrics`. The first call takes a few times as long.
     """
 
     use_mask_nesting: bool = False
