@@ -5,6 +5,7 @@ nest_batch_by_mask, unnest_batch_by_mask
                                   convert padded fields to nested (jagged) tensors, and back
 select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
 report                            the bytes of each field of a packed batch
+report_once                       once in a run: the bytes and times of a call, as it is and packed
 
 maskpack.dispatch                 WorkerGroup and endpoint: batches to Ray actors and back
 maskpack.nesting                  take and cat: rows of padded and nested batches, with every tensordict
@@ -36,6 +37,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
 from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.packed.payload import report_once
 from maskpack.packed.sizes import report
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # records go where the program sends them
@@ -61,6 +63,7 @@ __all__ = [
     "extract_response",
     "nest_batch_by_mask",
     "report",
+    "report_once",
     "select_and_pad_to_response",
     "unnest_batch_by_mask",
 ]

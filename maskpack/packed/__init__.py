@@ -6,5 +6,6 @@ columns.py     rows as numbers                      tokens.py      spans of toke
 segments.py    which rows of which body
 batch_plan.py  what batches are made of             sizes.py       report
 pickling.py    pickles of one buffer                rows.py        batches from values and lengths
+payload.py     report_once
 file/          the file format                      cuda/          encoding and decoding on the GPU
 """

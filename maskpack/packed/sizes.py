@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from typing import Any, NamedTuple
@@ -199,7 +199,7 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
             for number, form in enumerate(packed.tensors)
         ),
         sizes.layouts,
-        _pickled_bytes(packed.objects) if packed.objects else 0,
+        pickled_bytes(*pickled(packed.objects)) if packed.objects else 0,
         len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
     )
 
@@ -276,9 +276,13 @@ def _field(
     )
 
 
-def _pickled_bytes(objects: Any) -> int:
+def pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """A value as Ray pickles it: the stream, and its buffers beside it."""
     buffers: list[pickle.PickleBuffer] = []
-    stream = cloudpickle.dumps(objects, protocol=5, buffer_callback=buffers.append)
+    return cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def pickled_bytes(stream: bytes, buffers: Sequence[pickle.PickleBuffer]) -> int:
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
 
 
@@ -321,9 +325,24 @@ def to_json(found: Figures) -> dict[str, Any]:
     }
 
 
-def dtype_name(field: FieldReport) -> str:
+def dtype_name(field: Any) -> str:
     """The dtype of a field without the prefix "torch."."""
     return str(field.dtype).removeprefix("torch.")
+
+
+def aligned(lines: Sequence[Sequence[str]], names: int) -> list[str]:
+    """Lines of cells in columns, with a rule below the first and above the last; the first `names` columns begin at the
+    left, numbers end at the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    out = [
+        "  ".join(
+            cell.ljust(width) if column < names else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
+    return [*out[:1], rule, *out[1:-1], rule, *out[-1:]]
 
 
 def printable(text: str) -> str:

@@ -11,7 +11,7 @@ from maskpack.core.keys import show
 from maskpack.errors import MaskpackWarning
 from maskpack.fields.options import not_strict
 from maskpack.packed.batch import PackedBatch, compress
-from maskpack.packed.sizes import Figures, dtype_name, figures, printable, to_json
+from maskpack.packed.sizes import Figures, aligned, dtype_name, figures, printable, to_json
 from maskpack.tools.files import saved_batch, saved_registry
 
 _LONGEST = 80
@@ -43,13 +43,7 @@ def _table(sizes: Figures) -> str:
     lines.append(("header", "", "", "", "", f"{sizes.header:,}", "", ""))
     total = _amounts(sizes.padded_bytes, sizes.real_bytes, sizes.wire_bytes)
     lines.append(("total", "", "", *total, _left(sizes.left)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [
-        "  ".join(text.rjust(w) if column > 2 else text.ljust(w) for column, (text, w) in enumerate(zip(line, widths)))  # noqa: B905
-        for line in lines
-    ]
-    rule = "-" * (sum(widths) + 2 * len(widths) - 2)
-    out = [*aligned[:1], rule, *aligned[1:-1], rule, *aligned[-1:]]
+    out = aligned(lines, 3)
     if sizes.left is None:
         out.append("What is left to gain needs zstandard: pip install zstandard")
     padded = [field for field in sizes.fields if field.kind == "dense"]

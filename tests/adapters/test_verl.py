@@ -7,6 +7,7 @@ import asyncio
 import copy
 import inspect
 import io
+import json
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+import cloudpickle
 import numpy as np
 import ray
 import torch
@@ -36,6 +38,7 @@ from verl.single_controller.ray import (
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
+from verl.utils.tracking import Tracking
 from verl.workers.config import CriticConfig
 from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -342,6 +345,26 @@ def test_switches_are_read_from_a_configuration(struct):
     assert verl.MaskNestingConfig.of(CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1)).pad_token_id is None
 
 
+def test_strict_is_another_name_for_strict_mask_nesting():
+    data = rollouts()
+    data.batch["mine"] = torch.ones(4, 9)
+    for call in (verl.compress, verl.nest_batch_by_mask):
+        for names in ({"strict": True}, {"strict": True, "strict_mask_nesting": True}):
+            with pytest.raises(mp.errors.CoverageError, match="mine"):
+                call(data, pad_token_id=PAD, **names)
+            call(data, pad_token_id=PAD, ignore_dense_fields=["mine"], **names)
+        with pytest.warns(mp.errors.MaskpackWarning, match="mine"):
+            call(data, pad_token_id=PAD, strict=False)
+        with pytest.raises(mp.errors.RegistryError, match="strict_mask_nesting is False and strict is True"):
+            call(data, pad_token_id=PAD, strict=True, strict_mask_nesting=False)
+        with pytest.raises(mp.errors.RegistryError, match="is 'no'; expected True or False"):
+            call(data, pad_token_id=PAD, strict="no")
+    assert verl.MaskNestingConfig(True, strict=True) == verl.MaskNestingConfig(True, True)
+    assert verl.MaskNestingConfig(True, strict=False).strict_mask_nesting is False
+    with pytest.raises(mp.errors.RegistryError, match="strict_mask_nesting is True and strict is False"):
+        verl.MaskNestingConfig.of({"use_mask_nesting": True, "strict_mask_nesting": True}, strict=False)
+
+
 # -------------------------------------------------------------------- pickles
 
 
@@ -608,6 +631,153 @@ def test_ray_carries_packed_data_protos(group):
         assert set(group.echo(data)) == {verl_workers.digest(data)}
     finally:
         undo()
+
+
+# -------------------------------------------------------------------- metrics
+
+STAGES = ("prepare", "put", "wait", "decompress", "gather")
+
+
+def of_method(metrics, method):
+    """The metrics of the one method that was called."""
+    prefix = f"maskpack/dispatch/{method}/"
+    assert all(name.startswith(prefix) for name in metrics)
+    assert {type(value) for value in metrics.values()} == {float}
+    return {name.removeprefix(prefix): value for name, value in metrics.items()}
+
+
+def raw_bytes(batch):
+    """Of all tensors; offsets that fields share once."""
+    tensors = [x for x in batch.values() if isinstance(x, torch.Tensor)]
+    offsets = {id(x.offsets()): x.offsets() for x in tensors if x.is_nested}
+    values = [x.values() if x.is_nested else x for x in tensors]
+    return sum(part.numel() * part.element_size() for part in [*values, *offsets.values()])
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@pytest.mark.parametrize("kind", ["proto, wide", "tensordict, jagged", "tensordict, some jagged"])
+def test_metrics_of_calls_add_up(group, kind):
+    data = BATCHES[kind]()
+    data = data[:8] if kind == "proto, wide" else data
+    rows = verl.compress(data, pad_token_id=PAD)
+    own = len(rows) // 2
+    sent = sum(rows.take(slice(start, start + own)).nbytes for start in (0, own))
+    verl.take_metrics()
+    for _ in range(2):
+        group.packed_seen(data)
+    found = of_method(verl.take_metrics(), "actor_packed_seen")
+    assert verl.take_metrics() == {}
+    assert found.pop("calls") == 2
+    assert found.pop("bytes_raw") == 2 * raw_bytes(getattr(data, "batch", data))
+    assert found.pop("bytes_sent") == 2 * sent
+    assert found.pop("bytes_returned") == 0 if isinstance(data, DataProto) else found.pop("bytes_returned") > 0
+    assert found.pop("seconds") == pytest.approx(sum(found.values()))
+    assert found.keys() == {f"{stage}_seconds" for stage in STAGES}
+    assert min(found.values()) > 0
+
+
+def test_a_result_counts_as_it_was_sent(group):
+    data = rollouts(64)
+    sent, _ = verl.mask_nesting_dispatch("actor")["dispatch_fn"](group, data)
+    results = ray.get(group.execute_all("actor_packed_score", *sent))
+    verl.take_metrics()
+    group.packed_score(data)
+    found = of_method(verl.take_metrics(), "actor_packed_score")
+    assert found["bytes_returned"] == sum(result.nbytes for result in results if result is not None) > 0
+
+
+def test_a_future_counts_when_it_is_got(group):
+    verl.take_metrics()
+    future = group.packed_score_later(rollouts(8))
+    before = of_method(verl.take_metrics(), "actor_packed_score_later")
+    assert before["calls"] == 1
+    assert before["bytes_sent"] > before["bytes_returned"] == 0
+    future.get()
+    found = of_method(verl.take_metrics(), "actor_packed_score_later")
+    assert "calls" not in found
+    assert found["bytes_returned"] > 0
+    assert min(found[f"{stage}_seconds"] for stage in STAGES[2:]) > 0
+
+
+def test_calls_that_are_not_packed_have_no_metrics(group):
+    verl.take_metrics()
+    group.off_score(rollouts(8))
+    group.plain_score(rollouts(8))
+    assert verl.take_metrics() == {}
+
+
+def test_verl_logs_the_metrics_of_a_step(group, tmp_path, monkeypatch):
+    """Each is logged once, with the step whose calls it counts, beside what the trainer logs."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    verl.take_metrics()
+    undo, steps = verl.log_metrics(), [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+    try:
+        tracking = Tracking("project", "run", ["file"])
+        for step, calls in enumerate((1, 0)):
+            for _ in range(calls):
+                group.packed_score(rollouts(8))
+            tracking.log(data=steps[step], step=step)
+        group.packed_seen(rollouts(8))
+    finally:
+        undo()
+    tracking.log(steps[2], 2)
+    del tracking
+    assert steps == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 3.0}]
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [0, 1, 2]
+    assert [line["data"].pop("loss") for line in logged] == [1.0, 2.0, 3.0]
+    assert of_method(logged[0]["data"], "actor_packed_score")["calls"] == 1
+    assert logged[1]["data"] == logged[2]["data"] == {}
+    assert of_method(verl.take_metrics(), "actor_packed_seen")["calls"] == 1
+
+
+def test_the_first_call_of_a_method_is_reported(group, caplog):
+    data, before = rollouts(8, critic=True), rollouts(8, critic=True)
+    before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
+    wanted = group.plain_score(data)
+    usual = group._maskpack_config
+    verl.take_metrics()
+    verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, report=True))
+    try:
+        with caplog.at_level("INFO", logger="maskpack"):
+            for _ in range(2):
+                assert_same(group.packed_score(data), wanted)
+    finally:
+        verl.configure(group, usual)
+    assert_same(data, before)
+    (record,) = caplog.records
+    lines = record.getMessage().splitlines()
+    assert lines[0] == "payload of actor_packed_score"
+    names = {line.split()[0] for line in lines if line}
+    assert {*data.batch.keys(), *wanted.batch.keys(), "argument:", "result:"} <= names
+    found = {
+        name.removeprefix("maskpack/payload/actor_packed_score/"): value
+        for name, value in verl.take_metrics().items()
+        if name.startswith("maskpack/payload/")
+    }
+    assert found["argument/rows"] == found["result/rows"] == 8
+    assert found["argument/raw_bytes"] == raw_bytes(data.batch)
+    assert found["result/raw_bytes"] == raw_bytes(wanted.batch)
+    assert found["argument/pickled_bytes"] == pytest.approx(len(cloudpickle.dumps(data)), abs=64)
+    assert found["argument/packed_bytes"] == pytest.approx(
+        len(cloudpickle.dumps(verl.compress(data, pad_token_id=PAD))), abs=64
+    )
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@pytest.mark.parametrize("name", [name for name in BATCHES if "jagged" in name or name == "proto, m-rope"])
+def test_any_batch_of_tensors_is_reported_by_hand(name):
+    data = BATCHES[name]()
+    report = verl.report_once(data, name=f"by hand, {name}", pad_token_id=PAD)
+    tensors = {key: x for key, x in getattr(data, "batch", data).items() if isinstance(x, torch.Tensor)}
+    fields = {field.path[0]: field for field in report.argument.fields if len(field.path) == 1}
+    assert {key: field.form for key, field in fields.items()} == {
+        key: "nested" if x.is_nested else "padded" for key, x in tensors.items()
+    }
+    assert report.result is None
+    assert verl.report_once(data, name=f"by hand, {name}") is None
+    with pytest.raises(mp.errors.LayoutError, match="report_once: got a int"):
+        verl.report_once(3, name="by hand")
 
 
 # -------------------------------------------------------------------- docs

@@ -1,4 +1,4 @@
-"""verl's FSDP engine with replay in it, as docs/verl.md has it: its numbers are those of each row alone."""
+"""verl's FSDP engine with replay in it, as verl's registry gives it: its numbers are those of each row alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import verl_engine_work as work
 from ranks import run_ranks, values
 
 
-def check(found: list[dict[str, dict[str, float]]], count: int) -> None:
-    for own in found:
-        assert len(own) == count
+@pytest.mark.parametrize(("ranks", "tied", "shared"), [(1, True, False), (2, False, False), (1, False, True)])
+def test_the_engine_that_verl_imports_is_each_row_alone(ranks: int, tied: bool, shared: bool) -> None:
+    for own in values(run_ranks(work.replay_engine, ranks, tied, shared, seconds=100)):
+        assert len(own) == 4
         for name, off in own.items():
             for kind, value in off.items():
                 assert value <= (1e-5 if "gradient" in kind else 5e-6), (name, kind)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_engine_of_the_page_is_each_row_alone(tied: bool) -> None:
-    check(values(run_ranks(work.engine_of_the_page, 1 if tied else 2, tied, seconds=100)), 4)

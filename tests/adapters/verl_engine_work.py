@@ -9,11 +9,10 @@ Of verl only the platform is replaced, because it has none for the CPU: a name, 
 from __future__ import annotations
 
 import logging
-import re
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import set_platform
+
+from maskpack.replay import ReplayOptions
 
 
 class Cpu(PlatformCUDA):
@@ -46,9 +47,11 @@ with warnings.catch_warnings():
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
-PAGE = Path(__file__).parents[2] / "docs" / "verl.md"
+MODULE = "maskpack.adapters.verl.engine"
 PROMPT, RESPONSE, VOCABULARY = 5, 6, 97
 ROWS = ((3, 6), (5, 2), (1, 4), (4, 0), (2, 1), (5, 6), (2, 3))
 """Prompt and response tokens of each row."""
@@ -72,8 +75,9 @@ def tiny(tied: bool) -> Any:
     return model
 
 
-def engine_of(model: Any, engine_class: Any) -> Any:
-    """verl's engine with a checkpoint of the model, by its own `initialize`. All ranks of the group call it."""
+def engine_of(model: Any, **more: Any) -> Any:
+    """The engine that verl's registry has for a checkpoint of the model, by its own `initialize`. All ranks of the
+    group call it. `more` is of the model's configuration."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,9 +86,17 @@ def engine_of(model: Any, engine_class: Any) -> Any:
         if dist.get_rank() == 0:
             model.save_pretrained(folder)
         dist.barrier()
-        own = HFModelConfig(path=shared[0], load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+        more |= {"load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
+        own = HFModelConfig(path=shared[0], **more)
         config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=EXACT, use_torch_compile=False)
-        made = engine_class(own, config, FSDPOptimizerConfig(lr=0.01, total_training_steps=1), CheckpointConfig())
+        made = EngineRegistry.new(
+            model_type="language_model",
+            backend=config.strategy,
+            model_config=own,
+            engine_config=config,
+            optimizer_config=FSDPOptimizerConfig(lr=0.01, total_training_steps=1),
+            checkpoint_config=CheckpointConfig(),
+        )
         made.initialize()
         dist.barrier()
     return made
@@ -143,12 +155,12 @@ def gradients_of(module: Any) -> Seen:
 
 
 def by_engine(engine: Any, batch: TensorDict, *, temperature: float, entropy: bool, jagged: bool) -> Seen:
-    """By the engine's micro-batches of 24 tokens, on the rows of this rank. `jagged`: prompts and responses too, as the
-    trainer over TransferQueue holds them."""
+    """By the engine's micro-batches of 24 tokens, on the rows of this rank. `jagged`: prompts, responses and their mask
+    too, as the trainer over TransferQueue holds them."""
     data = left_right_2_no_padding(batch.copy())
     if jagged:
-        for name, real in (("prompts", slice(None, PROMPT)), ("responses", slice(PROMPT, None))):
-            mask = batch["attention_mask"][:, real].bool()
+        for name in ("prompts", "responses", "response_mask"):
+            mask = batch["attention_mask"][:, slice(None, PROMPT) if name == "prompts" else slice(PROMPT, None)].bool()
             rows = [row[own] for row, own in zip(batch[name], mask, strict=True)]
             data[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
         del data["attention_mask"]
@@ -196,18 +208,29 @@ WAYS = ((1.0, False), (0.7, True))
 """Temperatures, and whether entropies are computed."""
 
 
-def engine_of_the_page(tied: bool) -> dict[str, dict[str, float]]:
-    """How far the engine in docs/verl.md is off each row alone."""
-    (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "forward_step" in block
-    )
-    names: dict[str, Any] = {}
-    exec(compile(code, PAGE.name, "exec"), names)
+def replay_engine(tied: bool, shared: bool) -> dict[str, dict[str, float]]:
+    """How far the engine of MODULE is off each row alone. verl's own engine is the one for this device until the
+    configuration of the model names the module. `shared`: rows begin alike, and replay computes that once."""
+    kind = {"model_type": "language_model", "backend": "fsdp2"}
+    EngineRegistry.register(**kind, device="cpu")(FSDPEngineWithLMHead)
+    assert EngineRegistry.get_engine_cls(**kind) is FSDPEngineWithLMHead
     model, batch = tiny(tied), own_rows()
-    made, found = engine_of(model, names["ReplayEngine"]), {}
+    if shared:
+        prompt = slice(None, PROMPT)
+        batch["prompts"].copy_((1 + batch["position_ids"][:, prompt]) * batch["attention_mask"][:, prompt])
+        assert torch.equal(batch["input_ids"][:, prompt], batch["prompts"])  # a view
+    made, found = engine_of(model, external_lib=MODULE), {}
+    assert type(made) is EngineRegistry.get_engine_cls(**kind) is sys.modules[MODULE].ReplayEngine
+    if shared:
+        type(made).options = ReplayOptions(share_prefixes=True, min_shared=1)
+    tokens: list[int] = []
+    made.module.get_input_embeddings().register_forward_hook(lambda _, args, out: tokens.append(args[0].numel()))
     for temperature, entropy in WAYS:
         ways: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
         truth = by_row(model, batch, **ways)
         for jagged in (True, False):
+            tokens.clear()
             found[f"jagged={jagged}, {ways}"] = off(by_engine(made, batch, jagged=jagged, **ways), truth)
+    whole = int(batch["attention_mask"].sum())
+    assert sum(tokens) < whole if shared else sum(tokens) == whole  # of the last pass, without a self-check
     return found

@@ -2,7 +2,9 @@
 
 protocol.py   compress, decompress: a DataProto or TensorDict in packed form, and back bit for bit
 dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
-here          nesting of a DataProto or TensorDict; pickles
+metrics.py    take_metrics, log_metrics: bytes and times of packed calls
+engine.py     verl's FSDP2 engine with replay in it; `external_lib` of verl's configuration imports it
+here          nesting of a DataProto or TensorDict; payload reports; pickles
 """
 
 from __future__ import annotations
@@ -20,10 +22,22 @@ from maskpack.adapters.verl.dispatch import (
     mask_nesting_dispatch,
     packed_endpoint,
 )
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, wrong_kind
+from maskpack.adapters.verl.metrics import log_metrics, reported_once, take_metrics
+from maskpack.adapters.verl.protocol import (
+    VERL_FIELDS,
+    DataProto,
+    PackedProto,
+    compress,
+    decompress,
+    one_strict,
+    renewed,
+    tensors_of,
+    wrong_kind,
+)
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest, response
+from maskpack.packed.payload import PayloadReport
 
 __all__ = [
     "VERL_FIELDS",
@@ -34,25 +48,40 @@ __all__ = [
     "compress",
     "configure",
     "decompress",
+    "log_metrics",
     "mask_nesting_dispatch",
     "nest_batch_by_mask",
     "packed_endpoint",
     "pickle_data_protos",
+    "report_once",
     "select_and_pad_to_response",
+    "take_metrics",
     "unnest_batch_by_mask",
 ]
 
 # -------------------------------------------------------------------- nesting
 
 
-def nest_batch_by_mask(data: Any, registry: Registry = VERL_FIELDS, **options: Any) -> Any:
-    """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
-    return _renewed(data, lambda batch: nest.nest_batch_by_mask(batch, registry, **options), "nest_batch_by_mask")
+def nest_batch_by_mask(
+    data: Any,
+    registry: Registry = VERL_FIELDS,
+    *,
+    strict_mask_nesting: bool | None = None,
+    strict: bool | None = None,
+    **options: Any,
+) -> Any:
+    """`maskpack.nest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed. `strict`
+    is the name of `strict_mask_nesting` in the mask-nesting proposal."""
+    call = "nest_batch_by_mask"
+    options["strict_mask_nesting"] = one_strict(call, strict_mask_nesting, strict)
+    _batch_of(data, call)
+    return renewed(data, lambda batch: nest.nest_batch_by_mask(batch, registry, **options))
 
 
 def unnest_batch_by_mask(data: Any, *fields: Key) -> Any:
     """`maskpack.unnest_batch_by_mask` of a TensorDict, or of the `batch` of a DataProto. `data` is not changed."""
-    return _renewed(data, lambda batch: nest.unnest_batch_by_mask(batch, *fields), "unnest_batch_by_mask")
+    _batch_of(data, "unnest_batch_by_mask")
+    return renewed(data, lambda batch: nest.unnest_batch_by_mask(batch, *fields))
 
 
 def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingRegistry = VERL_FIELDS) -> TensorDict:
@@ -64,17 +93,21 @@ def select_and_pad_to_response(data: Any, *fields: Key, registry: MaskNestingReg
 
 
 def _batch_of(data: Any, call: str) -> TensorDictBase:
-    batch = data.batch if isinstance(data, DataProto) else data
+    batch = tensors_of(data)
     if not isinstance(batch, TensorDictBase):
         raise wrong_kind(call, data)
     return batch
 
 
-def _renewed(data: Any, work: Callable[[TensorDictBase], TensorDict], call: str) -> Any:
-    batch = work(_batch_of(data, call))
-    if not isinstance(data, DataProto):
-        return batch
-    return type(data)(batch=batch, non_tensor_batch=dict(data.non_tensor_batch), meta_info=dict(data.meta_info))
+# -------------------------------------------------------------------- payloads
+
+
+def report_once(data: Any, result: Any = None, *, name: str, **options: Any) -> PayloadReport | None:
+    """`maskpack.report_once` of a DataProto or a TensorDict. `options` are attributes of MaskNestingConfig."""
+    for given in (data,) if result is None else (data, result):
+        _batch_of(given, "report_once")
+    config = MaskNestingConfig(use_mask_nesting=True, **options)
+    return reported_once(name, data, result, config.pack, config.pack_result)
 
 
 # -------------------------------------------------------------------- pickles

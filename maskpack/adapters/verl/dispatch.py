@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn, cast
 
 import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress
+from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, reported_once
+from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, one_strict
 from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
@@ -30,6 +33,7 @@ from maskpack.packed.batch import Target
 _decorator: Any = importlib.import_module("verl.single_controller.base.decorator")
 _protocol: Any = importlib.import_module("verl.protocol")
 
+_log = logging.getLogger(__name__)
 _MEMORY = Pool()
 """Memory of the padded tensors that methods see; most of them are freed when the call ends."""
 _CONFIG = "_maskpack_config"
@@ -43,19 +47,26 @@ class MaskNestingConfig:
         use_mask_nesting: False runs the dispatch of verl.
         strict_mask_nesting: raise if a field stays padded on its way to the workers. Results are verified, too, but a
             field of a result that no mask covers stays padded.
+        strict: the name of `strict_mask_nesting` in the mask-nesting proposal, in calls only. Give one of them.
         registry: None stands for VERL_FIELDS.
         pad_token_id, verify, codec: options of `compress`.
+        report: log a payload report, with level INFO, after the first call of each method in this process, and add its
+            totals to `take_metrics`. The first call takes a few times as long.
     """
 
     use_mask_nesting: bool = False
-    strict_mask_nesting: bool = False
+    strict_mask_nesting: bool = cast("bool", None)
     pad_token_id: int | None = None
     registry: Registry | None = None
     verify: Verify = "always"
     codec: str | None = None
+    report: bool = False
+    strict: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
-        for name in ("use_mask_nesting", "strict_mask_nesting"):
+    def __post_init__(self, strict: bool | None) -> None:
+        both = one_strict("MaskNestingConfig", self.strict_mask_nesting, strict)
+        object.__setattr__(self, "strict_mask_nesting", both)
+        for name in ("use_mask_nesting", "strict_mask_nesting", "report"):
             flag(getattr(self, name), name, "MaskNestingConfig", RegistryError)
         if self.strict_mask_nesting and not self.use_mask_nesting:
             raise RegistryError(
@@ -175,7 +186,7 @@ def mask_nesting_dispatch(
 
 
 def _to_mesh(mesh_name: str, config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: Any) -> Any:
-    config = _config_of(group, config)
+    call = _begin(config := _config_of(group, config))
     if not config.use_mask_nesting:
         return _decorator.dispatch_lazy_compute_data_proto(mesh_name, group, *args, **kwargs)
     if mesh_name not in group._dispatch_info:
@@ -183,15 +194,16 @@ def _to_mesh(mesh_name: str, config: MaskNestingConfig | None, group: Any, *args
     dp_ranks: list[int] = group._dispatch_info[mesh_name]
 
     def sent(value: Any) -> list[Any]:
-        parts = _parts(value, max(dp_ranks) + 1, config, mesh_name)
+        parts = _parts(value, max(dp_ranks) + 1, call, mesh_name)
         held = [ray.put(part) for part in parts]
+        call.metrics.lap("put")
         return [held[rank] for rank in dp_ranks]
 
     return tuple(map(sent, args)), {name: sent(value) for name, value in kwargs.items()}
 
 
 def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: Any) -> Any:
-    config = _config_of(group, config)
+    call = _begin(config := _config_of(group, config))
     if not config.use_mask_nesting:
         return _decorator.dispatch_dp_compute_data_proto(group, *args, **kwargs)
     ranks, added = group.world_size, dict[str, int]()
@@ -202,7 +214,7 @@ def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: 
                 return value.chunk(chunks=ranks)
             raise _no_batch(value, "a DataProto or a DataProtoFuture")
         if not value.is_padding_enabled():
-            return _parts(value, ranks, config, None)
+            return _parts(value, ranks, call, None)
         missing = -len(value) % ranks
         if added.setdefault("rows", len(value)) != len(value):
             raise LayoutError(
@@ -211,17 +223,58 @@ def _to_all(config: MaskNestingConfig | None, group: Any, *args: Any, **kwargs: 
             )
         rows = [*range(len(value)), *[len(value) - 1] * missing]  # the last row again, as verl pads
         added["padding"] = missing
-        return _cut(config.pack(value).take(rows), [len(rows) // ranks] * ranks, config, None)
+        return _cut(call.pack(value).take(rows), [len(rows) // ranks] * ranks, call, None)
 
     positional, named = [sent(value) for value in args], {name: sent(value) for name, value in kwargs.items()}
+    call.metrics.lap("put")
     return positional, named | ({_protocol._padding_size_key: added["padding"]} if added else {})
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call between dispatch and collect, which verl runs one after the other.
+
+    Attributes:
+        argument: the batch for a payload report; None for no report.
+    """
+
+    metrics: CallMetrics
+    config: MaskNestingConfig
+    argument: Any = None
+
+    def pack(self, value: Any) -> PackedProto:
+        packed = self.config.pack(value)
+        self.metrics.lap("prepare")
+        self.metrics.add("bytes_raw", nbytes_of(value))
+        if self.config.report and self.argument is None:
+            self.argument = value
+        return packed
+
+    def report(self, result: Any) -> None:
+        back, pack_result = result if _has_rows(result) else None, self.config.pack_result
+        report = reported_once(self.metrics.method, self.argument, back, self.config.pack, pack_result)
+        if report is not None:
+            _log.info("%s", report)
+
+
+_under_way: ContextVar[_Call | None] = ContextVar("under_way", default=None)
+
+
+def _begin(config: MaskNestingConfig) -> _Call:
+    """The call whose dispatch function calls this. verl gives the name of the method to no function of a dispatch mode,
+    but the frame that calls the dispatch function has it."""
+    frame: Any = inspect.currentframe()
+    method = frame.f_back.f_back.f_locals.get("method_name", "call")
+    call = _Call(CallMetrics(method if config.use_mask_nesting else ""), config)
+    _under_way.set(call)
+    return call
 
 
 def _config_of(group: Any, config: MaskNestingConfig | None) -> MaskNestingConfig:
     return config or getattr(group, _CONFIG, None) or MaskNestingConfig(use_mask_nesting=True)
 
 
-def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) -> Sequence[Any]:
+def _parts(value: Any, ranks: int, call: _Call, mesh: str | None) -> Sequence[Any]:
     """The parts of an argument: RankRowss for a batch, and the chunks of verl for anything else that it can divide."""
     if not isinstance(value, DataProto | TensorDictBase | PackedProto):
         if hasattr(_protocol, "BatchData"):  # which knows what verl divides, since 0.7.1
@@ -232,7 +285,7 @@ def _parts(value: Any, ranks: int, config: MaskNestingConfig, mesh: str | None) 
             raise _no_batch(value, "a DataProto, a TensorDict, a PackedProto, or what else verl cuts")
         return _chunks(value, ranks)
     sizes = _sizes(value, ranks)
-    return _cut(value if isinstance(value, PackedProto) else config.pack(value), sizes, config, mesh)
+    return _cut(value if isinstance(value, PackedProto) else call.pack(value), sizes, call, mesh)
 
 
 def _chunks(value: Any, ranks: int) -> Sequence[Any]:
@@ -241,9 +294,11 @@ def _chunks(value: Any, ranks: int) -> Sequence[Any]:
     return chunks
 
 
-def _cut(packed: PackedProto, sizes: Sequence[int], config: MaskNestingConfig, mesh: str | None) -> list[RankRows]:
+def _cut(packed: PackedProto, sizes: Sequence[int], call: _Call, mesh: str | None) -> list[RankRows]:
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
-    return [RankRows(packed.take(slice(end - size, end)), config, mesh) for end, size in zip(ends, sizes, strict=True)]
+    parts = [packed.take(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    call.metrics.add("bytes_sent", sum(part.nbytes for part in parts))
+    return [RankRows(part, call.config, mesh) for part in parts]
 
 
 def _sizes(value: Any, ranks: int) -> list[int]:
@@ -274,22 +329,48 @@ def _no_batch(value: Any, expected: str) -> LayoutError:
 def collect_lazy_compute_data_proto(mesh_name: str, group: Any, output: Sequence[Any]) -> Any:
     """Unpacks the results of the ranks that the mesh collects from, and joins them as verl does. Results that are not
     there yet become a PackedFuture."""
-    return _future(_decorator.collect_lazy_compute_data_proto(mesh_name, group, list(map(_opened, output))))
+    return _collected(functools.partial(_decorator.collect_lazy_compute_data_proto, mesh_name, group), output)
 
 
 def _from_all(group: Any, output: Sequence[Any]) -> Any:
-    return _future(_decorator.collect_dp_compute_data_proto(group, list(map(_opened, output))))
+    return _collected(functools.partial(_decorator.collect_dp_compute_data_proto, group), output)
 
 
-def _opened(result: Any) -> Any:
-    return decompress(result) if isinstance(result, PackedProto) else result
+def _collected(join: Callable[[list[Any]], Any], output: Sequence[Any]) -> Any:
+    call = _under_way.get()
+    _under_way.set(None)
+    metrics = CallMetrics() if call is None else call.metrics
+    metrics.lap("wait")
+    joined = join(_opened(output, metrics))
+    if isinstance(joined, _protocol.DataProtoFuture):
+        joined = PackedFuture(joined.collect_fn, joined.futures, joined.dispatch_fn)
+        joined.metrics = metrics
+    else:
+        metrics.lap("gather")
+    metrics.settle()
+    if call is not None and call.argument is not None:
+        call.report(joined)
+    return joined
+
+
+def _opened(output: Sequence[Any], metrics: CallMetrics) -> list[Any]:
+    metrics.add("bytes_returned", sum(result.nbytes for result in output if isinstance(result, PackedProto)))
+    opened = [decompress(result) if isinstance(result, PackedProto) else result for result in output]
+    metrics.lap("decompress")
+    return opened
 
 
 class PackedFuture(_protocol.DataProtoFuture):
     """A DataProtoFuture of packed results: `get` waits for them, unpacks and joins them."""
 
+    metrics: Any = None
+
     def get(self) -> Any:
-        output = [_opened(result) for result in ray.get(self.futures)]
+        metrics = self.metrics or CallMetrics()
+        metrics.resume()
+        results: list[Any] = ray.get(self.futures)
+        metrics.lap("wait")
+        output = _opened(results, metrics)
         for result in output:
             if not isinstance(result, DataProto | TensorDictBase):
                 raise LayoutError(
@@ -297,6 +378,8 @@ class PackedFuture(_protocol.DataProtoFuture):
                     "TensorDict. Return one from the method, or register it with blocking=True."
                 )
         joined = _decorator._concat_data_proto_or_future(output)
+        metrics.lap("gather")
+        metrics.settle()
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
     def chunk(self, chunks: int) -> list[PackedFuture]:
@@ -308,12 +391,6 @@ class PackedFuture(_protocol.DataProtoFuture):
 
 def _share(joined: Any, rank: int, ranks: int) -> Any:
     return _chunks(joined, ranks)[rank]
-
-
-def _future(collected: Any) -> Any:
-    if not isinstance(collected, _protocol.DataProtoFuture):
-        return collected
-    return PackedFuture(collected.collect_fn, collected.futures, collected.dispatch_fn)
 
 
 # -------------------------------------------------------------------- worker
@@ -387,5 +464,10 @@ def _reply(worker: Any, result: Any, calls: Sequence[RankRows]) -> Any:
     first = cast("Any", calls[0])
     if first._mesh is not None and not worker.query_collect_info(first._mesh):
         return None
-    rows = result.batch_dims if isinstance(result, TensorDictBase) else isinstance(result, DataProto) and len(result)
-    return first._config.pack_result(result, first._packed) if rows else result
+    return first._config.pack_result(result, first._packed) if _has_rows(result) else result
+
+
+def _has_rows(result: Any) -> bool:
+    if isinstance(result, TensorDictBase):
+        return result.batch_dims > 0
+    return isinstance(result, DataProto) and len(result) > 0

@@ -10,7 +10,7 @@ keeps whole, numpy arrays of objects, and nested tensors that are ragged along t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
 from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
@@ -178,7 +178,8 @@ def compress(
     data: Any,
     *,
     registry: Registry = VERL_FIELDS,
-    strict_mask_nesting: bool = False,
+    strict_mask_nesting: bool | None = None,
+    strict: bool | None = None,
     ignore_dense_fields: Iterable[Key] = (),
     like: PackedProto | None = None,
     **options: Any,
@@ -188,6 +189,7 @@ def compress(
     Args:
         data: a DataProto or a TensorDict. It is not changed.
         registry, strict_mask_nesting, ignore_dense_fields: as for `maskpack.compress`.
+        strict: the name of `strict_mask_nesting` in the mask-nesting proposal. Give one of them.
         like: packed rows whose layouts replace the masks that `data` does not have. It must be padded, with as many
             rows.
         options: further keywords of `maskpack.compress`.
@@ -196,13 +198,12 @@ def compress(
         CoverageError, LossyPadError, LayoutError, RegistryError: as `maskpack.compress`. Strict mode also checks for
             tensors in `non_tensor_batch` and `meta_info`.
     """
-    strict: dict[str, Any] = {"strict_mask_nesting": strict_mask_nesting, "ignore_dense_fields": ignore_dense_fields}
+    is_strict = one_strict("compress", strict_mask_nesting, strict)
+    checks: dict[str, Any] = {"strict_mask_nesting": is_strict, "ignore_dense_fields": ignore_dense_fields}
     kind: Any = None
     batch, columns, meta_info = data, dict[str, ArrayColumn](), Objects({}, 0)
     if isinstance(data, DataProto):
-        _check_objects(
-            data, Options.of("compress", registry, None, strict_mask_nesting, ignore_dense_fields, "always", "keep")
-        )
+        _check_objects(data, Options.of("compress", registry, None, is_strict, ignore_dense_fields, "always", "keep"))
         batch, kind = data.batch, cast("Any", type(data))
         columns = {name: ArrayColumn.of(array) for name, array in data.non_tensor_batch.items()}
         meta_info = Objects(data.meta_info, 0).stowed()
@@ -215,7 +216,7 @@ def compress(
     # a jagged field with the row lengths of `like` would come back padded
     alike = like is not None and not jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
     above = like.rows if like is not None and alike else None
-    rows = packing.compress(batch, registry=registry, like=above, **strict, **options)
+    rows = packing.compress(batch, registry=registry, like=above, **checks, **options)
     return PackedProto(kind, rows, columns, meta_info, odd, wide, nested, rows.num_rows)
 
 
@@ -310,6 +311,30 @@ def _check_objects(data: Any, options: Options) -> None:
         if path_of(name) not in options.ignore and (spec is None or spec.mask is not None):
             hidden += hidden_tensors((name,), value)
     check_strict("compress", hidden)
+
+
+def one_strict(call: str, strict_mask_nesting: bool | None, strict: bool | None) -> bool:
+    """The option that has two names. Raises RegistryError if both are given, with different values."""
+    if None not in (strict_mask_nesting, strict) and strict_mask_nesting != strict:
+        raise RegistryError(
+            f"{call}: strict_mask_nesting is {strict_mask_nesting} and strict is {strict}; expected one value, because "
+            "both name one option. Give one of them."
+        )
+    given = strict if strict_mask_nesting is None else strict_mask_nesting
+    return False if given is None else given
+
+
+def tensors_of(data: Any) -> TensorDictBase | None:
+    """The `batch` of a DataProto, or the TensorDict itself."""
+    return data.batch if isinstance(data, DataProto) else data
+
+
+def renewed(data: Any, work: Callable[[Any], TensorDictBase]) -> Any:
+    """A batch of the same kind with the result of `work` as its tensors."""
+    if not isinstance(data, DataProto):
+        return work(data)
+    kept = {"non_tensor_batch": dict(data.non_tensor_batch), "meta_info": dict(data.meta_info)}
+    return cast("Any", type(data))(batch=work(data.batch), **kept)
 
 
 def wrong_kind(call: str, data: Any) -> LayoutError:
