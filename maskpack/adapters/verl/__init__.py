@@ -7,12 +7,12 @@ here          nesting of a DataProto or TensorDict; pickles
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
+from maskpack.adapters.pickles import pickle_as
 from maskpack.adapters.verl.dispatch import (
     MaskNestingConfig,
     PackedFuture,
@@ -93,16 +93,8 @@ def pickle_data_protos(**options: Any) -> Callable[[], None]:
         A function that undoes this.
     """
     compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
-    before = copyreg.dispatch_table.get(DataProto)
 
     def reduced(data: Any) -> tuple[Any, ...]:
         return decompress, (compress(data, **options),)
 
-    def undo() -> None:
-        if before is None:
-            copyreg.dispatch_table.pop(DataProto, None)
-        else:
-            copyreg.dispatch_table[DataProto] = before
-
-    copyreg.pickle(DataProto, reduced)
-    return undo
+    return pickle_as((DataProto,), reduced)

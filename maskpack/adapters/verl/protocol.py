@@ -19,6 +19,7 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.adapters.pickles import device_here
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
@@ -242,9 +243,7 @@ def decompress(packed: PackedProto, *, format: Target | None = None, device: tor
 def _decoded(
     packed: PackedProto, rows: PackedBatch, format: Target | None, device: torch.device | str | None
 ) -> TensorDict:
-    away = any((form.device or "cpu") != "cpu" for form in rows.schema.forms)
-    if device is None and away and not torch.cuda.is_available():
-        device = "cpu"
+    device = device_here(rows) if device is None else device
     kept: Target = "nested" if packed.nested else "padded"
     batch: Any = packing.decompress(rows, format=kept if format is None else format, device=device, max_bytes=None)
     for path, odd in packed.odd.items():
