@@ -11,12 +11,36 @@ import torch
 from maskpack.adapters.pickles import Carried, check_options, pickle_as
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
-from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.layout.jagged import jagged_from
 
 __all__ = ["pickle_tensor_batches"]
 
-SKYRL_FIELDS = RL_FIELDS
+SKYRL_FIELDS = RL_FIELDS | MaskNestingRegistry(
+    axes={
+        "sequence": (MaskAxis("attention_mask", padded="left"),),
+        "columns": (MaskAxis("attention_mask", part="tail", tail=("response_mask", "loss_mask"), padded="left"),),
+        "response": (MaskAxis("response_mask", padded="left"),),
+    },
+    fields={
+        "sequences": MaskNestingSpec("sequence", [PAD_TOKEN_ID, PER_ROW, 0]),
+        "response_mask": MaskNestingSpec("columns", 0, hints=("rle", "bitmap")),
+        "loss_mask": MaskNestingSpec("response", ZEROS, hints=("rle", "bitmap")),
+        **{
+            n: MaskNestingSpec("columns", [*ZEROS, PER_ROW], hints=h)
+            for n, h in {"action_log_probs": (), "base_action_log_probs": ("near:action_log_probs",)}.items()
+        },
+        "rollout_logprobs": MaskNestingSpec("response", ZEROS),
+        **{
+            n: MaskNestingSpec("response", [*ZEROS, PER_ROW], hints=("rle",))
+            for n in ("advantages", "returns", "rewards", "values", "kl")
+        },
+        "router_padding_mask": MaskNestingSpec("sequence", 1, hints=("rle",)),
+        "rollout_expert_indices": MaskNestingSpec("sequence", 0, hints=("columns",)),
+    },
+)
 
 
 def _module() -> Any:
