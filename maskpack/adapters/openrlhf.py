@@ -8,12 +8,12 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from maskpack.adapters.pickles import Carried, check_options, pickle_as
 from maskpack.core.keys import Path
-from maskpack.fields.options import Registry
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.fields.options import Registry
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
+from maskpack.packed.carried import Carried, check_options, pickle_as
 
 __all__ = ["pickle_experiences"]
 
@@ -72,18 +72,18 @@ def pickle_experiences(*, registry: Registry = OPENRLHF_FIELDS, **options: Any) 
 def _entries(experience: Any) -> dict[Path, Any]:
     """The attributes, and in place of `info` what is in it."""
     entries: dict[Path, Any] = {}
-    for name, value in vars(experience).items():
-        within = cast("dict[Any, Any]", value) if name == "info" and type(value) is dict else {}
-        if within and all(isinstance(key, str) for key in within):
-            entries |= {(name, key): part for key, part in within.items()}
+    for name, value in experience.__dict__.items():
+        info = cast("dict[Any, Any]", value) if name == "info" and type(value) is dict else {}
+        if info and all(isinstance(key, str) for key in info):
+            entries |= {(name, key): part for key, part in info.items()}
         else:
             entries[name,] = value
     return entries
 
 
 def _restored(kind: Any, carried: Carried, single: bool) -> Any:
-    experience = kind.__new__(kind)
-    attributes = vars(experience)
+    experience: Any = kind.__new__(kind)
+    attributes = experience.__dict__
     for (name, *within), value in carried.entries().items():
         if single and isinstance(value, Tensor):
             value = value.squeeze(0)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from maskpack.adapters.pickles import Carried, check_options, pickle_as
-from maskpack.fields.options import Registry
-from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack.fields.options import Registry
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.layout.jagged import jagged_from
+from maskpack.packed.carried import Carried, check_options, pickle_as
 
 __all__ = ["pickle_tensor_batches"]
 
@@ -76,31 +76,32 @@ def pickle_tensor_batches(*, registry: Registry = SKYRL_FIELDS, **options: Any) 
     def reduced(batch: Any) -> tuple[Any, ...]:
         if batch.device not in (None, torch.device("cpu")):
             return batch.__reduce_ex__(4)
-        ragged = {key: type(value) for key, value in batch.items() if isinstance(value, (_LIST, _PACKED))}
+        lists = [key for key, value in batch.items() if isinstance(value, _LIST)]
         entries = {(key,): _plain(value) for key, value in batch.items()}
         carried = Carried.of(entries, batch.batch_size or 0, registry=registry, **options)
-        return _restored, (type(batch), carried, ragged, vars(batch))
+        return _restored, (type(batch), carried, lists, vars(batch))
 
     return pickle_as((_batches.TensorBatch, _batches.TrainingInputBatch), reduced)
 
 
 def _plain(value: Any) -> Any:
-    """A PackedTensor as a jagged tensor, and a TensorList as a list."""
+    """The tensors of a TensorList, and a PackedTensor as a jagged tensor."""
     if isinstance(value, _LIST):
         return value.tensors
     if not isinstance(value, _PACKED):
         return value
-    offsets = value.cu_seqlens.to(torch.int64)
+    offsets: Any = value.cu_seqlens.to(torch.int64)
     lengths = offsets.diff().tolist()
     return jagged_from(value.values.contiguous(), offsets, min(lengths), max(lengths))
 
 
-def _restored(kind: Any, carried: Carried, ragged: dict[str, Any], attributes: dict[str, Any]) -> Any:
-    batch = kind.__new__(kind)
+def _restored(kind: Any, carried: Carried, lists: list[str], attributes: dict[str, Any]) -> Any:
+    batch: Any = kind.__new__(kind)
     for (key,), value in carried.entries().items():
-        if key in ragged:
-            made = (value,) if isinstance(value, list) else (value.values(), value.offsets().to(torch.int32))
-            value = ragged[key](*made)
-        dict.__setitem__(batch, key, value)
+        if key in lists:
+            value = _LIST(value)
+        elif isinstance(value, Tensor) and value.is_nested:
+            value = _PACKED(value.values(), cast("Any", value).offsets().to(torch.int32))
+        batch[key] = value
     vars(batch).update(attributes)
     return batch

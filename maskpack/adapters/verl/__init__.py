@@ -12,7 +12,6 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from maskpack.adapters.pickles import pickle_as
 from maskpack.adapters.verl.dispatch import (
     MaskNestingConfig,
     PackedFuture,
@@ -24,6 +23,7 @@ from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto,
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest, response
+from maskpack.packed.carried import pickle_as
 
 __all__ = [
     "VERL_FIELDS",

@@ -19,7 +19,6 @@ import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.adapters.pickles import device_here
 from maskpack.core.index import Rows, row_index
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
@@ -32,6 +31,7 @@ from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import batch as packing
 from maskpack.packed.batch import PackedBatch, Target
+from maskpack.packed.carried import device_here
 
 DataProto: Any = importlib.import_module("verl.protocol").DataProto
 
