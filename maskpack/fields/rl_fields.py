@@ -9,7 +9,7 @@ from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZER
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 
 _SPLIT: dict[str, Any] = {
-    "head": ("prompts",),
+    "head": ("prompts", "max_prompt_length"),
     "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
