@@ -4,8 +4,8 @@
     OpenRLHF   Experience: rows padded on the right [B, S], a value for each token after the first [B, S - 1]
 
 Values and lengths are those of a workload, laid out anew; S and R are the longest of the batch. Pickles are of protocol
-5, with buffers out of band, as Ray takes them, and in band, as for files. Each object must come back bit for bit, or the
-case raises. torch has one thread. Needs skyrl and openrlhf.
+5, with buffers out of band, as Ray takes them, and in band, as for files. Each object must come back bit for bit, or
+the case raises. torch has one thread. Needs skyrl and openrlhf.
 """
 
 from __future__ import annotations

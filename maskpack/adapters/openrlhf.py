@@ -8,42 +8,17 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from maskpack import fields
 from maskpack.core.keys import Path
-from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.fields.options import Registry
-from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
-from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.packed.carried import Carried, check_options, pickle_as
 
 __all__ = ["pickle_experiences"]
 
-OPENRLHF_FIELDS = RL_FIELDS | MaskNestingRegistry(
-    axes={
-        "sequence": (MaskAxis("attention_mask"),),
-        "step": (MaskAxis("attention_mask", part="tail", tail=("action_mask",)),),
-        "action": (MaskAxis("action_mask"),),
-    },
-    fields={
-        "sequences": MaskNestingSpec("sequence", [PAD_TOKEN_ID, 0, PER_ROW]),
-        "action_mask": MaskNestingSpec("step", 0, hints=("rle", "bitmap")),
-        **{
-            n: MaskNestingSpec("action", ZEROS, hints=h)
-            for n, h in {
-                "action_log_probs": (),
-                "base_action_log_probs": ("near:action_log_probs",),
-                "rollout_log_probs": ("near:action_log_probs",),
-                "values": (),
-                "kl": (),
-            }.items()
-        },
-        **{n: MaskNestingSpec("step", [*ZEROS, PER_ROW], hints=("rle",)) for n in ("advantages", "returns")},
-    },
-)
-
 Experience: Any = importlib.import_module("openrlhf.trainer.ppo_utils.experience").Experience
 
 
-def pickle_experiences(*, registry: Registry = OPENRLHF_FIELDS, **options: Any) -> Callable[[], None]:
+def pickle_experiences(*, registry: Registry = fields.openrlhf, **options: Any) -> Callable[[], None]:
     """Makes this process pickle every Experience in packed form, for Ray and for files.
 
     An Experience is restored bit for bit: of a batch, or of one sample, whose tensors have no dim for rows. The

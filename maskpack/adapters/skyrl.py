@@ -9,38 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
+from maskpack import fields
 from maskpack.fields.options import Registry
-from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
-from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
 from maskpack.layout.jagged import jagged_from
 from maskpack.packed.carried import Carried, check_options, pickle_as
 
 __all__ = ["pickle_tensor_batches"]
-
-SKYRL_FIELDS = RL_FIELDS | MaskNestingRegistry(
-    axes={
-        "sequence": (MaskAxis("attention_mask", padded="left"),),
-        "columns": (MaskAxis("attention_mask", part="tail", tail=("response_mask", "loss_mask"), padded="left"),),
-        "response": (MaskAxis("response_mask", padded="left"),),
-    },
-    fields={
-        "sequences": MaskNestingSpec("sequence", [PAD_TOKEN_ID, PER_ROW, 0]),
-        "response_mask": MaskNestingSpec("columns", 0, hints=("rle", "bitmap")),
-        "loss_mask": MaskNestingSpec("response", ZEROS, hints=("rle", "bitmap")),
-        **{
-            n: MaskNestingSpec("columns", [*ZEROS, PER_ROW], hints=h)
-            for n, h in {"action_log_probs": (), "base_action_log_probs": ("near:action_log_probs",)}.items()
-        },
-        "rollout_logprobs": MaskNestingSpec("response", ZEROS),
-        **{
-            n: MaskNestingSpec("response", [*ZEROS, PER_ROW], hints=("rle",))
-            for n in ("advantages", "returns", "rewards", "values", "kl")
-        },
-        "router_padding_mask": MaskNestingSpec("sequence", 1, hints=("rle",)),
-        "rollout_expert_indices": MaskNestingSpec("sequence", 0, hints=("columns",)),
-    },
-)
 
 
 def _module() -> Any:
@@ -57,7 +31,7 @@ _LIST: Any = getattr(_batches, "TensorList", ())  # skyrl_train has neither of t
 _PACKED: Any = getattr(_batches, "PackedTensor", ())
 
 
-def pickle_tensor_batches(*, registry: Registry = SKYRL_FIELDS, **options: Any) -> Callable[[], None]:
+def pickle_tensor_batches(*, registry: Registry = fields.skyrl, **options: Any) -> Callable[[], None]:
     """Makes this process pickle every TensorBatch and TrainingInputBatch in packed form, for Ray and for files.
 
     A batch is restored bit for bit, with its metadata, entries that are None, TensorLists and PackedTensors. The
