@@ -4,12 +4,14 @@
     OpenRLHF   Experience: rows padded on the right [B, S], a value for each token after the first [B, S - 1]
 
 Values and lengths are those of a workload, laid out anew; S and R are the longest of the batch. Pickles are of protocol
-5, with buffers out of band, as Ray takes them, and in band, as for files. Each object must come back bit for bit, or
-the case raises. torch has one thread. Needs skyrl and openrlhf.
+5: in band, as for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its
+store. OpenRLHF sets a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit,
+or the case raises. torch has one thread. Needs skyrl and openrlhf.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,12 +24,12 @@ from torch import Tensor
 
 from bench.harness.measure import interleaved, progress, require_same, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, ratios, times
 from bench.workloads import PAD_ID, WORKLOADS, batch_of
 from maskpack.adapters.openrlhf import pickle_experiences
 from maskpack.adapters.skyrl import pickle_tensor_batches
 
-_Pickle = tuple[bytes, list[Any]]
+_Pickle = tuple[bytearray | bytes, list[bytearray]]
 
 
 @case(
@@ -140,7 +142,7 @@ def _laid(values: Tensor, mask: Tensor, pad: float) -> Tensor:
 
 
 def _figures(name: str, data: Any, pickled: Callable[..., Callable[[], None]], rows: int, rounds: int) -> list[Row]:
-    def ours(data: Any, dumped: Callable[[Any], _Pickle]) -> _Pickle:
+    def packed(dumped: Callable[[Any], _Pickle]) -> _Pickle:
         undo = pickled(pad_token_id=PAD_ID)
         try:
             return dumped(data)
@@ -149,33 +151,37 @@ def _figures(name: str, data: Any, pickled: Callable[..., Callable[[], None]], r
 
     report: list[Row] = []
     for band, dumped in {"out of band": _apart, "in band": _together}.items():
-        theirs, packed = dumped(data), ours(data, dumped)
-        require_same(name, _tensors(_loaded(packed)), _tensors(data))
-        ms = interleaved(
-            {
-                "own, to pickle": lambda dumped=dumped: dumped(data),
-                "own, from pickle": lambda theirs=theirs: _loaded(theirs),
-                "maskpack, to pickle": lambda dumped=dumped: ours(data, dumped),
-                "maskpack, from pickle": lambda packed=packed: _loaded(packed),
-            },
-            rounds,
-        )
-        case = f"{name}, {band}"
-        usual, small = _nbytes(theirs) / rows, _nbytes(packed) / rows
-        both = [sum(ms[f"{who}, {way} pickle"] for way in ("to", "from")) for who in ("own", "maskpack")]
-        report += [
-            Row(case, "own", usual, "bytes/row"),
-            Row(case, "maskpack", small, "bytes/row"),
-            Row(case, "bytes, own / maskpack", usual / small, "x"),
-            *times(case, ms),
-            Row(case, "both ways, own / maskpack", both[0] / both[1], "x"),
-        ]
+        to: dict[str, Callable[[], _Pickle]] = {
+            "own": lambda dumped=dumped: dumped(data),
+            "maskpack": lambda dumped=dumped: packed(dumped),
+        }
+        if dumped is _apart and isinstance(data, Experience):
+            to["zero-copy"] = lambda: _apart(data, _ZeroCopy)
+        made = {who: work() for who, work in to.items()}
+        for result in made.values():
+            require_same(name, _tensors(_loaded(result)), _tensors(data))
+        works: dict[str, Callable[[], object]] = {f"{who}, to pickle": work for who, work in to.items()}
+        works |= {f"{who}, from pickle": lambda result=result: _loaded(result) for who, result in made.items()}
+        ms = interleaved(works, rounds)
+        case, sizes = f"{name}, {band}", {who: _nbytes(result) / rows for who, result in made.items()}
+        both = {who: ms[f"{who}, to pickle"] + ms[f"{who}, from pickle"] for who in to}
+        report += [Row(case, who, size, "bytes/row") for who, size in sizes.items()]
+        report += [Row(case, "bytes, own / maskpack", sizes["own"] / sizes["maskpack"], "x"), *times(case, ms)]
+        pairs = [(who, "maskpack", None) for who in to if who != "maskpack"]
+        report += ratios(case, both, pairs, "both ways, ")
     return report
 
 
-def _apart(data: Any) -> _Pickle:
+class _ZeroCopy(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if type(value) is Tensor else NotImplemented
+
+
+def _apart(data: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> _Pickle:
     buffers: list[Any] = []
-    return pickle.dumps(data, protocol=5, buffer_callback=buffers.append), buffers
+    stream = io.BytesIO()
+    pickler(stream, 5, buffer_callback=buffers.append).dump(data)
+    return bytearray(stream.getbuffer()), [bytearray(buffer.raw()) for buffer in buffers]
 
 
 def _together(data: Any) -> _Pickle:
@@ -187,7 +193,7 @@ def _loaded(pickled: _Pickle) -> Any:
 
 
 def _nbytes(pickled: _Pickle) -> int:
-    return len(pickled[0]) + sum(buffer.raw().nbytes for buffer in pickled[1])
+    return len(pickled[0]) + sum(map(len, pickled[1]))
 
 
 def _tensors(data: Any) -> TensorDict:
