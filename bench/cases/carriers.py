@@ -6,13 +6,14 @@
 Values and lengths are those of a workload, laid out anew; S and R are the longest of the batch. Pickles are of protocol
 5: in band, as for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its
 store. OpenRLHF sets a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit,
-or the case raises. torch has one thread. Needs skyrl and openrlhf.
+or the case raises. CPU time of one thread. Needs skyrl and openrlhf.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,7 +163,7 @@ def _figures(name: str, data: Any, pickled: Callable[..., Callable[[], None]], r
             require_same(name, _tensors(_loaded(result)), _tensors(data))
         works: dict[str, Callable[[], object]] = {f"{who}, to pickle": work for who, work in to.items()}
         works |= {f"{who}, from pickle": lambda result=result: _loaded(result) for who, result in made.items()}
-        ms = interleaved(works, rounds)
+        ms = interleaved(works, rounds, time.thread_time)
         case, sizes = f"{name}, {band}", {who: _nbytes(result) / rows for who, result in made.items()}
         both = {who: ms[f"{who}, to pickle"] + ms[f"{who}, from pickle"] for who in to}
         report += [Row(case, who, size, "bytes/row") for who, size in sizes.items()]
