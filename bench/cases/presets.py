@@ -16,6 +16,7 @@ from bench.workloads.trainers import TRAINERS, trainer_batch
 from maskpack import RL_FIELDS, compress, decompress
 from maskpack.errors import LayoutError, MaskpackWarning
 from maskpack.fields.presets import PRESETS
+from maskpack.packed.table import forget
 
 _RAW, _DEFAULT, _OWN = "raw", "RL_FIELDS", "own registry"
 
@@ -31,6 +32,7 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
             batch = trainer_batch(trainer, workload, rows, scale)
             nbytes = {_RAW: wire_bytes(batch)}
             for by, registry in ((_OWN, PRESETS[trainer]), (_DEFAULT, RL_FIELDS)):
+                forget()  # the choices for the batch before
                 try:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore" if by == _DEFAULT else "error", MaskpackWarning)
