@@ -36,6 +36,7 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
+from maskpack.packed.table import forget
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
 from maskpack.tools.suggest import Suggester, Suggestion
 
@@ -126,6 +127,7 @@ def diagnose(
 
 
 def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
+    forget()  # encodings that were chosen for another registry
     with warnings.catch_warnings(), not_strict():
         warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
