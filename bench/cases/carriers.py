@@ -3,7 +3,7 @@
     SkyRL      TrainingInputBatch: one block padded on the left [B, S], response fields right-aligned [B, R]
     OpenRLHF   Experience: rows padded on the right [B, S], a value for each token after the first [B, S - 1]
 
-Values and lengths are those of a workload, laid out anew; S and R are the longest of the batch. Pickles are of protocol
+The batches are those of `bench.workloads.trainers`, with the rows of a workload. Pickles are of protocol
 5: in band, as for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its
 store. OpenRLHF sets a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit,
 or the case raises. CPU time of one thread. Needs skyrl and openrlhf.
@@ -26,7 +26,8 @@ from torch import Tensor
 from bench.harness.measure import interleaved, progress, require_same, torch_threads
 from bench.harness.registry import case
 from bench.harness.report import Row, ratios, times
-from bench.workloads import PAD_ID, WORKLOADS, batch_of
+from bench.workloads import PAD_ID, WORKLOADS
+from bench.workloads.trainers import trainer_batch
 from maskpack.adapters.openrlhf import pickle_experiences
 from maskpack.adapters.skyrl import pickle_tensor_batches
 
@@ -45,101 +46,35 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
     report: list[Row] = []
     with torch_threads(1):
         for workload in WORKLOADS:
-            batch = batch_of(workload, rows, scale=scale)
             progress(f"carriers {workload}: {rows} rows")
-            report += _figures(f"SkyRL {workload}", skyrl_batch(batch), pickle_tensor_batches, rows, rounds)
-            report += _figures(f"OpenRLHF {workload}", experience(batch), pickle_experiences, rows, rounds)
+            report += _figures(
+                f"SkyRL {workload}", skyrl_batch(workload, rows, scale), pickle_tensor_batches, rows, rounds
+            )
+            report += _figures(
+                f"OpenRLHF {workload}", experience(workload, rows, scale), pickle_experiences, rows, rounds
+            )
     return report
 
 
-# -------------------------------------------------------------------- batches
-
-
-def skyrl_batch(batch: TensorDict) -> Any:
+def skyrl_batch(workload: str, rows: int, scale: float = 1.0) -> Any:
     """The batch that SkyRL's trainer stages for its workers, after advantages were computed."""
-    valid, on_response = _masks(batch)
-    sequence, response = (_filled(mask.sum(1)).flip(1) for mask in (valid, on_response))
-    width = response.shape[1]
-
-    def right(name: str) -> Tensor:
-        return _laid(batch[name][on_response], response, 0)
-
-    before = sequence[:, -width:] & ~response  # prompt tokens beside short responses have log-probs, too
-    drawn = -torch.rand(before.shape, generator=torch.Generator().manual_seed(0)) * before
-    fields = {
-        "sequences": _laid(batch["input_ids"][valid], sequence, PAD_ID),
-        "attention_mask": sequence.long(),
-        "response_mask": response.long(),
-        "loss_mask": right("response_mask").float(),
-        "rollout_logprobs": right("rollout_log_probs"),
-        "base_action_log_probs": right("ref_log_prob") + drawn,
-        "action_log_probs": right("old_log_probs") + drawn,
-        "values": right("values") if "values" in batch else None,
-        "advantages": right("advantages"),
-        "returns": right("returns"),
-    }
-    made = TrainingInputBatch(fields)
-    made.metadata = {"response_length": width, "pad_size": 0}
-    return made
+    batch = TrainingInputBatch({**dict(trainer_batch("skyrl", workload, rows, scale).items()), "values": None})
+    batch.metadata = {"response_length": batch["response_mask"].shape[1], "pad_size": 0}
+    return batch
 
 
-def experience(batch: TensorDict) -> Any:
+def experience(workload: str, rows: int, scale: float = 1.0) -> Any:
     """The Experience that OpenRLHF's trainer sends to its workers, after advantages were computed."""
-    valid, on_response = _masks(batch)
-    sequence = _filled(valid.sum(1))
-    on_sequence = torch.cat([torch.zeros_like(valid[:, : -on_response.shape[1]]), on_response], 1)
-    response = _laid(on_sequence[valid], sequence, False)[:, 1:]
-
-    def at_tokens(name: str) -> Tensor:
-        return _laid(batch[name][on_response], response, 0)
-
-    action = at_tokens("response_mask")
-    reward = batch["token_level_rewards"].sum(1)
-    last = action.shape[1] - action.flip(1).argmax(1) - 1
-    returns = reward[:, None] * (torch.arange(action.shape[1]) <= last[:, None])
-    values = at_tokens("values") * action if "values" in batch else None
-    advantages = returns.clone()
-    if values is not None:  # whitened, as its GAE with gamma = lambda = 1
-        advantages = returns - values
-        advantages = (advantages - advantages[action > 0].mean()) / advantages[action > 0].std()
-    old = at_tokens("old_log_probs") * action
+    fields = dict(trainer_batch("openrlhf", workload, rows, scale).items())
+    reward = fields["returns"].amax(1)
     return Experience(
-        sequences=_laid(batch["input_ids"][valid], sequence, PAD_ID),
-        attention_mask=sequence.long(),
-        action_mask=action,
-        action_log_probs=old,
-        base_action_log_probs=at_tokens("ref_log_prob") * action,
-        rollout_log_probs=at_tokens("rollout_log_probs"),
-        values=values,
-        returns=returns,
-        advantages=advantages,
+        **fields,
         rewards=reward,
-        response_length=action.sum(1),
-        total_length=valid.sum(1).float(),
-        index=list(range(len(batch))),
-        prompts=[f"prompt {row // 16}" for row in range(len(batch))],
-        info={"reward": reward, "return": returns[:, 0].clone()},
+        total_length=fields["attention_mask"].sum(1).float(),
+        index=list(range(rows)),
+        prompts=[f"prompt {row // 16}" for row in range(rows)],
+        info={"reward": reward, "return": reward.clone()},
     )
-
-
-def _masks(batch: TensorDict) -> tuple[Tensor, Tensor]:
-    """bool [B, S] and [B, R]: tokens of rows, and those of their responses."""
-    valid = batch["attention_mask"].bool()
-    return valid, valid[:, -batch["responses"].shape[1] :]
-
-
-def _filled(lengths: Tensor) -> Tensor:
-    """bool [B, width], padded on the right."""
-    return torch.arange(int(lengths.max())) < lengths[:, None]
-
-
-def _laid(values: Tensor, mask: Tensor, pad: float) -> Tensor:
-    out = torch.full(mask.shape, pad, dtype=values.dtype)
-    out[mask] = values
-    return out
-
-
-# -------------------------------------------------------------------- figures
 
 
 def _figures(name: str, data: Any, pickled: Callable[..., Callable[[], None]], rows: int, rounds: int) -> list[Row]:

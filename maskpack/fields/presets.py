@@ -51,8 +51,8 @@ trl = MaskNestingRegistry(
         "completion_ids": MaskNestingSpec("response", PAD_TOKEN_ID),
         "completion_mask": MaskNestingSpec("response", hints=_MASK),
         "tool_mask": MaskNestingSpec("response", [1, PER_ROW], hints=_MASK),
-        **_each("old_per_token_logps sampling_per_token_logps", "response", ZEROS),
-        **_each("ref_per_token_logps", "response", ZEROS, "near:old_per_token_logps"),
+        "old_per_token_logps": MaskNestingSpec("response", ZEROS),
+        **_each("ref_per_token_logps sampling_per_token_logps", "response", ZEROS, "near:old_per_token_logps"),
         # [B, 1] for whole sequences: its own mask, so that a row with 0.0 has no token
         "importance_sampling_ratio": MaskNestingSpec(["response", "importance_sampling_ratio"], PER_ROW),
         "old_log_probs": MaskNestingSpec("sequence", ZEROS),
@@ -69,8 +69,8 @@ nemo_rl = MaskNestingRegistry(
     fields={
         **_ROWS,
         **_each("token_mask invalid_tool_call_mask malformed_thinking_mask", "sequence", 0, *_MASK),
-        **_each("generation_logprobs prev_logprobs teacher_reference_logprobs", "sequence", ZEROS),
-        **_each("reference_policy_logprobs", "sequence", ZEROS, "near:prev_logprobs"),
+        **_each("prev_logprobs teacher_reference_logprobs", "sequence", ZEROS),
+        **_each("reference_policy_logprobs generation_logprobs", "sequence", ZEROS, "near:prev_logprobs"),
         **_each("advantages returns values", "sequence", WHITENED, "rle"),
         **_each("teacher_topk_logits teacher_topk_indices", "sequence", ZEROS),
         **_each("generation_topk_ids generation_topk_logprobs", "sequence", ZEROS),
@@ -110,8 +110,8 @@ openrlhf = MaskNestingRegistry(
         "sequences": MaskNestingSpec("sequence", [PAD_TOKEN_ID, 0]),
         "attention_mask": RL_FIELDS["attention_mask"],
         "action_mask": MaskNestingSpec("response", hints=_MASK),
-        **_each("action_log_probs rollout_log_probs values kl", "response", ZEROS),
-        **_each("base_action_log_probs", "response", ZEROS, "near:action_log_probs"),
+        **_each("action_log_probs values kl", "response", ZEROS),
+        **_each("base_action_log_probs rollout_log_probs", "response", ZEROS, "near:action_log_probs"),
         # returns sum up rewards from the end of a row to its beginning
         **_each("advantages returns", "predicted", WHITENED, "rle"),
     },
@@ -125,7 +125,8 @@ areal = MaskNestingRegistry(
         "input_ids": MaskNestingSpec("sequence", 0),
         "loss_mask": MaskNestingSpec("sequence", hints=_MASK),
         "versions": MaskNestingSpec("sequence", hints=("rle",)),
-        **_each("logprobs prox_logp ref_logp teacher_logp values", "sequence", ZEROS),
+        **_each("logprobs prox_logp teacher_logp values", "sequence", ZEROS),
+        **_each("ref_logp", "sequence", ZEROS, "near:logprobs"),
         **_each("advantages returns kl_rewards tot_rewards", "sequence", WHITENED, "rle"),
     },
 )
@@ -156,8 +157,8 @@ slime = MaskNestingRegistry(
     fields={
         "tokens": MaskNestingSpec("sequence", PAD_TOKEN_ID),
         "loss_masks": MaskNestingSpec("response", hints=_MASK),
-        **_each("rollout_log_probs log_probs teacher_log_probs values entropy", "response", ZEROS),
-        **_each("ref_log_probs", "response", ZEROS, "near:log_probs"),
+        **_each("log_probs values entropy", "response", ZEROS),
+        **_each("ref_log_probs rollout_log_probs teacher_log_probs", "response", ZEROS, "near:log_probs"),
         **_each("advantages returns kl", "response", WHITENED, "rle"),
         "rollout_routed_experts": RL_FIELDS["routed_experts"],
     },

@@ -24,8 +24,8 @@ from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
-from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
-from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
+from maskpack.fields.presets import verl
+from maskpack.fields.registry import Key, Path, path_of
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
@@ -35,20 +35,8 @@ from maskpack.packed.carried import device_here
 
 DataProto: Any = importlib.import_module("verl.protocol").DataProto
 
-_ON_RESPONSE: list[Key] = ["response", "sequence"]
-
-VERL_FIELDS = RL_FIELDS | {
-    **{
-        name: MaskNestingSpec(_ON_RESPONSE, ZEROS)
-        for name in ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
-    },
-    **{
-        name: MaskNestingSpec(f"{side}prompt_embeds_mask")
-        for side in ("", "negative_")
-        for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
-    },
-}
-"""`RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
+VERL_FIELDS = verl
+"""`maskpack.fields.verl`: `RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
 
 
 # -------------------------------------------------------------------- the packed form
