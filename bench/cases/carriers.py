@@ -4,9 +4,9 @@
     OpenRLHF   Experience: rows padded on the right [B, S], a value for each token after the first [B, S - 1]
 
 The batches are those of `bench.workloads.trainers`, with the rows of a workload. Pickles are of protocol 5: in band, as
-for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its store. OpenRLHF sets
-a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit, or the case raises.
-CPU time of one thread. Needs skyrl and openrlhf.
+for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its store. OpenRLHF
+sets a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit, or the case
+raises. CPU time of one thread. Needs skyrl and openrlhf.
 """
 
 from __future__ import annotations
