@@ -36,7 +36,7 @@ pygments_style, pygments_dark_style = "friendly", "monokai"
 
 myst_heading_anchors = 3
 
-FRAMEWORKS = ("ray", "transformers", "verl", "transfer_queue", "zmq", "omegaconf", "torchrl")
+FRAMEWORKS = ("ray", "transformers", "verl", "transfer_queue", "zmq", "omegaconf", "torchrl", "skyrl", "openrlhf")
 autodoc_mock_imports = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}

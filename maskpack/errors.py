@@ -4,8 +4,8 @@ call that raises leaves its input unchanged.
     MaskpackError
       RegistryError, LayoutError, PlanError, WireFormatError     also ValueError
         FieldError, a LayoutError                                also KeyError
-      StorageError                                               also RuntimeError
-      CoverageError, LossyPadError, ReplayError, WorkerError
+      CoverageError, StorageError                                also RuntimeError
+      LossyPadError, ReplayError, WorkerError
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FieldError(LayoutError, KeyError):
     __str__ = Exception.__str__  # KeyError.__str__ puts the message in quotes
 
 
-class CoverageError(MaskpackError):
+class CoverageError(MaskpackError, RuntimeError):
     """Strict mode found tensors that would stay padded."""
 
 

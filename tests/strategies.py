@@ -443,7 +443,9 @@ def batches(
     else:
         axes = {"sequence": (mask, sequence)}
     maker = _Maker(draw, rng, case, axes, (), finite, stray)
-    splitters = draw(st.sets(st.sampled_from(("prompts", "responses", "response_mask", "max_response_length"))))
+    splitters = draw(
+        st.sets(st.sampled_from(("prompts", "responses", "response_mask", "max_prompt_length", "max_response_length")))
+    )
     attention = bool(axes)
     if attention:
         if splitters:
@@ -479,8 +481,9 @@ def batches(
         maker.padded("prompts", "prompt", prompt, torch.int64, case.pad_token_id)
     elif home_jagged and draw(st.integers(0, 5)) == 0:
         maker.dense("prompts", jagged(rng, rows, torch.int64))
-    if "max_response_length" in splitters:
-        maker.entries["max_response_length"] = NonTensorData(response, batch_size=[rows])
+    for name, number in (("max_prompt_length", prompt), ("max_response_length", response)):
+        if name in splitters:
+            maker.entries[name] = NonTensorData(number, batch_size=[rows])
     if not attention or splitters:
         maker.fields(prompt, response, two_axes=attention)
     _beside(draw, rng, case, maker, sequence, attention, home_jagged, generic, dtypes)

@@ -16,6 +16,7 @@ KINDS = {
     mp.errors.RegistryError: ValueError,
     mp.errors.WireFormatError: ValueError,
     mp.errors.FieldError: KeyError,
+    mp.errors.CoverageError: RuntimeError,
     mp.errors.StorageError: RuntimeError,
 }
 ERRORS = [kind for kind in vars(mp.errors).values() if isinstance(kind, type) and issubclass(kind, mp.MaskpackError)]

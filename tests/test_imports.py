@@ -17,6 +17,7 @@ from maskpack import dispatch, testing
 HOUSE = Path(mp.__file__).parent
 SOURCES = {".".join(path.relative_to(HOUSE).with_suffix("").parts): path for path in sorted(HOUSE.rglob("*.py"))}
 HEAVY = {"ray", "transformers", "triton", "verl", "transfer_queue", "torchrl", "trl", "accelerate"}
+HEAVY |= {"skyrl", "openrlhf"}
 HEAVY |= {"hypothesis", "pytest"}
 
 PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")
@@ -41,6 +42,8 @@ FRAMEWORKS = {
     "transferqueue": {"transfer_queue", "ray"},
     "torchrl": {"torchrl"},
     "trl": {"transformers", "trl"},
+    "skyrl": {"skyrl"},
+    "openrlhf": {"openrlhf"},
 }
 """What each adapter may import beside the core."""
 MAY_IMPORT_RAY = {"dispatch", "tools", "__main__"}

@@ -40,6 +40,9 @@ def nesting(batch: TensorDict) -> None:
     assert_type(registry, mp.MaskNestingRegistry)
     plain = {"score": mp.MaskNestingSpec("response", pad=0.0)}
     assert_type(mp.nest_batch_by_mask(batch, plain, verify="never"), TensorDict)
+    pairs = {"score": ("response_mask", 0.0), "kl": (None, 0)}
+    assert_type(mp.nest_batch_by_mask(batch, pairs), TensorDict)
+    assert_type(mp.RL_FIELDS | pairs, mp.MaskNestingRegistry)
     nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=0, strict_mask_nesting=True)
     assert_type(nested, TensorDict)
     assert_type(mp.unnest_batch_by_mask(nested), TensorDict)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from maskpack.core.keys import Key, Path, need_keys, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.pads import PadValue
 from maskpack.errors import RegistryError
-from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
+from maskpack.fields.registry import MaskNestingRegistry, Spec
 
 STRICT = "MASKPACK_STRICT"
 """The environment variable that puts the calls of a process into strict mode while it is "1". `pytest
@@ -67,19 +67,21 @@ Verify = Literal["always", "first", "never"] | VerifyFirst
 """`first` makes a WorkerGroup or a storage keep a VerifyFirst. For a function it means `always`, as each call sees one
 batch."""
 OnLoss = Literal["keep", "error"]
-Registry = MaskNestingRegistry | Mapping[Any, MaskNestingSpec]
-"""A registry, or a dict of specs, whose axes are the masks that the specs name. The keys are Keys; they are typed as
-Any because a dict with str keys is not a Mapping[Key, ...] to a type checker."""
+Registry = MaskNestingRegistry | Mapping[Any, Spec]
+"""A registry, or a dict of specs or tuples (mask, pad), whose axes are the masks that these name. The keys are Keys;
+they are typed as Any because a dict with str keys is not a Mapping[Key, ...] to a type checker."""
 
 
 def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
     """The registry; a dict of specs is converted."""
     if not isinstance(registry, Mapping):
         raise RegistryError(
-            f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry or a dict of MaskNestingSpecs. "
-            "Pass RL_FIELDS, or RL_FIELDS | {...}."
+            f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry, or a dict of MaskNestingSpecs or "
+            "tuples (mask, pad). Pass RL_FIELDS, or RL_FIELDS | {...}."
         )
-    return registry if isinstance(registry, MaskNestingRegistry) else MaskNestingRegistry(registry)
+    if isinstance(registry, MaskNestingRegistry):
+        return registry
+    return MaskNestingRegistry(cast("Mapping[Key, Any]", registry))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The registry: the mask and the pad of each field of a batch.
 
-    field      -> MaskNestingSpec(mask, pad, ragged_dim, hints)
+    field      -> MaskNestingSpec(mask, pad, ragged_dim, hints), or (mask, pad)
     axis name  -> MaskAxis, ...  ways to compute a layout from a field of the batch; the first that applies is used
 
 The `mask` of a spec is an axis of the registry or a mask field of the batch. Registries are immutable; `|` returns a
@@ -37,8 +37,8 @@ class MaskAxis:
         part: the part of a mask: `all` columns, the `head` or `tail` of a split (see below), or the `prefix` of each
             row up to its last valid token.
         head, tail: fields that define the split; the first one in the batch is used. Its width is P for a `head` field
-            and S - P for a `tail` field. An integer in the batch (`max_response_length`) is used as a width. For
-            lengths, `head` names the fields that give the width.
+            and S - P for a `tail` field. An integer in the batch (`max_response_length`) is used as a width if no
+            field gives one, first that of the head. For lengths, `head` names the fields that give the width.
         padded: the side on which rows are padded, which grows when batches of different widths are joined. A mask that
             is split into head and tail grows on both sides.
     """
@@ -128,13 +128,18 @@ class MaskNestingSpec:
         return self.ragged_dim + field.dim() if self.ragged_dim < 0 else self.ragged_dim
 
 
+Spec = MaskNestingSpec | tuple[Key | list[Key] | None, PadValue | list[PadValue]]
+"""A spec, or its mask and its pad."""
+
+
 @dataclass(frozen=True)
 class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
     """The mask and pad of each field, as specs by field name, and the axes that they name.
 
     A field is looked up by its full path, then by its last name.
 
-    `registry | other` returns a merged registry, in which `other` (a registry or a dict of specs) takes precedence.
+    Specs may be given as tuples (mask, pad). `registry | other` returns a merged registry, in which `other` (a registry
+    or a dict of specs) takes precedence.
     """
 
     fields: Mapping[Key, MaskNestingSpec]
@@ -147,10 +152,12 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
         fields: dict[Key, MaskNestingSpec] = {}
         for key, spec in self.fields.items():
             need_key(key, "a field", "MaskNestingRegistry")
+            pair = cast("tuple[Any, ...]", spec) if isinstance(spec, tuple) else ()
+            spec = MaskNestingSpec(*pair) if len(pair) == 2 else spec
             if not isinstance(spec, MaskNestingSpec):
                 raise RegistryError(
-                    f'MaskNestingRegistry: field "{show(key)}" is {spec!r}; expected a MaskNestingSpec. '
-                    "Use MaskNestingRegistry.from_dict for plain dicts."
+                    f'MaskNestingRegistry: field "{show(key)}" is {spec!r}; expected a MaskNestingSpec or a tuple '
+                    "(mask, pad). Write one; MaskNestingRegistry.from_dict reads plain dicts."
                 )
             fields[plain(key)] = spec
         object.__setattr__(self, "fields", MappingProxyType(fields))
@@ -198,14 +205,15 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
             return self.axes[mask]
         return (MaskAxis(mask),)
 
-    def __or__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
+    def __or__(self, other: Mapping[Any, Spec]) -> MaskNestingRegistry:
         if not isinstance(other, Mapping):
             return NotImplemented
         axes = {**self.axes, **other.axes} if isinstance(other, MaskNestingRegistry) else self.axes
-        return MaskNestingRegistry({**self.fields, **{plain(key): other[key] for key in other}}, axes)
+        fields: dict[Key, Any] = {**self.fields, **{plain(key): other[key] for key in other}}
+        return MaskNestingRegistry(fields, axes)
 
-    def __ror__(self, other: Mapping[Any, MaskNestingSpec]) -> MaskNestingRegistry:
-        return MaskNestingRegistry(other) | self
+    def __ror__(self, other: Mapping[Any, Spec]) -> MaskNestingRegistry:
+        return MaskNestingRegistry(cast("Mapping[Key, Any]", other)) | self
 
     # ------------------------------------------------------------ plain dicts, for YAML and Hydra
 

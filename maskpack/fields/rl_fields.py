@@ -9,13 +9,13 @@ from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZER
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 
 _SPLIT: dict[str, Any] = {
-    "head": ("prompts",),
+    "head": ("prompts", "max_prompt_length"),
     "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
 ZEROS: list[PadValue] = [0, SIGNED_ZERO, ANY_ZERO]
 """The pads that `x * mask` leaves."""
-_WHITENED: list[PadValue] = [*ZEROS, PER_ROW]
+WHITENED: list[PadValue] = [*ZEROS, PER_ROW]
 """Also the pads of `masked_whiten(x, mask)`: one constant in each batch."""
 
 
@@ -53,8 +53,8 @@ RL_FIELDS = MaskNestingRegistry(
                 "rollout_is_weights": (),
             }.items()
         },
-        "advantages": _field(_RESPONSE_OR_SEQUENCE, _WHITENED, hints=("rle",)),
-        **{name: _field(_RESPONSE_OR_SEQUENCE, _WHITENED) for name in ("values", "returns", "token_level_rewards")},
+        "advantages": _field(_RESPONSE_OR_SEQUENCE, WHITENED, hints=("rle",)),
+        **{name: _field(_RESPONSE_OR_SEQUENCE, WHITENED) for name in ("values", "returns", "token_level_rewards")},
         "routed_experts": _field("sequence", [0, -1], hints=("columns",)),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
         "teacher_logprobs": _field("sequence", ZEROS),

@@ -43,6 +43,14 @@ class Source(NamedTuple):
     width: int = 0
 
 
+class _Side(NamedTuple):
+    """The width of one side of a split. A number is a limit, which a batch may fall short of; a field is not."""
+
+    path: Path
+    width: int
+    limit: bool
+
+
 @dataclass(frozen=True)
 class Axis:
     """A layout and its name.
@@ -191,8 +199,8 @@ class Axes:
         if way.form == "cu_seqlens":
             layout = self.layout_of(source := Source("cu_seqlens", path))
             return Axis(name, source, self, layout.num_rows, layout.width, layout.num_tokens, True)
-        width = self._first_width(scope, way.head)
-        source = Source("lengths", path, WHOLE, -1 if width is None else width)
+        side = self._first(scope, way.head)
+        source = Source("lengths", path, WHOLE, -1 if side is None else side.width)
         layout = self.layout_of(source)
         return Axis(name, source, self, layout.num_rows, layout.width, counted=True)
 
@@ -222,14 +230,14 @@ class Axes:
     def _cut(self, way: MaskAxis, width: int, scope: Path, name: str) -> tuple[int, int] | None:
         """The first column of a mask that is in an axis, and how many are."""
         head, tail = self._first(scope, way.head), self._first(scope, way.tail)
-        # the number of a tail is a limit, which a batch may fall short of
-        from_number = tail is not None and dense_at(self.batch, tail[0]) is None
-        if head is not None and tail is not None and head[1] + tail[1] != width and not from_number:
-            raise LayoutError(
-                f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {width}, but '
-                f'"{show(head[0])}" is {head[1]} wide and "{show(tail[0])}" {tail[1]}; expected '
-                "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
-            )
+        if head is not None and tail is not None:
+            both, limits = head.width + tail.width, (head.limit, tail.limit)
+            if (both != width and not any(limits)) or (both < width and all(limits)):
+                raise LayoutError(
+                    f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {width}, but '
+                    f'"{show(head.path)}" is {head.width} wide and "{show(tail.path)}" {tail.width}; expected '
+                    "the two to make up the mask. Fix the producer, or give the axis other head and tail fields."
+                )
         split = self._split(way, scope, width)
         if split is None:
             return None
@@ -241,22 +249,22 @@ class Axes:
         return (0, split) if way.part == "head" else (split, width - split)
 
     def _split(self, way: MaskAxis, scope: Path, width: int) -> int | None:
-        head, tail = self._first_width(scope, way.head), self._first_width(scope, way.tail)
-        return head if head is not None else None if tail is None else width - tail
+        head, tail = self._first(scope, way.head), self._first(scope, way.tail)
+        if tail is not None and (head is None or (head.limit and not tail.limit)):
+            return width - tail.width
+        return None if head is None else head.width
 
-    def _first(self, scope: Path, keys: tuple[Key, ...]) -> tuple[Path, int] | None:
-        """The first field or number of a batch that gives a width, and this width."""
+    def _first(self, scope: Path, keys: tuple[Key, ...]) -> _Side | None:
+        """The first field or number of a batch that gives a width."""
         for key in keys:
             path = (*scope, *path_of(key))
             tensor = dense_at(self.batch, path)
-            width = tensor.shape[1] if tensor is not None and tensor.dim() >= 2 else number_at(self.batch, path)
-            if width is not None:
-                return path, width
+            if tensor is not None and tensor.dim() >= 2:
+                return _Side(path, tensor.shape[1], limit=False)
+            number = number_at(self.batch, path)
+            if number is not None:
+                return _Side(path, number, limit=True)
         return None
-
-    def _first_width(self, scope: Path, keys: tuple[Key, ...]) -> int | None:
-        found = self._first(scope, keys)
-        return None if found is None else found[1]
 
 
 def has_masks(batch: Any, registry: Registry) -> bool:

@@ -1,6 +1,8 @@
-"""The command `maskpack doctor`: what padding costs a batch, which fields stay padded, and the registry line for each.
+"""The command `maskpack doctor`: what padding costs a batch, which fields stay padded, and the registry line for each;
+whether the registry of a trainer takes fewer bytes.
 
 batch -- compress --> sizes as it is -----------------.
+      -- compress --> sizes by the best preset -------+
       -- Suggester -> a spec for each padded field ---+--> Diagnosis --> text or JSON
       -- compress --> sizes with these specs ---------'
 """
@@ -12,28 +14,43 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from maskpack.core.keys import show
 from maskpack.core.pads import PAD_TOKEN_ID
-from maskpack.errors import MaskpackError, MaskpackWarning
+from maskpack.core.tree import flatten
+from maskpack.errors import LayoutError, MaskpackError, MaskpackWarning
 from maskpack.fields.options import not_strict
+from maskpack.fields.presets import PRESETS
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import DenseField
-from maskpack.nesting.schema import FieldForm
+from maskpack.nesting.schema import LAYOUTS, FieldForm
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
+from maskpack.packed.table import forget
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
 from maskpack.tools.suggest import Suggester, Suggestion
 
 _LARGEST = 5
+_WORTH = 0.95
+"""A preset is named if it takes less than this share of the bytes."""
+
+
+class Preset(NamedTuple):
+    """A registry of `maskpack.fields` by its name, the bytes of the batch packed with it, and the pad token seen."""
+
+    name: str
+    wire_bytes: int
+    pad_token_id: int | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,7 @@ class Diagnosis:
         counts: tokens of the batch with the suggestions, and those that rows share; None without token ids.
         masks: by name.
         suggestions: one for each field that stays padded.
+        preset: the one that takes the fewest bytes, if it is worth its name; None if the batch was packed.
         pad_token_id: the one given, or the one seen under the masks.
         note: about a pad_token_id that was not given; empty if none is needed.
     """
@@ -55,6 +73,7 @@ class Diagnosis:
     counts: TokenCounts | None
     masks: Mapping[str, RowLayout]
     suggestions: tuple[Suggestion, ...]
+    preset: Preset | None
     pad_token_id: int | None
     note: str
 
@@ -80,13 +99,21 @@ def diagnose(
         max_bytes: as for `decompress`, if the batch is packed.
 
     Raises:
-        LayoutError: a field fits none of its masks or has no plain bits, or the batch takes more than `max_bytes`.
+        LayoutError: a field fits none of its masks or has no plain bits, or the batch takes more than `max_bytes`. It
+            names the preset that takes the batch, if there is one.
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
     tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
     suggester = Suggester(tensors, registry, pad_token_id)
     token = suggester.pad_token_id
-    packed = _compressed(tensors, registry, token) if saved is None else saved
+    preset = None if saved is not None else _preset_of(tensors, registry, pad_token_id)
+    try:
+        packed = _compressed(tensors, registry, token) if saved is None else saved
+    except LayoutError as error:
+        if preset is None:
+            raise
+        fits = f"maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes."
+        raise LayoutError(f"{error} {fits}") from error
     sizes, covered = figures(packed, left=False), None
     padded = [DenseField(of.path, of.shape, of.dtype, of.padded_bytes, of.reason) for of in sizes.fields if of.reason]
     suggestions = tuple(map(suggester.suggest, [*padded, *suggester.hidden()]))
@@ -94,13 +121,30 @@ def diagnose(
         packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
         covered = figures(packed, left=False)
     note = "" if pad_token_id is not None else _note(packed.schema.forms if saved is None else (), registry, token)
-    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, token, note)
+    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes:
+        preset = None
+    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, preset, token, note)
 
 
 def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
+    forget()  # encodings that were chosen for another registry
     with warnings.catch_warnings(), not_strict():
         warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
+
+
+def _preset_of(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Preset | None:
+    """The smallest of the presets that know every tensor of two or more dims, and otherwise than the registry does."""
+    tensors = [path for path, of in flatten(batch, without=LAYOUTS) if isinstance(of, Tensor) and of.dim() > 1]
+    found: list[Preset] = []
+    for name, preset in PRESETS.items():
+        specs = [preset.find(path) for path in tensors]
+        if None in specs or (preset.axes == registry.axes and specs == [registry.find(path) for path in tensors]):
+            continue
+        with suppress(MaskpackError):  # what it refuses it does not fit
+            token = Suggester(batch, preset, pad_token_id).pad_token_id
+            found.append(Preset(name, figures(_compressed(batch, preset, token), left=False).wire_bytes, token))
+    return min(found, key=lambda preset: preset.wire_bytes, default=None)
 
 
 def _note(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int | None) -> str:
@@ -172,6 +216,13 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         out.append(f"  {name}: {mask.width:,} wide, {fill:.1%} valid ({mask.num_tokens:,} tokens)")
     share = diagnosis.padding / (sizes.padded_bytes or 1)
     ratio = f"{sizes.ratio:,.1f} times fewer" if sizes.ratio >= 1 else f"more: its header takes {sizes.header:,}"
+    preset, fits = diagnosis.preset, list[str]()
+    if preset is not None:
+        fewer, token = 1 - preset.wire_bytes / sizes.wire_bytes, preset.pad_token_id
+        fits = [
+            f"preset:    {preset.wire_bytes:,} bytes, {fewer:.1%} fewer, with maskpack.fields.{preset.name}",
+            f"           compress(batch, registry={preset.name}{'' if token is None else f', pad_token_id={token}'})",
+        ]
     largest = sorted(sizes.fields, key=lambda field: -field.wire_bytes)[:_LARGEST]
     objects = [f"Python objects {sizes.objects:,}"] if sizes.objects else []
     shown = [*(f"{show(field.path)} {field.wire_bytes:,}" for field in largest if field.wire_bytes), *objects]
@@ -179,6 +230,7 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         "",
         f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding",
         f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}",
+        *fits,
         f"largest on the wire: {', '.join(shown) or 'nothing'}",
     ]
     counts = diagnosis.counts
@@ -222,6 +274,7 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
         **to_json(diagnosis.sizes),
         "padding_bytes": diagnosis.padding,
         "wire_bytes_with_lines": None if covered is None else covered.wire_bytes,
+        "preset": None if diagnosis.preset is None else diagnosis.preset._asdict(),
         **(dict.fromkeys(TokenCounts._fields) if diagnosis.counts is None else diagnosis.counts._asdict()),
         "masks": {
             name: {"rows": mask.num_rows, "width": mask.width, "num_tokens": mask.num_tokens}

@@ -63,6 +63,7 @@ class Page:
 
 PAGES = {
     "README.md": Page(needs=("ray",), script=True, before=README_PRELUDE, after=README_CHECK),
+    "docs/carriers.md": Page(also={0: ("skyrl",), 1: ("openrlhf",), 2: ("transfer_queue", "omegaconf")}),
     "docs/dispatch.md": Page(needs=("ray",), script=True, after=DISPATCH_CHECK),
     "docs/fields.md": Page(),
     "docs/gpu.md": Page(),

@@ -23,7 +23,7 @@ from samples import (
     row_list,
     tokens,
 )
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
 
@@ -125,6 +125,64 @@ def test_whole_batch(values, holes):
         check_rows(nested[name], batch[name], mask)
     dense = sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, torch.Tensor))
     assert mp.compress(batch, pad_token_id=PAD).nbytes < dense
+
+
+# -------------------------------------------------------------------- where the columns split
+
+
+def numbered(rows=((2, 1), (0, 3), (3, 2), (1, 0)), prompt=3, response=4, **numbers):
+    """attention_mask (B, 7) and old_log_probs (B, 4), with numbers that tell where the columns split."""
+    data = tokens(rows, prompt, response)
+    on = real_positions("response", rows, prompt, response)
+    batch = TensorDict({"attention_mask": data["attention_mask"], "old_log_probs": field(on, FLOAT)}, [len(rows)])
+    for name, number in numbers.items():
+        batch[name] = NonTensorData(number, batch_size=batch.batch_size)
+    return batch, on
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"max_prompt_length": 3},
+        {"max_response_length": 4},
+        {"max_prompt_length": 3, "max_response_length": 4},
+        {"max_prompt_length": 3, "max_response_length": 9},
+    ],
+    ids=str,
+)
+def test_numbers_tell_where_the_columns_split(numbers):
+    """That of the prompts decides if both are there: responses may be shorter than the longest that is allowed."""
+    batch, on = numbered(**numbers)
+    check_rows(round_trips(batch)["old_log_probs"], batch["old_log_probs"], on)
+
+
+@pytest.mark.parametrize("splitter", ["prompts", "responses", "response_mask"])
+@pytest.mark.parametrize("numbers", [{"max_prompt_length": 6}, {"max_prompt_length": 6, "max_response_length": 9}])
+def test_a_field_tells_better_than_a_number_where_the_columns_split(splitter, numbers):
+    batch, on = numbered(**numbers)
+    axis = "prompt" if splitter == "prompts" else "response"
+    batch[splitter] = field(
+        real_positions(axis, ((2, 1), (0, 3), (3, 2), (1, 0)), 3, 4), INT, PAD if splitter != "response_mask" else 0
+    )
+    check_rows(round_trips(batch)["old_log_probs"], batch["old_log_probs"], on)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        (
+            {"max_prompt_length": 2, "max_response_length": 4},
+            '"max_prompt_length" is 2 wide and "max_response_length" 4',
+        ),
+        ({"max_prompt_length": 8}, "at 8; expected a split inside the mask"),
+        ({"max_response_length": 8}, "at -1; expected a split inside the mask"),
+        ({"max_prompt_length": 2}, r'"old_log_probs" is \(4, 4\)'),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_split_the_columns_are_refused(numbers, message):
+    with pytest.raises(mp.errors.LayoutError, match=message):
+        mp.compress(numbered(**numbers)[0])
 
 
 # -------------------------------------------------------------------- other layouts that the registry can say

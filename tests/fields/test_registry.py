@@ -19,6 +19,7 @@ import maskpack as mp
 from maskpack import EDGE, PAD_TOKEN_ID, RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.core.keys import show
 from maskpack.errors import RegistryError
+from maskpack.fields.options import registry_of
 from maskpack.fields.registry import HINTS
 from maskpack.nesting.coverage import dense_fields
 
@@ -83,6 +84,51 @@ def test_merge_with_a_dict_on_either_side():
     assert dict(after) == {"x": A, "y": B, "z": C}
     assert dict(before) == {"x": A, "y": A, "z": C}
     assert after.axes == before.axes == registry.axes
+
+
+def test_a_tuple_is_a_mask_and_a_pad():
+    both = {"x": ("a", 0), ("s", "y"): (["c", ("s", "d")], [PAD_TOKEN_ID, -1]), "z": (None, 0), "w": B}
+    specs = {
+        "x": MaskNestingSpec("a"),
+        ("s", "y"): MaskNestingSpec(["c", ("s", "d")], [PAD_TOKEN_ID, -1]),
+        "z": MaskNestingSpec(None),
+        "w": B,
+    }
+    left = MaskNestingRegistry({"x": B, "v": A})
+    for mixed, plain in (
+        (MaskNestingRegistry(both), MaskNestingRegistry(specs)),
+        (registry_of(both, "call"), MaskNestingRegistry(specs)),
+        (left | both, left | specs),
+        (both | left, specs | left),
+    ):
+        assert dict(mixed) == dict(plain)
+        assert mixed.to_dict() == plain.to_dict()
+
+
+def test_a_dict_of_tuples_is_a_registry_of_every_call():
+    batch = tokens()
+    batch |= {"x": of("response", torch.float32, -2.5), "response_mask": of("response", torch.int64)}
+    batch["response_mask"] = (batch["responses"] != PAD).long()
+    batch = TensorDict(batch, batch_size=[7]).select("responses", "response_mask", "x")
+    registry = {"responses": ("response_mask", PAD_TOKEN_ID), "response_mask": ("response_mask", 0), "x": (None, 0)}
+    nested = mp.nest_batch_by_mask(batch, registry, pad_token_id=PAD, strict_mask_nesting=True)
+    assert (nested["responses"].is_nested, nested["x"].is_nested) == (True, False)
+    packed = mp.compress(batch, registry=registry | {"x": ("response_mask", -2.5)}, pad_token_id=PAD)
+    assert {form.path[0]: form.kind for form in packed.schema.forms} == dict.fromkeys(registry, "padded")
+    for again in (mp.unnest_batch_by_mask(nested), mp.decompress(packed)):
+        assert_same(again, batch)
+
+
+@pytest.mark.parametrize("given", [(), ("a",), ("a", 0, 1), ["a", 0]], ids=str)
+def test_a_tuple_of_another_length_is_refused(given: Any):
+    for make in (MaskNestingRegistry, lambda fields: RL_FIELDS | fields, lambda fields: registry_of(fields, "call")):
+        with pytest.raises(
+            RegistryError, match=r'field "x" is .*; expected a MaskNestingSpec or a tuple \(mask, pad\)'
+        ):
+            make({"x": given})
+    for fields in ({"x": (1, 0)}, {"x": ("a", "zero")}):
+        with pytest.raises(RegistryError, match=r"MaskNestingSpec: (mask|pad)"):
+            MaskNestingRegistry(fields)
 
 
 def test_the_dict_that_made_it_is_not_shared():

@@ -15,13 +15,16 @@ import types
 import numpy as np
 import pytest
 import samples
+import test_presets
 import torch
 from fuzz_wire import Pieces
 from tensordict import TensorDict
 
 import maskpack
 from maskpack import RL_FIELDS, MaskNestingSpec
+from maskpack.fields.presets import PRESETS
 from maskpack.packed.sizes import report
+from maskpack.packed.table import forget
 from maskpack.tools import cli, inspector
 from maskpack.tools import doctor as doctor_module
 from maskpack.tools.doctor import diagnose, snippet
@@ -698,3 +701,55 @@ def test_a_mask_of_more_fields_comes_before_one_of_fewer_tokens():
     batch = TensorDict({"wide": wide, "narrow": narrow, **fields}, batch_size=[3])
     assert _suggested(batch, "a").mask == "wide"
     assert _suggested(batch, "b").mask == "wide"
+
+
+# -------------------------------------------------------------------- registries of other trainers
+
+
+def of_trainer(case, **more):
+    return test_presets.made(case, count=40, most=120, empty=False, **more)
+
+
+def wire_bytes(batch, registry):
+    forget()
+    packed = maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD)
+    return report(None, packed)["maskpack/wire_bytes"]
+
+
+@pytest.mark.parametrize("case", ["skyrl", "nemo_rl", "trl", "slime"])
+@pytest.mark.parametrize("options", [[], ["--pad-token-id", str(samples.PAD)]], ids=["seen", "given"])
+def test_the_preset_that_fits_is_named_with_its_bytes(case, options, tmp_path, capsys):
+    batch = of_trainer(case)
+    file = saved(batch, tmp_path / "b.pt")
+    said = json.loads(doctor([file, "--json", *options], capsys, 1))
+    nbytes = wire_bytes(batch, PRESETS[case])
+    assert said["preset"] == {"name": case, "wire_bytes": nbytes, "pad_token_id": samples.PAD}
+    with pytest.warns(maskpack.errors.MaskpackWarning):
+        assert said["wire_bytes"] == wire_bytes(batch, RL_FIELDS)
+    shown = doctor([file, *options], capsys, 1)
+    fewer = 1 - nbytes / said["wire_bytes"]
+    assert f"\npreset:    {nbytes:,} bytes, {fewer:.1%} fewer, with maskpack.fields.{case}\n" in shown
+    line = re.search(r"compress\(batch, registry=\w+, pad_token_id=\d+\)", shown)[0]
+    names = {"compress": maskpack.compress, "batch": batch, case: PRESETS[case]}
+    samples.assert_same(maskpack.decompress(eval(line, names)), batch)
+
+
+def test_a_batch_that_the_registry_refuses_is_given_its_preset(tmp_path, capsys):
+    batch = of_trainer("openrlhf")
+    file = saved(batch, tmp_path / "b.pt")
+    nbytes = wire_bytes(batch, PRESETS["openrlhf"])
+    line = refused([file, "--pad-token-id", samples.PAD], capsys)
+    assert '"rollout_log_probs" is' in line
+    assert line.endswith(f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes.\n")
+
+
+def test_a_preset_is_not_named_where_it_brings_little(tmp_path, capsys):
+    registry = tmp_path / "r.json"
+    registry.write_text(json.dumps(PRESETS["skyrl"].to_dict()))
+    own = [saved(of_trainer("skyrl"), tmp_path / "own.pt"), "--registry", registry]
+    unknown = of_trainer("skyrl")
+    unknown["other"] = torch.ones(40, 3)
+    known = [saved(rollout(), tmp_path / "known.pt")]
+    for argv, status in ((own, 0), (known, 0), ([saved(unknown, tmp_path / "unknown.pt")], 1)):
+        assert json.loads(doctor([*argv, "--json"], capsys, status))["preset"] is None
+        assert "preset:" not in doctor(argv, capsys, status)

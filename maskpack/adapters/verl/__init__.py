@@ -9,7 +9,6 @@ here          nesting of a DataProto or TensorDict; payload reports; pickles
 
 from __future__ import annotations
 
-import copyreg
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,7 @@ from maskpack.adapters.verl.protocol import (
 from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest, response
+from maskpack.packed.carried import pickle_as
 from maskpack.packed.payload import PayloadReport
 
 __all__ = [
@@ -126,16 +126,8 @@ def pickle_data_protos(**options: Any) -> Callable[[], None]:
         A function that undoes this.
     """
     compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here instead of in the first pickle
-    before = copyreg.dispatch_table.get(DataProto)
 
     def reduced(data: Any) -> tuple[Any, ...]:
         return decompress, (compress(data, **options),)
 
-    def undo() -> None:
-        if before is None:
-            copyreg.dispatch_table.pop(DataProto, None)
-        else:
-            copyreg.dispatch_table[DataProto] = before
-
-    copyreg.pickle(DataProto, reduced)
-    return undo
+    return pickle_as((DataProto,), reduced)

@@ -24,30 +24,19 @@ from maskpack.core.objects import Objects
 from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options, Registry
-from maskpack.fields.registry import Key, MaskNestingSpec, Path, path_of
-from maskpack.fields.rl_fields import RL_FIELDS, ZEROS
+from maskpack.fields.presets import verl
+from maskpack.fields.registry import Key, Path, path_of
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import batch as packing
 from maskpack.packed.batch import PackedBatch, Target
+from maskpack.packed.carried import device_here
 
 DataProto: Any = importlib.import_module("verl.protocol").DataProto
 
-_ON_RESPONSE: list[Key] = ["response", "sequence"]
-
-VERL_FIELDS = RL_FIELDS | {
-    **{
-        name: MaskNestingSpec(_ON_RESPONSE, ZEROS)
-        for name in ("log_probs", "entropy", "distillation_losses", "student_mass", "teacher_mass")
-    },
-    **{
-        name: MaskNestingSpec(f"{side}prompt_embeds_mask")
-        for side in ("", "negative_")
-        for name in (f"{side}prompt_embeds", f"{side}prompt_embeds_mask")
-    },
-}
-"""`RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
+VERL_FIELDS = verl
+"""`maskpack.fields.verl`: `RL_FIELDS`, and further fields of batches and results of verl's trainers and engines."""
 
 
 # -------------------------------------------------------------------- the packed form
@@ -243,9 +232,7 @@ def decompress(packed: PackedProto, *, format: Target | None = None, device: tor
 def _decoded(
     packed: PackedProto, rows: PackedBatch, format: Target | None, device: torch.device | str | None
 ) -> TensorDict:
-    away = any((form.device or "cpu") != "cpu" for form in rows.schema.forms)
-    if device is None and away and not torch.cuda.is_available():
-        device = "cpu"
+    device = device_here(rows) if device is None else device
     kept: Target = "nested" if packed.nested else "padded"
     batch: Any = packing.decompress(rows, format=kept if format is None else format, device=device, max_bytes=None)
     for path, odd in packed.odd.items():

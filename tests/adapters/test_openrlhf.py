@@ -1,0 +1,193 @@
+"""OpenRLHF: pickles of its Experience, packed, beside its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+
+import pytest
+
+pytest.importorskip("openrlhf.trainer.ppo_utils.experience")
+
+import ray
+import torch
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from samples import PAD, freeze
+
+import maskpack as mp
+from maskpack.adapters.openrlhf import pickle_experiences
+
+
+def sample(rng, prompt, response, critic):
+    """One row as OpenRLHF's generator and trainer make it: values are of the tokens after the first."""
+    total = prompt + response
+    action = torch.tensor([[int(prompt - 1 <= t < total - 1 and rng.random() < 0.8) for t in range(total - 1)]])
+
+    def scored():
+        return torch.tensor([[-rng.random() for _ in range(total - 1)]]) * action
+
+    reward = torch.tensor([float(rng.random() < 0.5)])
+    return Experience(
+        sequences=torch.tensor([[rng.randrange(PAD) for _ in range(total)]]),
+        attention_mask=torch.ones(1, total, dtype=torch.long),
+        action_mask=action,
+        action_log_probs=scored(),
+        base_action_log_probs=scored().bfloat16(),
+        values=scored() if critic else None,
+        returns=reward[:, None].expand(1, total - 1).clone(),
+        advantages=reward[:, None] - 0.25 * torch.ones(1, total - 1),
+        rewards=reward,
+        truncated=torch.tensor([False]),
+        total_length=torch.tensor(float(total))[None],
+        index=[rng.randrange(9)],
+        prompts=["a prompt"],
+        labels=[None],
+        mm_train_inputs=[{"pixel_values": torch.ones(2, 3)}],
+        info={"reward": reward, "kl": scored().sum(1), "note": ["x"]},
+    )
+
+
+def rollouts(rows=5, seed=0, longest=9, critic=True):
+    rng = random.Random(seed)
+    rows = [sample(rng, rng.randint(1, longest), rng.randint(1, longest), critic) for _ in range(rows)]
+    return Experience.concat_experiences(rows, PAD)
+
+
+def told(experience):
+    """All of an Experience as plain data that is equal only for the same bits."""
+    return type(experience), freeze(vars(experience))
+
+
+@pytest.fixture
+def packed():
+    undo = pickle_experiences(pad_token_id=PAD)
+    yield
+    undo()
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_batch_comes_back_as_it_was(packed, protocol, rows, critic):
+    batch = rollouts(rows, critic=critic)
+    before = told(batch)
+    assert told(pickle.loads(pickle.dumps(batch, protocol))) == told(batch) == before
+
+
+def test_buffers_go_out_of_band(packed):
+    batch, buffers = rollouts(64, longest=60), []
+    stream = pickle.dumps(batch, 5, buffer_callback=buffers.append)
+    assert len(stream) < sum(buffer.raw().nbytes for buffer in buffers)
+    assert told(pickle.loads(stream, buffers=buffers)) == told(batch)
+
+
+def test_single_samples_and_the_batches_of_them_come_back(packed):
+    """As its replay buffer splits, trims and joins them."""
+    singles = split_experience_batch(rollouts())
+    seen = pickle.loads(pickle.dumps(singles))
+    assert [told(one) for one in seen] == [told(one) for one in singles]
+    for single in singles:
+        del single.info["note"]
+    joined = make_experience_batch(remove_padding_in_sequences(singles))
+    assert joined.sequences.dim() == 2
+    assert told(pickle.loads(pickle.dumps(joined))) == told(joined)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"info": {}},
+        {"info": {3: torch.ones(5)}},
+        {"info": None},
+        {"rewards": torch.tensor(2.5), "kl": torch.ones(3, 2)},
+        {"mine": torch.ones(5, 4), "also": {"info": torch.ones(5)}},
+        {"mine": torch.nn.Parameter(torch.ones(5, 3))},
+    ],
+)
+def test_unusual_entries_come_back(packed, changes):
+    batch = rollouts()
+    vars(batch).update(changes)
+    assert told(pickle.loads(pickle.dumps(batch))) == told(batch)
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.0, 3.5])
+def test_values_under_the_mask_come_back(packed, value):
+    batch = rollouts()
+    for name in ("values", "advantages", "action_log_probs"):
+        getattr(batch, name)[:, [0, -1]] = value
+    batch.sequences[:, -2:] = 7
+    assert told(pickle.loads(pickle.dumps(batch))) == told(batch)
+
+
+def test_a_field_of_another_width_raises(packed):
+    batch = rollouts()
+    batch.advantages = batch.advantages[:, 1:]
+    with pytest.raises(mp.errors.LayoutError, match="advantages"):
+        pickle.dumps(batch)
+
+
+def test_an_empty_experience_comes_back(packed):
+    assert told(pickle.loads(pickle.dumps(Experience()))) == told(Experience())
+
+
+def test_tensors_with_gradients_are_kept(packed):
+    batch = rollouts()
+    batch.values.requires_grad_()
+    seen = pickle.loads(pickle.dumps(batch))
+    assert seen.values.requires_grad
+    assert told(seen) == told(batch)
+
+
+def test_pickles_are_packed_until_it_is_undone():
+    batch = rollouts(64, longest=60)
+    usual = len(pickle.dumps(batch))
+    undo = pickle_experiences(pad_token_id=PAD)
+    small = pickle.dumps(batch)
+    undo()
+    assert len(small) < usual / 4
+    assert len(pickle.dumps(batch)) == usual
+    assert told(pickle.load(io.BytesIO(small))) == told(batch)  # the reader needs no call
+    with pytest.raises(mp.errors.RegistryError, match="on_loss"):
+        pickle_experiences(on_loss="maybe")
+
+
+# -------------------------------------------------------------------- Ray
+
+
+@pytest.fixture(scope="module")
+def hooked_ray():
+    """A Ray whose workers pack what they send."""
+
+    def pack():
+        pickle_experiences(pad_token_id=PAD)
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=200 * 2**20,
+        log_to_driver=False,
+        runtime_env={"worker_process_setup_hook": pack},
+    )
+    yield
+    ray.shutdown()
+
+
+def test_a_hook_makes_the_workers_of_ray_pack(hooked_ray):
+    batch = rollouts(64, longest=60)
+
+    @ray.remote
+    def echoed(batch):
+        return len(pickle.dumps(batch)), batch
+
+    size, back = ray.get(echoed.remote(batch))
+    assert told(back) == told(batch)
+    assert size < len(pickle.dumps(batch)) / 4
