@@ -66,8 +66,8 @@ def from_engine(
     """Packs what vLLM or SGLang generated: a row for each completion, those of a prompt one after the other.
 
     Args:
-        outputs: `RequestOutput`s of vLLM, with one or several completions each, or dicts of SGLang, one for each
-            completion.
+        outputs: requests of vLLM (`RequestOutput`), with one or several completions each, or dicts of SGLang, one for
+            each completion.
         prompts: the token ids of the prompts, where the outputs do not have them: one for each output, or, for SGLang
             with n > 1, one for each n outputs. By default those of the outputs: `prompt_token_ids`, or the ids of
             SGLang's `input_token_logprobs` if these begin with the prompt.

@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 from maskpack.adapters.trl import packed
 from maskpack.adapters.trl.tree_row import TreeRow
-from maskpack.errors import ReplayError
+from maskpack.errors import MaskpackWarning, ReplayError
 
 KINDS = ("chains", "groups", "turns", "duplicates", "prefixes of others", "few tokens")
 
@@ -272,6 +272,19 @@ def test_packing_can_be_switched_off(tmp_path, model, monkeypatch):
     ours = packed(AsyncGRPOTrainer)
     monkeypatch.setattr(TreeRow, "pack", lambda row: pytest.fail("packed"))
     run_of(ours, tmp_path / "run", model, steps=1)
+
+
+def test_another_planner_keeps_its_rows(tmp_path, model):
+    class Own(AsyncGRPOTrainer):
+        def get_train_dataloader(self):
+            loader = super().get_train_dataloader()
+            loader.dataset.__class__ = type("Mine", (type(loader.dataset),), {})
+            return loader
+
+    with pytest.warns(
+        MaskpackWarning, match=re.escape("packed(Own): TRL's own rows are packed: the planner is a Mine")
+    ):
+        run_of(packed(Own), tmp_path / "run", model, steps=1)
 
 
 # -------------------------------------------------------------------- packed

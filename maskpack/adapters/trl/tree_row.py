@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+import warnings
 from bisect import bisect_left
 from typing import Any, cast
 
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated, ranges
-from maskpack.errors import ReplayError
+from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.replay.log_probs import packing_is_on
 
@@ -171,11 +173,20 @@ def with_tree_rows(trainer_class: Any, call: str) -> Any:
 class _TreeTrainer:
     """What `packed` puts before AsyncGRPOTrainer."""
 
+    accelerator: Any
+
     def get_train_dataloader(self) -> Any:
         loader = cast("Any", super()).get_train_dataloader()
         planner = loader.dataset
-        if packing_is_on("packed") and type(planner).__name__ in _PLANNERS:  # ranks but the first have none
+        if not packing_is_on("packed") or not self.accelerator.is_main_process:  # other ranks have no planner
+            return loader
+        if type(planner).__module__ == _MODULE and type(planner).__name__ in _PLANNERS:
             planner.__class__ = _planner(type(planner))
+        else:
+            seen = f"the planner is {said(planner)}. Leave get_train_dataloader to TRL."
+            warnings.warn(
+                f"{type(self).__qualname__}: TRL's own rows are packed: {seen}", MaskpackWarning, stacklevel=2
+            )
         return loader
 
 
