@@ -4,6 +4,7 @@ compress, decompress              encode a batch as a PackedBatch, and restore i
 nest_batch_by_mask, unnest_batch_by_mask
                                   convert padded fields to nested (jagged) tensors, and back
 select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
+from_engine                       pack what vLLM or SGLang generated
 report                            the bytes of each field of a packed batch
 report_once                       once in a run: the bytes and times of a call, as it is and packed
 
@@ -37,6 +38,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
 from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.packed.engine import from_engine
 from maskpack.packed.payload import report_once
 from maskpack.packed.sizes import report
 
@@ -61,6 +63,7 @@ __all__ = [
     "compress",
     "decompress",
     "extract_response",
+    "from_engine",
     "nest_batch_by_mask",
     "report",
     "report_once",

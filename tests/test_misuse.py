@@ -35,6 +35,7 @@ PUBLIC = EXPORTED | {
     "math": math,
     "np": np,
     "pickle": pickle,
+    "SimpleNamespace": SimpleNamespace,
     "torch": torch,
     "__file__": __file__,
     "LENGTHS": mp.MaskNestingRegistry(
@@ -132,6 +133,29 @@ compress(TensorDict({"x": m, "lengths": torch.tensor([1, 2, 3])}, []), registry=
 compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([1, 5])}, []), registry=FLAT)
 compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([0, 7, 5])}, []), registry=FLAT)
 compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([], dtype=torch.int64)}, []), registry=FLAT)
+from_engine(None)
+from_engine(3)
+from_engine([])
+from_engine({"output_ids": [1]})
+from_engine(b)
+from_engine([{}])
+from_engine([{"meta_info": 3}])
+from_engine([{"output_ids": 3}], prompts=[[1]])
+from_engine([{"output_ids": "ab"}], prompts=[[1]])
+from_engine([{"output_ids": [[1], [2]]}], prompts=[[1]])
+from_engine([{"output_ids": [1]}], prompts=3)
+from_engine([{"output_ids": [1]}], prompts=[3])
+from_engine([{"output_ids": [1]}], prompts=["a"])
+from_engine([{"output_ids": [1]}], prompts=[[1]], pad_token_id="0")
+from_engine([{"output_ids": [1]}], prompts=[[1]], response_width=0)
+from_engine([{"output_ids": [1]}], prompts=[[1]], prompt_width=-1)
+from_engine([{"output_ids": [1]}], prompts=[[1]], experts_shape=3)
+from_engine([{"output_ids": [1], "meta_info": {"output_token_logprobs": [1.0]}}], prompts=[[1]])
+from_engine([{"output_ids": [1], "meta_info": {"output_token_logprobs": 1}}], prompts=[[1]])
+from_engine([{"output_ids": [1], "meta_info": {"routed_experts": [[1], [2, 3]]}}], prompts=[[1]])
+from_engine([{"output_ids": [1], "meta_info": {"routed_experts": "%"}}], prompts=[[1]], experts_shape=(2, 2))
+from_engine([SimpleNamespace(outputs=3)], prompts=[[1]])
+from_engine([SimpleNamespace(outputs=[3])], prompts=[[1]])
 nest_batch_by_mask(None)
 nest_batch_by_mask(b, "RL_FIELDS")
 nest_batch_by_mask(b, pad_token_id=None)

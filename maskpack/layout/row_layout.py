@@ -75,7 +75,7 @@ class RowLayout:
     @classmethod
     def from_mask(cls, mask: Tensor, *, num_tokens: int | None = None) -> RowLayout:
         """Builds a layout from a mask [B, S] of any dtype; non-zero entries are valid tokens. The rows of a mask
-        [*N, S] are those of all its leading dims; a mask [S] is one row.
+        [..., S] are those of all its leading dims; a mask [S] is one row.
 
         Args:
             mask: is scanned on its device. One synchronisation on CUDA.

@@ -26,10 +26,10 @@ import trl_work as work
 from ranks import run_ranks, values
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from maskpack.adapters import trl as adapter
 from maskpack.adapters.transformers import compiled
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.adapters.trl import packed
+from maskpack.adapters.trl import packed_trainer as adapter
 from maskpack.errors import LayoutError, MaskpackWarning, ReplayError
 from maskpack.ops import attention
 

@@ -1,4 +1,4 @@
-"""packed: GRPOTrainer and RLOOTrainer of TRL with log-probs from packed rows.
+"""packed: GRPOTrainer and RLOOTrainer of TRL with log-probs from packed rows; AsyncGRPOTrainer goes to tree_row.py.
 
 TRL      input_ids [B, P+C], attention_mask  -> model(padded rows)  -> log-probs [B, C], 0 at masked tokens
 packed   the same -> PackedInputs            -> model(packed_rows=) -> the same
@@ -45,6 +45,7 @@ from maskpack.adapters.transformers.model import (
 )
 from maskpack.adapters.transformers.output import Layer
 from maskpack.adapters.transformers.refusals import PADDED, Refusal
+from maskpack.adapters.trl.tree_row import is_async, with_tree_rows
 from maskpack.core.arguments import IntArray, flag, said, whole
 from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.layout.prefix_tree import MIN_SHARED
@@ -80,10 +81,12 @@ def packed(
     self_check: bool | None = None,
     compile: bool = False,
 ) -> type[_Trainer]:
-    """Makes a subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows.
+    """Makes a subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows; or of
+    AsyncGRPOTrainer, which packs rows itself, one that packs them by PrefixTree: the same tensors in less time.
 
     Args:
-        trainer_class: one of the two, or a subclass that leaves their method `_get_per_token_logps_and_entropies`.
+        trainer_class: one of the three, or a subclass that leaves their method `_get_per_token_logps_and_entropies`.
+            For AsyncGRPOTrainer, leave the other arguments out.
         share_prefixes: whether tokens that begin several rows, such as the prompts of a group, are computed once.
         min_shared: the fewest tokens of a shared prefix, as for `PrefixTree.from_ids`.
         self_check: whether to compare a row with TRL's own pass over that row, padded. True: in every pass; False:
@@ -103,12 +106,20 @@ def packed(
             refuses.
         LayoutError: min_shared is no integer from 1.
     """
+    if is_async(trainer_class):
+        if (share_prefixes, min_shared, self_check, compile) != (True, MIN_SHARED, None, False):
+            raise ReplayError(
+                f"{_CALL}: {trainer_class.__name__} with options of packed; expected none, because this trainer has "
+                "packed rows and attention of its own, of which packed makes the rows. Leave the options out."
+            )
+        return with_tree_rows(trainer_class, _CALL)
     method = getattr(trainer_class, _METHOD, None)
     if not isinstance(trainer_class, type) or not callable(method):
         seen = getattr(trainer_class, "__name__", None) or said(trainer_class)
         raise ReplayError(
-            f"{_CALL}: got {seen}; expected a class with the method {_METHOD}. Pass GRPOTrainer or RLOOTrainer of TRL "
-            "1.16, and make the trainer of the class that packed returns; SFTTrainer takes a PackedCollator."
+            f"{_CALL}: got {seen}; expected a class with the method {_METHOD}. Pass GRPOTrainer, RLOOTrainer or "
+            "AsyncGRPOTrainer of TRL 1.16, and make the trainer of the class that packed returns; SFTTrainer takes a "
+            "PackedCollator."
         )
     if issubclass(trainer_class, _PackedTrainer):
         raise ReplayError(
@@ -129,7 +140,7 @@ def packed(
         )
     body = {
         "__doc__": trainer_class.__doc__,
-        "__module__": __name__,
+        "__module__": __package__,
         "__qualname__": f"{_CALL}({trainer_class.__name__})",
         "_packing": ReplayOptions(
             share_prefixes=flag(share_prefixes, "share_prefixes", _CALL, ReplayError),
