@@ -42,8 +42,8 @@ def pack(
     Args:
         x: [B, S, *F] of any dtype and strides, on the layout's device; or a list of these, packed by one kernel (in
             torch.compile, by one each).
-        layout: the layout of B rows of width S; or a mask [..., S] of any number of dims, for `x` [..., S, *F], which is
-            scanned at each call (`RowLayout.from_mask`).
+        layout: the layout of B rows of width S; or a mask whose dims, of any number, are the leading ones of `x`, which
+            is scanned at each call (`RowLayout.from_mask`).
         backend: "auto" uses Triton on GPUs and torch elsewhere.
 
     Returns:
@@ -101,7 +101,7 @@ def unpack(
         backend: as for `pack`.
 
     Returns:
-        [B, S, *F], or [..., S, *F], in the dtype of `values`, or a list of these; twice differentiable. No
+        [B, S, *F], or with the dims of the mask, in the dtype of `values`, or a list of these; twice differentiable. No
         synchronisation.
 
     Raises:
