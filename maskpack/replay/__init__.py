@@ -3,10 +3,20 @@
 inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_log_probs, response_values
 context.py     shards of the tokens, one a rank             media.py      images and videos of the rows
 routes.py      experts that the rollout recorded            options.py     ReplayOptions
+meter.py       time and memory of each micro-batch
 """
 
 from maskpack.replay.inputs import PackedInputs, prefix_tree
 from maskpack.replay.log_probs import ReplayModel, response_log_probs, response_values
+from maskpack.replay.meter import MicroBatchMeter
 from maskpack.replay.options import ReplayOptions
 
-__all__ = ["PackedInputs", "ReplayModel", "ReplayOptions", "prefix_tree", "response_log_probs", "response_values"]
+__all__ = [
+    "MicroBatchMeter",
+    "PackedInputs",
+    "ReplayModel",
+    "ReplayOptions",
+    "prefix_tree",
+    "response_log_probs",
+    "response_values",
+]

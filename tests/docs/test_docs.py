@@ -81,7 +81,7 @@ PAGES = {
             2: ("trl",),
             3: ("torchrl",),
             4: ("transfer_queue", "omegaconf"),
-            5: ("ray",),
+            6: ("ray",),
         }
     ),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
