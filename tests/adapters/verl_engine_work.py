@@ -110,7 +110,8 @@ def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
     left = torch.arange(PROMPT) >= PROMPT - lengths[:, :1]
     real = torch.cat([left, torch.arange(RESPONSE) < lengths[:, 1:]], dim=1)
     ids = torch.randint(1, VOCABULARY, real.shape, generator=source) * real
-    weights = torch.rand(2, len(rows), RESPONSE, generator=source) * real[:, PROMPT:] / RESPONSE
+    scored = real[:, PROMPT:] & (torch.rand(len(rows), RESPONSE, generator=source) < 0.7)  # tools wrote the others
+    weights = torch.rand(2, len(rows), RESPONSE, generator=source) * scored / RESPONSE
     return TensorDict(
         {
             "input_ids": ids,
@@ -118,7 +119,7 @@ def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
             "position_ids": (real.cumsum(1) - 1).clamp(min=0),
             "prompts": ids[:, :PROMPT],
             "responses": ids[:, PROMPT:],
-            "response_mask": real[:, PROMPT:].long(),
+            "response_mask": scored.long(),
             "weights": weights[0],
             "entropy_weights": weights[1],
         },
@@ -187,6 +188,8 @@ def by_row(model: Any, batch: TensorDict, *, temperature: float, entropy: bool) 
         first = int(real[:PROMPT].sum())
         log_p = (model(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
         for place in range(first, len(ids)):
+            if not batch["response_mask"][row, place - first]:
+                continue
             log_probs[row, place - first] = log_p[place - 1, ids[place]]
             entropies[row, place - first] = -(log_p[place - 1].exp() * log_p[place - 1]).sum()
     loss_of(log_probs, entropies if entropy else None, batch).backward()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +38,8 @@ class ReplayEngine(_Engine):
     """verl's FSDP2 engine for language models, whose log-probs and entropies are computed by replay.
 
     Attributes:
-        options: of replay, for all engines of the process.
+        options: of replay, for all engines of the process. Unless they name masks to score by, it is response_mask, if
+            the micro-batch has it: the output layer skips what tools wrote, whose log-probs and entropies are 0.
 
     Raises ReplayError where replay does not support the model, or a row does not pass the self-check.
     """
@@ -56,9 +58,12 @@ class ReplayEngine(_Engine):
         data: Any = micro_batch.to(_device.get_device_id())
         rows, entropy = replay_rows(data), bool(_tu.get_non_tensor_data(data, "calculate_entropy", False))
         names, dtype = ("log_probs", "entropy")[: 1 + entropy], self._autocast_dtype
+        options = self.options
+        if not options.scored and "response_mask" in rows.keys():  # noqa: SIM118
+            options = replace(options, scored=("response_mask",))
         with torch.autocast(_device.get_device_name(), dtype, enabled=dtype != torch.float32):
             out = response_log_probs(
-                self.replay, rows, temperature=data["temperature"], entropy=entropy, options=self.options
+                self.replay, rows, temperature=data["temperature"], entropy=entropy, options=options
             )
             scored = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
             model_output = on_whole_rows(data, rows, scored)
