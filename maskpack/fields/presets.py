@@ -130,7 +130,8 @@ areal = MaskNestingRegistry(
         **_each("advantages returns kl_rewards tot_rewards", "sequence", WHITENED, "rle"),
     },
 )
-"""The trajectories of AReaL. compute_advantages moves `loss_mask` and `logprobs` one token to the left."""
+"""The trajectories of AReaL. compute_advantages moves `loss_mask` and `logprobs` one token to the left: replay them
+before it, because replay shifts by itself."""
 
 prime_rl = MaskNestingRegistry(
     axes={

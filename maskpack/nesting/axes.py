@@ -232,7 +232,7 @@ class Axes:
         head, tail = self._first(scope, way.head), self._first(scope, way.tail)
         if head is not None and tail is not None:
             both, limits = head.width + tail.width, (head.limit, tail.limit)
-            if (both != width and not any(limits)) or (both < width and all(limits)):
+            if both < width or (both > width and not any(limits)):
                 raise LayoutError(
                     f'{self.call}: axis "{name}" splits mask "{show(way.source)}" of width {width}, but '
                     f'"{show(head.path)}" is {head.width} wide and "{show(tail.path)}" {tail.width}; expected '

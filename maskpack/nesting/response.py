@@ -239,6 +239,11 @@ class ResponseAxis:
         Raises LayoutError for a response token that is no valid token of the sequence.
         """
         sequence = self.need_sequence(call)
+        if self.response.num_rows != sequence.num_rows:
+            raise LayoutError(
+                f'{call}: the axis "{RESPONSE}" has {self.response.num_rows} rows; expected the {sequence.num_rows} of '
+                f'"{SEQUENCE}". Fix the producer.'
+            )
         lengths = self.response.lengths
         tail = ranges(sequence.row_offsets[1:] - lengths, lengths)
         if self.counted:
@@ -327,7 +332,10 @@ class ResponseAxis:
             )
         if not value.is_nested:
             dim, pad = (1, 0) if spec is None else (spec.dim_of(value), spec.pads[0])
-            return self._at_width(path, self._columns(path, value, dim, call), dim, width, pad, call)
+            form = self.forms.get(path)
+            axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
+            columns = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
+            return self._at_width(path, columns, dim, width, pad, call)
         if not is_regular(value):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
@@ -351,16 +359,16 @@ class ResponseAxis:
                 "fields on the response or the sequence axis."
             )
         padded = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
-        columns = self._columns(path, padded, form.ragged_dim, call)
+        columns = self._columns(path, padded, form.ragged_dim, call, whole=form.layout == SEQUENCE)
         return self._at_width(path, columns, form.ragged_dim, width, form.pads[0], call)
 
-    def _columns(self, path: Path, value: Tensor, dim: int, call: str) -> Tensor:
-        """The response columns of a padded field with its width in dim `dim`."""
+    def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> Tensor:
+        """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`."""
         rows, width = self.response.num_rows, self.response.width
         if value.dim() <= 1:
             return value
         if value.shape[0] == rows and dim < value.dim():
-            if value.shape[dim] == width:
+            if value.shape[dim] == width and not (whole and self.counted and self.sequence is not None):
                 return value
             if self.sequence is not None and value.shape[dim] == self.sequence.width:
                 if self.counted and not np.array_equal(self._by_columns(self.sequence), self.tokens(call)):

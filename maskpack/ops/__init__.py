@@ -54,22 +54,17 @@ def pack(
     """
     fields = _fields(x, "x", "pack")
     shape, layout = _layout_of(layout, "pack")
-    if len(shape) != 2:
-        fields = [
-            field.reshape(layout.num_rows, layout.width, *field.shape[len(shape) :])
-            if field.shape[: len(shape)] == shape
-            else field
-            for field in fields
-        ]
     expected = layout.num_rows, layout.width
-    for field in fields:
+    for number, field in enumerate(fields):
         if field.is_nested:
             raise LayoutError("pack: x is nested; expected a padded tensor. Its values are packed: use x.values().")
-        if field.shape[:2] != expected or field.device != layout.device:
+        if field.shape[: len(shape)] != shape or field.device != layout.device:
             raise LayoutError(
-                f"pack: x is {tuple(field.shape)} on {field.device}; the layout is ({layout.num_rows}, {layout.width}) "
-                f"on {layout.device}. Use the layout of x's own mask, on x's device."
+                f"pack: x is {tuple(field.shape)} on {field.device}; the layout is {shape} on {layout.device}. Use the "
+                "layout of x's own mask, on x's device."
             )
+        if len(shape) != 2:
+            fields[number] = field.reshape(*expected, *field.shape[len(shape) :])
     if uses_triton(layout.device, backend, "pack"):
         from maskpack.ops import pack_autograd  # Triton is imported on first use
 

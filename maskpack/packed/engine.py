@@ -85,12 +85,17 @@ def from_engine(
         LayoutError: no outputs, or neither of vLLM nor of SGLang; a prompt, ids, log-probs or experts that are missing
             in some rows, or of another type, length or range; a row longer than its width.
     """
-    if isinstance(outputs, str | bytes | Mapping) or not hasattr(outputs, "__len__") or not len(outputs):
+    if not isinstance(outputs, Sequence) or isinstance(outputs, str | bytes) or not outputs:
         raise LayoutError(
             f"{_CALL}: outputs are {said(outputs)}; expected a list of at least one. Pass what generate returned."
         )
     shape = None if experts_shape is None else _shape_of(experts_shape)
     rows = list(_rows_of(outputs, prompts, shape))
+    if not rows:
+        raise LayoutError(
+            f"{_CALL}: the {len(outputs)} outputs hold no completion; expected at least one. "
+            "Leave aborted requests out."
+        )
     _check_alike(rows)
     widths = (
         _width("prompt_width", prompt_width, [row.prompt.size for row in rows], rows),
@@ -105,7 +110,8 @@ def from_engine(
 def _rows_of(outputs: Sequence[Any], prompts: Any, shape: tuple[int, int] | None) -> Iterator[_Row]:
     each = 1
     if prompts is not None:
-        count = len(prompts) if hasattr(prompts, "__len__") else 0
+        listed: bool = isinstance(cast("object", prompts), Sequence) or hasattr(prompts, "__array__")
+        count = len(prompts) if listed else 0
         each = len(outputs) // count if count and isinstance(outputs[0], Mapping) else 1
         if count * each != len(outputs):
             raise LayoutError(
@@ -173,7 +179,7 @@ def _of_sglang(output: Mapping[str, Any], given: Any, name: str, shape: tuple[in
     prompt, known = given, about.get("input_token_logprobs")
     if prompt is None:
         prompt = output.get("prompt_token_ids")
-    if prompt is None and known is not None and len(known) == count:
+    if prompt is None and hasattr(known, "__len__") and len(known) == count:
         prompt = _pairs(known, name, "input_token_logprobs")[1]
     if prompt is None:
         _fail(
@@ -205,13 +211,23 @@ def _sampled(log_probs: Any, ids: IntArray, name: str) -> Any:
     """float32 [r]: the log-probs of sampled tokens, from vLLM's: flat lists of the candidates of all positions, the
     sampled one first; a dict of candidates for each position; or a number for each."""
     if hasattr(log_probs, "start_indices"):
-        firsts = np.asarray(log_probs.start_indices, np.int64)
-        if firsts.size == ids.size:
-            odd = np.flatnonzero(np.asarray(log_probs.token_ids, np.int64)[firsts] != ids)
-            if not odd.size:
-                return np.asarray(log_probs.logprobs, np.float32)[firsts]
+        firsts = _numbers(log_probs.start_indices, "iu", name, "logprobs.start_indices")
+        tokens = _numbers(log_probs.token_ids, "iu", name, "logprobs.token_ids")
+        if firsts.size != ids.size:
+            _fail(name, "logprobs", f"{firsts.size} positions", f"{ids.size}, the tokens", "Fix the producer")
+        if not ((firsts >= 0) & (firsts < tokens.size)).all():
+            _fail(name, "logprobs.start_indices", "out of range", f"places of {tokens.size} candidates", "Fix it")
+        odd = np.flatnonzero(tokens[firsts] != ids)
+        if odd.size:
             at = int(odd[0])
             _fail(name, "logprobs", f"other tokens at position {at}", f"token {ids[at]} first", "Fix the producer")
+        numbers = _numbers(log_probs.logprobs, "f", name, "logprobs.logprobs")
+        if numbers.size != tokens.size:
+            _fail(name, "logprobs", f"{numbers.size} log-probs", f"one for each of {tokens.size} candidates", "Fix it")
+        return numbers[firsts]
+    listed: bool = isinstance(log_probs, Sequence | np.ndarray)
+    if not listed:
+        _fail(name, "logprobs", said(log_probs), "one for each token", "Fix the producer")
     if len(log_probs) != ids.size:
         _fail(name, "logprobs", f"{len(log_probs)} positions", f"{ids.size}, the tokens", "Fix the producer")
     if not ids.size or not isinstance(log_probs[0], Mapping):
@@ -252,7 +268,7 @@ def _array(part: Any, name: str, shape: tuple[int, int] | None) -> Any:
     try:
         text = isinstance(part, str | bytes)
         ids: Any = np.frombuffer(base64.b64decode(part, validate=True), "<i4") if text else np.asarray(part)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         _fail(name, "routed_experts", f"no base64 of int32, and no array ({error})", "one of them", "Fix the producer")
     if ids.dtype.kind not in "iu":
         _fail(name, "routed_experts", f"{ids.dtype}", "integers", "Fix the producer")
@@ -277,6 +293,8 @@ def _numbers(values: Any, kind: str, name: str, field: str) -> Any:
     found: Any = np.asarray(values)
     if found.ndim != 1 or (found.size and found.dtype.kind not in kind):
         _fail(name, field, f"{found.dtype} {found.shape}", f"{_KINDS[kind]} (n,)", "Fix the producer")
+    if integers and found.size and int(found.max()) > np.iinfo(np.int64).max:
+        _fail(name, field, f"{int(found.max())}", "integers that int64 holds", "Fix the producer")
     return found.astype(np.int64 if integers else np.float32)
 
 

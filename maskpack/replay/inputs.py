@@ -37,10 +37,10 @@ from maskpack.core.tree import entry_at
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
 from maskpack.fields.registry import Key, Path, path_of, show
-from maskpack.layout.jagged import host_offsets
+from maskpack.layout.jagged import host_offsets, is_regular
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.response import ResponseAxis, scoring
+from maskpack.nesting.response import RESPONSE, SEQUENCE, ResponseAxis, scoring
 from maskpack.ops import pack_torch as plain
 from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
@@ -421,6 +421,8 @@ def _on(field: _Field, layout: RowLayout) -> Tensor | None:
     """The tokens of a field on a layout, packed; None if the field has other rows."""
     _, value, offsets = field
     if value.is_nested:
+        if not is_regular(value):
+            return None
         offsets = host_offsets(value, layout) if offsets is None else offsets
         return value.values() if np.array_equal(offsets, layout.row_offsets) else None
     if value.dim() == 3 and value.shape[2] == layout.width:  # M-RoPE, [B, n, S]
@@ -442,12 +444,32 @@ def _picked(
                 "it in the batch, or leave it out of ReplayOptions(scored=)."
             )
         own = _on(fields[path], axis.response)
+        if axis.counted and not fields[path].value.is_nested and axis.response.width == axis.need_sequence(call).width:
+            own = _by_spec(path, own, options, call)
         if own is None:
             own = _packed(fields, path, axis.need_sequence(call), call)
             assert own is not None
             own = own.index_select(0, _sent(torch.from_numpy(tokens), own.device))
+        if own.dim() > 1:
+            raise ReplayError(
+                f'{call}: field "{show(path)}" is {tuple(own.shape)} packed; expected one number for each token. Fix '
+                "the producer."
+            )
         picked &= own.ne(0).cpu().numpy()
     return picked
+
+
+def _by_spec(path: Path, on_response: Tensor | None, options: ReplayOptions, call: str) -> Tensor | None:
+    """`on_response`, or None for a field of the sequence axis, which is as wide: its columns are other tokens, because
+    the response axis tells only lengths. The registry says which it is. Raises ReplayError if it does not."""
+    spec = registry_of(options.registry, call).find(path)
+    axes = [] if spec is None else [mask for mask in spec.masks if mask in (RESPONSE, SEQUENCE)]
+    if not axes:
+        raise ReplayError(
+            f'{call}: field "{show(path)}" may be on the axis "{RESPONSE}" or "{SEQUENCE}", which are as wide; '
+            "expected a spec that names its axis. Add it to the registry."
+        )
+    return on_response if axes[0] == RESPONSE else None
 
 
 def _sent(x: Tensor, device: torch.device) -> Tensor:

@@ -66,7 +66,7 @@ class ReplayEngine(_Engine):
                 self.replay, rows, temperature=data["temperature"], entropy=entropy, options=options
             )
             scored = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
-            model_output = on_whole_rows(data, rows, scored)
+            model_output = on_whole_rows(data, rows, scored, options)
             loss, metrics = torch.ones((), device="cpu"), {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output, data, dp_group=self.get_data_parallel_group())
@@ -87,14 +87,24 @@ def replay_rows(data: TensorDictBase) -> TensorDictBase:
     return rows
 
 
-def on_whole_rows(data: TensorDictBase, rows: TensorDictBase, scored: dict[str, Tensor]) -> dict[str, Tensor]:
+def on_whole_rows(
+    data: TensorDictBase, rows: TensorDictBase, scored: dict[str, Tensor], options: ReplayOptions
+) -> dict[str, Tensor]:
     """Values of response tokens [B, j], jagged, where verl's losses read them: on whole rows, at the token before each;
     0 elsewhere."""
     ids: Any = data["input_ids"]
-    predict = PackedInputs.of(rows).predict
+    alone = replace(options, no_prompt="skip", share_prefixes=False, routed_experts=False)
+    inputs = PackedInputs.of(rows, options=alone)
     zeros = torch.zeros(ids.values().shape, dtype=torch.float32, device=ids.device)
     return {
-        name: torch.nested.nested_tensor_from_jagged(zeros.index_copy(0, predict, value.values()), ids.offsets())
+        name: torch.nested.nested_tensor_from_jagged(
+            zeros.index_copy(
+                0,
+                inputs.predict,
+                value.values() if inputs.scored is None else value.values().index_select(0, inputs.scored),
+            ),
+            ids.offsets(),
+        )
         for name, value in scored.items()
     }
 
