@@ -268,3 +268,21 @@ def alone(model: Any, batch: TensorDict, loss: Tensor) -> Iterator[tuple[Tensor,
         assert len(columns_of_row) == len(places)
         out = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], position_ids=where, use_cache=False)
         yield out.logits[0], ids.tolist(), places
+
+
+def test_a_mask_as_wide_as_a_response_of_lengths_is_read_by_its_spec() -> None:
+    """The response axis tells only lengths, and both axes have five columns: the spec says which tokens are meant."""
+    axes = {name: mp.MaskAxis(f"{name}_lengths", form="lengths", head=("ids",)) for name in ("sequence", "response")}
+    mask = torch.tensor([[0, 0, 0, 1, 0], [0, 0, 1, 0, 0]])
+    data = {"ids": torch.arange(10).view(2, 5), "mask": mask, "sequence_lengths": torch.tensor([5, 4])}
+    batch = TensorDict(data | {"response_lengths": torch.tensor([2, 2])}, [2])
+    ids = {"ids": mp.MaskNestingSpec("sequence")}
+    for spec, targets in (("sequence", [3, 7]), ("response", [])):
+        own = mp.MaskNestingRegistry(ids | {"mask": mp.MaskNestingSpec(spec)}, axes)
+        inputs = PackedInputs.of(batch, options=ReplayOptions(input_ids="ids", registry=own, scored=("mask",)))
+        assert inputs.targets.tolist() == targets
+        with pytest.raises(LayoutError, match='field "ids" is on the sequence axis, whose last 5 columns are not'):
+            mp.select_and_pad_to_response(batch, "ids", registry=own)
+    own = mp.MaskNestingRegistry(ids, axes)
+    with pytest.raises(ReplayError, match='field "mask" may be on the axis "response" or "sequence"'):
+        PackedInputs.of(batch, options=ReplayOptions(input_ids="ids", registry=own, scored=("mask",)))
