@@ -35,13 +35,17 @@ def pickle_experiences(*, registry: Registry = fields.openrlhf, **options: Any) 
 
     def reduced(experience: Any) -> tuple[Any, ...]:
         entries, sequences = _entries(experience), experience.sequences
-        single = sequences is not None and sequences.dim() == 1
-        if single:
-            entries = {path: value[None] if isinstance(value, Tensor) else value for path, value in entries.items()}
-        rows = 0 if sequences is None else 1 if single else len(sequences)
-        return _restored, (type(experience), Carried.of(entries, rows, registry=registry, **options), single)
+        dims = sequences.dim() if isinstance(sequences, Tensor) else 0
+        lifted = [path for path, value in entries.items() if dims == 1 and _is_plain(value)]
+        entries |= {path: entries[path][None] for path in lifted}
+        rows = len(sequences) if dims > 1 else dims
+        return _restored, (type(experience), Carried.of(entries, rows, registry=registry, **options), lifted)
 
     return pickle_as((Experience,), reduced)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested and not value.requires_grad
 
 
 def _entries(experience: Any) -> dict[Path, Any]:
@@ -56,11 +60,11 @@ def _entries(experience: Any) -> dict[Path, Any]:
     return entries
 
 
-def _restored(kind: Any, carried: Carried, single: bool) -> Any:
+def _restored(kind: Any, carried: Carried, lifted: list[Path]) -> Any:
     experience: Any = kind.__new__(kind)
     attributes = experience.__dict__
     for (name, *within), value in carried.entries().items():
-        if single and isinstance(value, Tensor):
+        if (name, *within) in lifted:
             value = value.squeeze(0)
         if within:
             attributes.setdefault(name, {})[within[0]] = value

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from maskpack import fields
 from maskpack.fields.options import Registry
@@ -53,7 +52,8 @@ def pickle_tensor_batches(*, registry: Registry = fields.skyrl, **options: Any) 
         lists = [key for key, value in batch.items() if isinstance(value, _LIST)]
         entries = {(key,): _plain(value) for key, value in batch.items()}
         carried = Carried.of(entries, batch.batch_size or 0, registry=registry, **options)
-        return _restored, (type(batch), carried, lists, vars(batch))
+        packed = {key: value.cu_seqlens.dtype for key, value in batch.items() if isinstance(value, _PACKED)}
+        return _restored, (type(batch), carried, lists, packed, vars(batch))
 
     return pickle_as((_batches.TensorBatch, _batches.TrainingInputBatch), reduced)
 
@@ -66,16 +66,18 @@ def _plain(value: Any) -> Any:
         return value
     offsets: Any = value.cu_seqlens.to(torch.int64)
     lengths = offsets.diff().tolist()
-    return jagged_from(value.values.contiguous(), offsets, min(lengths), max(lengths))
+    return jagged_from(value.values.contiguous(), offsets, min(lengths, default=0), max(lengths, default=0))
 
 
-def _restored(kind: Any, carried: Carried, lists: list[str], attributes: dict[str, Any]) -> Any:
+def _restored(
+    kind: Any, carried: Carried, lists: list[str], packed: dict[str, torch.dtype], attributes: dict[str, Any]
+) -> Any:
     batch: Any = kind.__new__(kind)
     for (key,), value in carried.entries().items():
         if key in lists:
             value = _LIST(value)
-        elif isinstance(value, Tensor) and value.is_nested:
-            value = _PACKED(value.values(), cast("Any", value).offsets().to(torch.int32))
+        elif key in packed:
+            value = _PACKED(value.values(), value.offsets().to(packed[key]))
         batch[key] = value
     vars(batch).update(attributes)
     return batch

@@ -47,7 +47,8 @@ def pack(
         backend: "auto" uses Triton on GPUs and torch elsewhere.
 
     Returns:
-        [T, *F] in the dtype of `x`, or a list of these; twice differentiable. No synchronisation.
+        [T, *F] in the dtype of `x`, or a list of these; twice differentiable. No synchronisation but that of a
+        mask.
 
     Raises:
         LayoutError: `x` does not start with the layout's (B, S), or is on another device.

@@ -191,3 +191,20 @@ def test_a_hook_makes_the_workers_of_ray_pack(hooked_ray):
     size, back = ray.get(echoed.remote(batch))
     assert told(back) == told(batch)
     assert size < len(pickle.dumps(batch)) / 4
+
+
+def test_a_leaf_of_one_sample_stays_a_leaf() -> None:
+    """A tensor that wants gradients is carried as it is, and gets no dim of rows."""
+    undo = pickle_experiences(pad_token_id=0)
+    try:
+        leaf = torch.ones(3, requires_grad=True)
+        sample = Experience(sequences=torch.arange(3), attention_mask=torch.ones(3).long(), values=leaf)
+        again = pickle.loads(pickle.dumps(sample))
+        listed = pickle.loads(pickle.dumps(Experience(sequences=[1, 2])))
+    finally:
+        undo()
+    assert again.values.requires_grad
+    assert again.values.is_leaf
+    assert again.values.shape == (3,)
+    assert again.sequences.tolist() == [0, 1, 2]
+    assert listed.sequences == [1, 2]
