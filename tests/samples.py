@@ -468,7 +468,7 @@ def in_chunks(rows: int | None) -> Iterator[None]:
     """packed_log_probs stores the logits of so many rows at once; None for as many as it does by itself."""
     with pytest.MonkeyPatch.context() as patch:
         if rows is not None:
-            patch.setattr("maskpack.ops.log_probs._chunk_rows", lambda hidden, vocabulary: rows)
+            patch.setattr("maskpack.ops.log_probs._PIECE_ROWS", rows)
         yield
 
 

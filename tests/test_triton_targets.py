@@ -20,7 +20,7 @@ import torch
 
 import maskpack
 from maskpack.layout.row_layout import device_spans
-from maskpack.ops.log_probs import Slopes
+from maskpack.ops.log_probs import SLICE, Parts, Slopes
 from maskpack.ops.logits import Curve
 
 pytestmark = [
@@ -40,10 +40,9 @@ def log_probs() -> None:
     plain, capped = Curve(1.0, None), Curve(1.0, 0.1)
     for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
         for entropy in (None, numbers[2]):
-            for top in (None, numbers[4]):
-                kernels.reduce_rows(logits, ids, plain, *numbers[:2], entropy, kept, top)
-                if kept is None:
-                    kernels.reduce_rows(logits, ids, capped, *numbers[:2], entropy, None, top)
+            parts = Parts.of(rows, columns, entropy is not None, torch.float32, logits.device)
+            for curve in (plain, capped):
+                kernels.reduce_rows(logits, ids, curve, parts, logits[:0] if kept is None else kept, 0, 0)
             all_slopes = [(numbers[3], None)]
             if entropy is not None:
                 all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
@@ -54,8 +53,9 @@ def log_probs() -> None:
                         kernels.differentiate(logits, grad, 0, given)
                         kernels.differentiate(logits, grad, 0, given._replace(curve=capped))
                 else:
-                    for shift in (None, numbers[1]):
-                        kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(shift=shift))
+                    shift = torch.zeros(columns // SLICE + 1, rows).t()
+                    kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(shift=shift))
+                    kernels.differentiate(kept, kept, 0, given._replace(shift=shift))
 
 
 def prefix_attention() -> None:

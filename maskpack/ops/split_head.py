@@ -198,33 +198,48 @@ def _gathered(message: Message, group: dist.ProcessGroup) -> list[list[int]]:
 
 
 def combined(
-    top: Tensor, token: Tensor, total: Tensor, weighted: Tensor | None, ids: Tensor, rows: int, split: Split
+    token: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None, ids: Tensor, rows: int, split: Split | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """log_probs, log-sum-exp, entropy and shift [T] over all slices, by a maximum and a sum over the ranks.
+    """log_probs, log-sum-exp and entropy [T], and shift [T, S], over all slices, by a maximum and sums over the slices
+    of this rank and over the ranks.
 
     Args:
-        top, token, total, weighted: [T] of this slice, from `reduce_rows` with `top`.
-        ids: [T], from the first of the `rows` of this slice on.
+        token, top, total, weighted: `Parts` of the S slices of this rank.
+        ids: [T], from the first of the `rows` of this rank on.
 
     Logits are taken from the largest of all, G, so that nothing large is subtracted from something large:
 
-        sum of exp(logit - G)                  = sum over ranks of exp(top - G) * total
-        sum of exp(logit - G) * (logit - G)    = sum over ranks of exp(top - G) * (weighted + total * (top - G))
+        sum of exp(logit - G)                  = sum over slices of exp(top - G) * total
+        sum of exp(logit - G) * (logit - G)    = sum over slices of exp(top - G) * (weighted + total * (top - G))
 
-    The shift is the log of the probability of this slice: log p = log p within the slice + shift.
+    The shift is the log of the probability of a slice: log p = log p within the slice + shift.
     """
-    highest = _reduced(top.clone(), dist.ReduceOp.MAX, split.group)
+    highest = top.amax(0)
+    if split is not None:
+        _reduced(highest, dist.ReduceOp.MAX, split.group)
     below = top - highest
     power = below.exp()
-    parts = [power * total, (token - highest).where((ids >= 0) & (ids < rows), 0)]
+    sums = [_added(power * total), (token - highest).where((ids >= 0) & (ids < rows), 0)]
     if weighted is not None:
-        parts.append((power * (weighted + total * below)).where(power > 0, 0))
-    sums = _reduced(torch.stack(parts), dist.ReduceOp.SUM, split.group)
+        sums.append(_added((power * (weighted + total * below)).where(power > 0, 0)))
+    first = 0
+    if split is not None:
+        sums, first, rows = _reduced(torch.stack(sums), dist.ReduceOp.SUM, split.group), split.first, split.vocabulary
     log_sum = sums[0].log()
-    place = ids + split.first
-    log_probs = (sums[1] - log_sum).where((place >= 0) & (place < split.vocabulary), torch.nan)
+    place = ids + first
+    log_probs = (sums[1] - log_sum).where((place >= 0) & (place < rows), torch.nan)
     entropy = None if weighted is None else log_sum - sums[2] / sums[0]
-    return log_probs, highest + log_sum, entropy, below + (total.log() - log_sum)
+    shift = (below + (total.log() - log_sum)).clamp(min=torch.finfo(below.dtype).min)
+    return log_probs, highest + log_sum, entropy, shift.t()
+
+
+def _added(x: Tensor) -> Tensor:
+    """The sum over the first dim, which it overwrites, in an order that does not depend on the others."""
+    while len(x) > 1:
+        half = -(-len(x) // 2)
+        x[: len(x) - half] += x[half:]
+        x = x[:half]
+    return x[0]
 
 
 def add_up(grad_hidden: Tensor, split: Split) -> None:

@@ -9,7 +9,8 @@ from maskpack.ops import log_probs
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers so small that every loop takes several turns: 128 rows a chunk and a block, 256 tokens a slice."""
-    monkeypatch.setattr(log_probs, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(log_probs, "_SLICE_BYTES", 1)
+    """Numbers so small that every loop takes several turns: 128 rows a block, 64 rows and 512 columns a piece, 256
+    columns a slice and a range."""
+    for name, number in (("_PIECE_ROWS", 64), ("_PIECE_COLUMNS", 512), ("SLICE", 256), ("_RANGE_BYTES", 1)):
+        monkeypatch.setattr(log_probs, name, number)
     monkeypatch.setattr(log_probs, "_BLOCK_TOKENS", 128)

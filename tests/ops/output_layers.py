@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from maskpack.ops import Logits
+from maskpack.ops.log_probs import Parts
+from maskpack.ops.logits import Curve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -83,3 +85,10 @@ def kept_tokens(loss: Tensor) -> int:
     node: Any = loss.grad_fn
     kept = node.saved_tensors[-1]
     return 0 if kept is None else kept.shape[0]
+
+
+def reduced(program: Any, logits: Tensor, ids: Tensor, curve: Curve, *, entropy: bool = True) -> Parts:
+    """What reduce_rows writes of logits [T, V], which it overwrites, where nothing is kept."""
+    parts = Parts.of(*logits.shape, entropy, logits.dtype, logits.device)
+    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), 0, 0)
+    return parts

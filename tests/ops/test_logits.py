@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced
 from samples import in_chunks
 from torch import Tensor
 
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops import log_probs as module
+from maskpack.ops.split_head import combined
 
 RANK = 3
 
@@ -204,15 +205,13 @@ def test_kernels_cap_as_their_specification(backend: Any, dtype: torch.dtype) ->
     results, curve = [], module.Curve(12.5, 0.08)
     single, double = (backend == "triton", torch.float32), (False, torch.float64)
     for program, wide in ((module._program(kernels), wide) for kernels, wide in (single, double)):
-        out = torch.zeros(4, 5, dtype=wide, device=DEVICE)
-        ranks = torch.zeros(4, 5, dtype=wide, device=DEVICE)
-        program.reduce_rows(logits.to(wide, copy=True), ids, curve, *out[:3], None)
-        program.reduce_rows(logits.to(wide, copy=True), ids, curve, *ranks[:3], None, ranks[3])
+        parts = reduced(program, logits.to(wide, copy=True), ids, curve)
+        out = combined(*parts, ids, 300, None)[:3]
         grad = torch.zeros(5, 300, dtype=dtype if wide == torch.float32 else wide, device=DEVICE)
         slopes = factors(5).to(wide)
         others = -out[0].nan_to_num().expm1()
         program.differentiate(logits.to(wide), grad, 0, module.Slopes(ids, others, out[1], out[2], *slopes, curve))
-        results.append((out[:3], ranks, grad))
+        results.append((torch.stack(out), torch.cat([parts.token[None], *parts[1:]]), grad))
     for seen, want, limit in zip(*results, (1e-5, 1e-4, 1e-5 if dtype == torch.float32 else 1e-2), strict=True):
         torch.testing.assert_close(seen.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)
 

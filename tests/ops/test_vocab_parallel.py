@@ -94,13 +94,14 @@ def test_unknown_ids_give_nan_on_all_ranks(ranks: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_rank_holds_half_of_the_weight_and_of_the_logits() -> None:
-    """The largest storage is the buffer of the logits of a chunk, 512 of 1000 rows by default."""
+    """The largest storage of the forward pass is the logits of a piece, whatever the vocabulary."""
     vocabulary, tokens = 131_072, 1000
     (whole,) = ran(work_vocab.bytes_of, 1, vocabulary, tokens, None)
-    assert whole["largest"] == 512 * vocabulary * 4
-    assert whole["largest"] <= module._CHUNK_BYTES
+    piece = 1008 * module._PIECE_COLUMNS * 4
+    assert whole["largest"] == piece
     for seen in ran(work_vocab.bytes_of, 2, vocabulary, tokens, None):
-        assert {name: 2 * size for name, size in seen.items()} == whole
+        assert seen["largest"] == piece
+        assert 2 * seen["weight"] == whole["weight"]
 
 
 def test_a_rank_keeps_its_part_of_the_distributions() -> None:

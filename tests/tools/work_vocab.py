@@ -138,8 +138,8 @@ def compare(cases: Sequence[Case], alone: bool = False) -> list[dict[str, Any]]:
 
 
 def narrow() -> None:
-    """Buffers so small that every loop takes several turns: 128 rows a chunk and a block, 256 tokens a slice."""
-    module._CHUNK_BYTES = module._SLICE_BYTES = 1
+    """Numbers so small that every loop takes several turns, as the fixture of this name."""
+    module._PIECE_ROWS, module._PIECE_COLUMNS, module.SLICE, module._RANGE_BYTES = 64, 512, 256, 1
     module._BLOCK_TOKENS = 128
 
 
