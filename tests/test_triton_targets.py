@@ -40,7 +40,7 @@ def log_probs() -> None:
     plain, capped = Curve(1.0, None), Curve(1.0, 0.1)
     for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
         for entropy in (None, numbers[2]):
-            parts = Parts.of(rows, columns, entropy is not None, torch.float32, logits.device)
+            parts = Parts.of(rows, columns, entropy is not None, torch.float32, logits.device, SLICE)
             for curve in (plain, capped):
                 kernels.reduce_rows(logits, ids, curve, parts, logits[:0] if kept is None else kept, 0, 0)
             all_slopes = [(numbers[3], None)]

@@ -1,4 +1,3 @@
-# LEAD: design changed, read LEAD_NOTE.md in the root of this worktree NOW, then remove this line.
 """packed_log_probs: log-probs of given tokens from hidden states, without storing all logits.
 
     forward   a piece of logits at a time          logits [M, N] -> sums over each row and slice (`Parts`), which
@@ -171,7 +170,8 @@ def packed_log_probs(
     factors = hidden, weight, *layer.tensors
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
     kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
-    how = _How(curve, float(layer.lora_scale), kept, bool(entropy), kernels, split)
+    fused = kernels and not any(x is not None for x in layer.tensors) and _fused().fits(_matrix(hidden), weight)
+    how = _How(curve, float(layer.lora_scale), kept, bool(entropy), kernels, fused, split)
     apply = cast(Callable[..., Any], _LogProbs.apply)
     return apply(*factors, ids, how)
 
@@ -184,7 +184,13 @@ class _How(NamedTuple):
     kept_tokens: int
     entropy: bool
     kernels: bool
+    fused: bool
     split: Split | None
+
+    @property
+    def width(self) -> int:
+        """The entries of the vocabulary in a slice."""
+        return _fused().TILE if self.fused else SLICE
 
 
 class _Layer(NamedTuple):
@@ -318,7 +324,7 @@ class _LogProbs(torch.autograd.Function):
         how: _How = ctx.how
         ctx.spent = ctx.spent or _in_place(layer[0], kept)
         thin = None if left is None else _Thin(left, right)
-        of_logits = Slopes(ids, others, lse, entropy, first, second, how.curve, shift)
+        of_logits = Slopes(ids, others, lse, entropy, first, second, how.curve, shift, how.width)
         return *_backward(_Layer(*layer), thin, of_logits, kept, ctx.needs_input_grad[:5], how), None, None
 
 
@@ -351,7 +357,7 @@ class _Thin(NamedTuple):
 class Slopes(NamedTuple):
     """The inputs of the gradient of the logits: tensors [T], and the curve. `others` is 1 - p, the probability of all
     tokens except the given one, computed without the cancellation of that difference. Without `lse`, probabilities
-    within slices are given in place of logits, and `shift` [T, S] is the log of the probability of each slice."""
+    within slices of `width` are given in place of logits, and `shift` [T, S] is the log of the probability of each."""
 
     ids: Tensor
     others: Tensor
@@ -361,10 +367,17 @@ class Slopes(NamedTuple):
     grad_entropy: Tensor | None
     curve: Curve
     shift: Tensor | None = None
+    width: int = SLICE
 
     def of(self, rows: slice, *, kept: bool = False) -> Slopes:
         parts: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in self]
         return Slopes(*parts)._replace(**{"lse": None} if kept else {})
+
+
+def _fused() -> Any:
+    from maskpack.ops import log_probs_fused  # Triton is imported on first use
+
+    return log_probs_fused
 
 
 class _Program(NamedTuple):
@@ -397,9 +410,11 @@ class Parts(NamedTuple):
     weighted: Tensor | None
 
     @staticmethod
-    def of(tokens: int, vocabulary: int, entropy: bool, wide: torch.dtype, device: torch.device) -> Parts:
-        """Those of an empty slice."""
-        slices = max(-(-vocabulary // SLICE), 1)
+    def of(
+        tokens: int, vocabulary: int, entropy: bool, wide: torch.dtype, device: torch.device, width: int
+    ) -> Parts:
+        """Those of empty slices."""
+        slices = max(-(-vocabulary // width), 1)
         total = torch.zeros((2 if entropy else 1, slices, tokens), dtype=wide, device=device)
         token = torch.full((tokens,), math.nan, dtype=wide, device=device)
         return Parts(token, torch.full_like(total[0], torch.finfo(wide).min), total[0], total[1] if entropy else None)
@@ -409,7 +424,10 @@ def _forward(layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Te
     """The parts of all slices. Stores the probabilities of the first tokens in `kept` [K, V]."""
     hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
     tokens, vocabulary, wide = hidden.shape[0], weight.shape[0], _wide(hidden.dtype)
-    parts = Parts.of(tokens, vocabulary, how.entropy, wide, hidden.device)
+    parts = Parts.of(tokens, vocabulary, how.entropy, wide, hidden.device, how.width)
+    if how.fused:
+        _fused().reduce_rows(hidden, weight, ids, how.curve, parts, kept if len(kept) else None)
+        return parts
     buffer = _piece_buffer(tokens, vocabulary, wide, hidden.device)
     reduce = _program(how.kernels).reduce_rows
     for rows, columns, logits in _pieces(hidden, weight, thin, slice(0, tokens), slice(0, vocabulary), buffer):
@@ -464,7 +482,7 @@ def _backward(
     grad_hidden = fresh(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     thin_grads = _ThinGrads.of(thin, layer, needed)
-    blocks = _Blocks.of(hidden, weight, needed[1], in_place=in_place)
+    blocks = _Blocks.of(hidden, weight, needed[1], in_place=in_place, fused=how.fused)
     _add_blocks(layer, thin, slopes, kept, blocks, how, (grad_hidden, grad_weight, thin_grads))
     del blocks  # before the rounded gradient is allocated
     grad_a = thin_grads.through(layer, how.lora_scale, grad_hidden, needed[3])
@@ -495,7 +513,7 @@ def _add_blocks(
             sums = grad_weight[columns] if blocks.sums is None else blocks.sums[: len(part)]
         for begin in range(0, max(len(hidden), 1), blocks.rows):
             rows = slice(begin, min(begin + blocks.rows, len(hidden)))
-            grad = _grad_of_block(hidden, weight, thin, slopes, kept, blocks, rows, columns, _program(how.kernels))
+            grad = _grad_of_block(hidden, weight, thin, slopes, kept, blocks, rows, columns, how)
             if sums is not None:
                 _product(grad.t(), hidden[rows], sums, add=begin > 0)
             if grad_hidden is not None:
@@ -515,31 +533,30 @@ def _grad_of_block(
     blocks: _Blocks,
     rows: slice,
     columns: slice,
-    program: _Program,
+    how: _How,
 ) -> Tensor:
     """The gradient of the logits of some tokens and columns: from what was kept, or from logits computed again."""
-    if blocks.grad is None and kept is not None:
-        grad = kept.data[rows, columns]  # a second backward pass, which would find it changed, does not use it
-        program.differentiate(grad, grad, columns.start, slopes.of(rows, kept=True))
+    program = _program(how.kernels)
+    if kept is not None:
+        stored = kept.data[rows, columns]  # a second backward pass, which would find it changed, does not use it
+        grad = stored if blocks.grad is None else blocks.grad[: len(stored), : stored.shape[1]]
+        program.differentiate(stored, grad, columns.start, slopes.of(rows, kept=True))
         return grad
     assert blocks.grad is not None
-    assert blocks.logits is not None
     grad = blocks.grad[: rows.stop - rows.start, : columns.stop - columns.start]
-    middle = min(max(rows.start, 0 if kept is None else len(kept)), rows.stop)
-    if kept is not None and middle > rows.start:
-        some = slice(rows.start, middle)
-        program.differentiate(
-            kept[some, columns], grad[: middle - rows.start], columns.start, slopes.of(some, kept=True)
-        )
-    for some, part, logits in _pieces(hidden, weight, thin, slice(middle, rows.stop), columns, blocks.logits):
+    if how.fused:
+        _fused().differentiate(hidden[rows], weight[columns], grad, columns.start, slopes.of(rows))
+        return grad
+    assert blocks.logits is not None
+    for some, part, logits in _pieces(hidden, weight, thin, rows, columns, blocks.logits):
         out = grad[some.start - rows.start : some.stop - rows.start, part.start - columns.start :][:, : logits.shape[1]]
         program.differentiate(logits, out, part.start, slopes.of(some))
     return grad
 
 
 def _in_place(hidden: Tensor, kept: Tensor | None) -> bool:
-    """Whether the gradient of the logits replaces what was kept of all tokens. Then both products are one each."""
-    return kept is not None and len(kept) == len(hidden) and _has_wide_products(hidden)
+    """Whether the gradient of the logits replaces what was kept. Then both products are one each."""
+    return kept is not None and _has_wide_products(hidden)
 
 
 class _Blocks(NamedTuple):
@@ -553,17 +570,19 @@ class _Blocks(NamedTuple):
     sums: Tensor | None
 
     @staticmethod
-    def of(hidden: Tensor, weight: Tensor, of_weight: bool, *, in_place: bool) -> _Blocks:
+    def of(hidden: Tensor, weight: Tensor, of_weight: bool, *, in_place: bool, fused: bool) -> _Blocks:
         (tokens, width), vocabulary, wide = hidden.shape, weight.shape[0], _wide(hidden.dtype)
         if in_place:
             return _Blocks(max(tokens, 1), vocabulary, None, None, None)
         dtype = hidden.dtype if _has_wide_products(hidden) else wide
         most = _BLOCK_TOKENS if of_weight else _BLOCK_TOKENS // 4  # sums of the weight's gradient want large blocks
+        most *= 4 if fused and of_weight else 1  # no logits beside the gradient
         rows = max(tokens if tokens <= 2 * most else _piece(tokens, most, _TILE), 1)
         summed = of_weight and rows < tokens and weight.dtype != wide
         size = rows * dtype.itemsize + width * wide.itemsize * summed
-        logits = _piece_buffer(rows, vocabulary, wide, hidden.device)
-        columns = _range_columns(vocabulary, (_RANGE_BYTES - logits.nbytes) // size, rows, width)
+        logits = None if fused else _piece_buffer(rows, vocabulary, wide, hidden.device)
+        most = _RANGE_BYTES - (0 if logits is None else logits.nbytes)
+        columns = _range_columns(vocabulary, most // size, rows, width)
         grad = _buffer(rows, min(columns, vocabulary), dtype, hidden.device)
         sums = torch.empty((min(columns, vocabulary), width), dtype=wide, device=hidden.device) if summed else None
         return _Blocks(rows, columns, logits, grad, sums)
@@ -615,12 +634,12 @@ class _ThinGrads(NamedTuple):
 
 
 def _kept_tokens(hidden: Tensor, weight: Tensor, budget: int | None) -> int:
-    """The number of tokens whose distributions are kept: whole tiles, or all."""
+    """The number of tokens whose distributions are kept: all or none."""
     if hidden.dtype not in _HALF or weight.shape[0] == 0:
         return 0
     budget = weight.numel() * weight.itemsize if budget is None else int(budget)
     most = budget // (hidden.itemsize * _aligned(weight.shape[0]))
-    return hidden.shape[0] if most >= hidden.shape[0] else most // _TILE * _TILE
+    return hidden.shape[0] if most >= hidden.shape[0] else 0
 
 
 def _range_columns(vocabulary: int, most: int, block: int, width: int) -> int:
@@ -752,11 +771,11 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
     precision, and log p is theirs plus the `shift` of the slice. With a soft cap, which is not stored, x =
     tanh(logits * inner) is in place of the logits, and the gradient is that of the logits: times inner * (1 - x^2).
     """
-    ids, others, lse, entropy, grad_log_probs, grad_entropy, (scale, inner), shift = slopes
+    ids, others, lse, entropy, grad_log_probs, grad_entropy, (scale, inner), shift = slopes[:8]
     bend = None
     if lse is None:
         assert shift is not None
-        below = shift[:, torch.arange(first, first + logits.shape[1], device=shift.device) // SLICE]
+        below = shift[:, torch.arange(first, first + logits.shape[1], device=shift.device) // slopes.width]
         p, log_p = _restored(logits)
         p, log_p = p * below.exp(), log_p + below
     else:

@@ -1,4 +1,3 @@
-# LEAD: design changed, read LEAD_NOTE.md in the root of this worktree NOW, then remove this line.
 """Triton kernels of `packed_log_probs`, which process the logits between two matrix products.
 
     reduce_rows    a program for each slice of a row reads its logits once, from the cache, where the product left them:
@@ -24,22 +23,27 @@ from maskpack.ops import log_probs
 from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Parts, Slopes
 from maskpack.ops.logits import Curve
 
-_BLOCK, _WARPS = 4096, 8
+_BLOCK, _SEGMENT, _WARPS = 4096, 256, 8
 _SLICE_WARPS = 8
 """Of reduce_rows, whose block is a slice."""
-_EXACT = {"enable_fp_fusion": False}
+EXACT = {"enable_fp_fusion": False}
 """A logit times `scale` is rounded before something is taken from it, so that the highest less itself is 0."""
 _UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Within two roundings: a fraction where 1 - exp cancels, exp elsewhere."""
     square = x * x
     near = x * (945 + square * (105 + square)) / (945 + square * (420 + 15 * square))
     power = tl.exp(-2 * tl.abs(x))
     far = (1 - power) / (1 + power)
     return tl.where(tl.abs(x) < 0.5, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def stored(log_p):
+    return tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT)
 
 
 @triton.jit(do_not_specialize=["row", "number", "tokens", "kept_rows"])
@@ -76,7 +80,7 @@ def _reduce_slice(
     # Up to the stride, so that loads are as wide, and sums in the same order, whatever the number of columns is.
     here = tl.load(logits + line + at, mask=at < stride - begin, other=0.0)
     if CAPPED:
-        here = _tanh(here * inner)
+        here = tanh(here * inner)
     here = tl.where(inside, here, float("-inf")) * scale
     top = tl.maximum(tl.max(here, 0), -3.0e38)  # finite, so that differences are, too
     below = here - top
@@ -91,13 +95,12 @@ def _reduce_slice(
     known = (wanted >= 0) & (wanted < tl.minimum(columns, SLICE))
     logit = tl.load(logits + line + wanted, mask=known, other=0.0)
     if CAPPED:
-        logit = _tanh(logit * inner)
+        logit = tanh(logit * inner)
     tl.store(token + row, logit * scale, mask=known)
     if row < kept_rows:  # no constant, so that one kernel, and the same bits, come of calls that keep nothing
         log_p = below - tl.log(total)
-        words = tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT).to(kept.dtype.element_ty)
         kept += row.to(tl.int64) * kept_stride + column
-        tl.store(kept + at, words, mask=inside, eviction_policy="evict_first")
+        tl.store(kept + at, stored(log_p).to(kept.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -124,33 +127,30 @@ def _differentiate_block(
     KEPT: tl.constexpr,
     CAPPED: tl.constexpr,
     SLICE: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # [segments, SEGMENT], each of one slice: slices and `first` are multiples of a segment
+    begins = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SEGMENT)[:, None] * SEGMENT
+    at = begins + tl.arange(0, SEGMENT)[None, :]
     inside = at < columns
     here = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
     if KEPT:
         p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
         log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
-        # A block lies in one slice, or in two.
-        begin = first + tl.program_id(1) * BLOCK
-        number = begin // SLICE
-        last = (first + tl.minimum(columns, (tl.program_id(1) + 1) * BLOCK) - 1) // SLICE
-        line = shift + row.to(tl.int64) * shift_stride
-        left = tl.load(line + number.to(tl.int64) * slice_stride)
-        right = tl.load(line + last.to(tl.int64) * slice_stride)
-        in_left = first + at < (number + 1) * SLICE
-        p *= tl.where(in_left, tl.exp(left), tl.exp(right))
-        log_p += tl.where(in_left, left, right)
+        place = shift + row.to(tl.int64) * shift_stride + ((first + begins) // SLICE).to(tl.int64) * slice_stride
+        below = tl.load(place, mask=begins < columns, other=0.0)
+        p *= tl.exp(below)
+        log_p += below
     else:
         if CAPPED:
             power = tl.exp(-2 * tl.abs(here * inner))
             bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
-            here = _tanh(here * inner)
+            here = tanh(here * inner)
         log_p = here * scale - tl.load(lse + row)
         p = tl.exp(log_p)
-    factor = tl.zeros((BLOCK,), tl.float32)
+    factor = tl.zeros((BLOCK // SEGMENT, SEGMENT), tl.float32)
     if LOG_PROBS:
         slope = tl.load(grad_log_probs + row)
         wanted = at == tl.load(ids + row) - first
@@ -188,7 +188,7 @@ def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: T
             SLICE=width,
             BLOCK=_block(logits.stride(0), width),
             num_warps=_SLICE_WARPS,
-            **_EXACT,
+            **EXACT,
         )
 
 
@@ -197,8 +197,7 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
     if rows == 0:
         return
     # From the stride, which all slices share, so that a narrower last slice does not compile another kernel.
-    width = log_probs.SLICE
-    block = _block(grad.stride(0), min(_BLOCK, width))
+    block = _block(grad.stride(0), _BLOCK)
     shift = slopes.shift if slopes.lse is None else None
     strides = (0, 0) if shift is None else shift.stride()
     with device_of(logits):
@@ -217,12 +216,13 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
             ENTROPY=slopes.grad_entropy is not None,
             KEPT=slopes.lse is None,
             CAPPED=slopes.curve.inner is not None,
-            SLICE=width,
+            SLICE=slopes.width,
+            SEGMENT=_SEGMENT,
             BLOCK=block,
             num_warps=_WARPS,
-            **_EXACT,
+            **EXACT,
         )
 
 
 def _block(columns: int, most: int) -> int:
-    return min(most, max(256, 1 << (columns - 1).bit_length()))
+    return min(most, max(_SEGMENT, 1 << (columns - 1).bit_length()))

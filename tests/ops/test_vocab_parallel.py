@@ -105,9 +105,9 @@ def test_a_rank_holds_half_of_the_weight_and_of_the_logits() -> None:
 
 
 def test_a_rank_keeps_its_part_of_the_distributions() -> None:
-    (whole,) = ran(work_vocab.bytes_of, 1, 4096, 300, 256 * 4096 * 2)
-    assert whole["kept"] == 256 * 4096 * 2
-    for seen in ran(work_vocab.bytes_of, 2, 4096, 300, 256 * 4096 * 2):
+    (whole,) = ran(work_vocab.bytes_of, 1, 4096, 300, 300 * 4096 * 2)
+    assert whole["kept"] == 300 * 4096 * 2
+    for seen in ran(work_vocab.bytes_of, 2, 4096, 300, 300 * 4096 * 2):
         assert (2 * seen["kept"], 2 * seen["weight"]) == (whole["kept"], whole["weight"])
 
 

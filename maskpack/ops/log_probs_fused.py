@@ -1,0 +1,227 @@
+"""Matrix products of `packed_log_probs` that never write logits: Triton kernels whose epilogue works on the tile of the
+product in registers. For half precision on GPUs with a tensor memory accelerator.
+
+    reduce_rows    a tile [128, 256] of the logits -> its Parts, a slice of TILE columns, and perhaps its probabilities
+    differentiate  a tile of the logits -> their gradient
+
+A program for each processor works on tile after tile, so that the loads of the next product overlap with an epilogue.
+The sums of a token depend on its hidden state and the weight alone: not on the other tokens, and not on what is kept.
+"""
+
+# Kernel parameters have no Python type, and a launch takes more than the kernel has.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from maskpack.layout.launch_triton import device_of
+from maskpack.ops.log_probs import Parts, Slopes
+from maskpack.ops.log_probs_triton import EXACT, stored, tanh
+from maskpack.ops.logits import Curve
+
+TILE = 256
+"""The columns of a tile, which are a slice."""
+_ROWS, _DEPTH = 128, 64
+_TILES: dict[str, Any] = {"ROWS": _ROWS, "COLUMNS": TILE, "DEPTH": _DEPTH, "GROUP": 16, "num_warps": 8, "num_stages": 3}
+_VARYING = ["tokens", "vocabulary", "first"]
+
+
+@triton.jit
+def _place(tile, tokens, vocabulary, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The first row and column of a tile. GROUP rows of tiles share the columns in the cache."""
+    down, across = tl.cdiv(tokens, ROWS), tl.cdiv(vocabulary, COLUMNS)
+    above = tile // (GROUP * across) * GROUP
+    height = tl.minimum(down - above, GROUP)
+    within = tile % (GROUP * across)
+    return (above + within % height) * ROWS, within // height * COLUMNS
+
+
+@triton.jit
+def _product(
+    hidden, weight, row, column, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    WIDENED: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(tl.cdiv(width, DEPTH)):
+        left, right = hidden.load([row, k * DEPTH]), weight.load([column, k * DEPTH])
+        if WIDENED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, right.T, total)
+    return total
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _reduce_tiles(
+    hidden, weight, ids, token, tops, totals, weighted, kept, tokens, vocabulary, width, kept_stride, scale, inner,
+    ENTROPY: tl.constexpr, KEEP: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        row, column = _place(tile, tokens, vocabulary, ROWS, COLUMNS, GROUP)
+        here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
+        rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        inside, columns = rows < tokens, (at < vocabulary)[None, :]
+        if CAPPED:
+            here = tanh(here * inner)
+        here = tl.where(columns, here * scale, float("-inf"))
+        wanted = tl.load(ids + rows, mask=inside, other=-1)
+        known = (wanted >= column) & (wanted < tl.minimum(column + COLUMNS, vocabulary))
+        if tl.max(known.to(tl.int32), 0) > 0:
+            tl.store(token + rows, tl.sum(tl.where(at[None, :] == wanted[:, None], here, 0.0), 1), mask=known)
+        top = tl.maximum(tl.max(here, 1), -3.0e38)  # finite, so that differences are, too
+        below = here - top[:, None]
+        power = tl.exp(below)
+        total = tl.sum(power, 1)
+        place = (column // COLUMNS).to(tl.int64) * tokens + rows
+        tl.store(tops + place, top, mask=inside)
+        tl.store(totals + place, total, mask=inside)
+        if ENTROPY:
+            tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 1), mask=inside)
+        if KEEP:
+            number = stored(below - tl.log(total)[:, None]).to(kept.dtype.element_ty)
+            line = kept + rows[:, None].to(tl.int64) * kept_stride
+            tl.store(line + at[None, :], number, mask=inside[:, None] & columns)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _differentiate_tiles(
+    hidden, weight, out, ids, others, lse, entropy, grad_log_probs, grad_entropy, tokens, vocabulary, first, width,
+    out_stride, scale, inner,
+    LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
+        row, column = _place(tile, tokens, vocabulary, ROWS, COLUMNS, GROUP)
+        here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
+        rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        inside = rows < tokens
+        if CAPPED:
+            power = tl.exp(-2 * tl.abs(here * inner))
+            bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
+            here = tanh(here * inner)
+        log_p = here * scale - tl.load(lse + rows, mask=inside, other=0.0)[:, None]
+        p = tl.exp(log_p)
+        factor = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if LOG_PROBS:
+            slope = tl.load(grad_log_probs + rows, mask=inside, other=0.0)
+            wanted = at[None, :] == (tl.load(ids + rows, mask=inside, other=-1) - first)[:, None]
+            factor += tl.where(wanted, 0.0, slope[:, None])
+        if ENTROPY:
+            above = log_p + tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
+            factor += tl.load(grad_entropy + rows, mask=inside, other=0.0)[:, None] * above
+        grad = -p * factor
+        if LOG_PROBS:
+            rest = slope * tl.load(others + rows, mask=inside, other=0.0)
+            grad += tl.where(wanted, rest[:, None], 0.0)
+        if CAPPED:
+            grad *= bend
+        line = out + rows[:, None].to(tl.int64) * out_stride
+        mask = inside[:, None] & (at < vocabulary)[None, :]
+        tl.store(line + at[None, :], (grad * scale).to(out.dtype.element_ty), mask=mask)
+
+
+def fits(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether these kernels support the tensors, which have [T, H] and [V, H] with H innermost."""
+    if hidden.dtype not in (torch.float16, torch.bfloat16) or not hidden.shape[1] or not weight.shape[0]:
+        return False
+    aligned = all(
+        x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight)
+    )
+    return aligned and _descriptor() is not None and (not hidden.is_cuda or _has_accelerator(hidden.device))
+
+
+@functools.cache
+def _has_accelerator(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.cache
+def _descriptor() -> Any:
+    """The class of descriptors that a host makes; None in a Triton that has none."""
+    try:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    except ModuleNotFoundError:
+        return None
+    return TensorDescriptor
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _operands(hidden: Tensor, weight: Tensor) -> tuple[tuple[int], Any, Any]:
+    """The grid, and both descriptors."""
+    described = [
+        _descriptor()(x, list(x.shape), list(x.stride()), [rows, _DEPTH])
+        for x, rows in ((hidden, _ROWS), (weight, TILE))
+    ]
+    tiles = triton.cdiv(hidden.shape[0], _ROWS) * triton.cdiv(weight.shape[0], TILE)
+    return (min(_processors(hidden.device), tiles),), *described
+
+
+def reduce_rows(hidden: Tensor, weight: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor | None) -> None:
+    """Writes the Parts of logits [T, V], whose slices are tiles, and the `stored` probabilities within them to `kept`
+    [T, V]."""
+    tokens, width = hidden.shape
+    if not tokens:
+        return
+    grid, left, right = _operands(hidden, weight)
+    with device_of(hidden):
+        _reduce_tiles[grid](
+            left,
+            right,
+            ids,
+            *parts,
+            kept,
+            tokens,
+            weight.shape[0],
+            width,
+            0 if kept is None else kept.stride(0),
+            *curve,
+            ENTROPY=parts.weighted is not None,
+            KEEP=kept is not None,
+            CAPPED=curve.inner is not None,
+            WIDENED=not hidden.is_cuda,
+            **_TILES,
+            **EXACT,
+        )
+
+
+def differentiate(hidden: Tensor, weight: Tensor, grad: Tensor, first: int, slopes: Slopes) -> None:
+    """Writes the gradient of the logits hidden @ weight.T to `grad`, where `weight` are the rows of the vocabulary from
+    `first` on."""
+    tokens, width = hidden.shape
+    if not tokens:
+        return
+    grid, left, right = _operands(hidden, weight)
+    with device_of(hidden):
+        _differentiate_tiles[grid](
+            left,
+            right,
+            grad,
+            *slopes[:6],
+            tokens,
+            weight.shape[0],
+            first,
+            width,
+            grad.stride(0),
+            *slopes.curve,
+            LOG_PROBS=slopes.grad_log_probs is not None,
+            ENTROPY=slopes.grad_entropy is not None,
+            CAPPED=slopes.curve.inner is not None,
+            WIDENED=not hidden.is_cuda,
+            **_TILES,
+            **EXACT,
+        )
