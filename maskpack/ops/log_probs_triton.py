@@ -186,7 +186,7 @@ def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: T
             ENTROPY=parts.weighted is not None,
             CAPPED=curve.inner is not None,
             SLICE=width,
-            BLOCK=_block(logits.stride(0), width),
+            BLOCK=width if len(parts.top) > 1 else _block(logits.stride(0), width),  # one for all pieces
             num_warps=_SLICE_WARPS,
             **_EXACT,
         )
