@@ -89,6 +89,6 @@ def kept_tokens(loss: Tensor) -> int:
 
 def reduced(program: Any, logits: Tensor, ids: Tensor, curve: Curve, *, entropy: bool = True) -> Parts:
     """What reduce_rows writes of logits [T, V], which it overwrites, where nothing is kept."""
-    parts = Parts.of(*logits.shape, entropy, logits.dtype, logits.device)
-    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), 0, 0)
+    parts = Parts.of(*logits.shape, (entropy, False), logits.dtype, logits.device)
+    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), None, 0, 0)
     return parts
