@@ -8,6 +8,7 @@ arguments, constants and options are those that are really used.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import pkgutil
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import maskpack
 from maskpack.layout.row_layout import device_spans
 from maskpack.ops.log_probs import SLICE, Parts, Slopes
 from maskpack.ops.logits import Curve
+from maskpack.ops.sampling_mask import SamplingMask
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
@@ -38,24 +40,39 @@ def log_probs() -> None:
     logits, ids = torch.zeros(rows, columns), torch.zeros(rows, dtype=torch.int64)
     numbers = list(torch.zeros(5, rows))
     plain, capped = Curve(1.0, None), Curve(1.0, 0.1)
+    shift = torch.zeros(columns // SLICE + 1, rows).t()
+    mask = SamplingMask(ids, torch.zeros(rows + 1, dtype=torch.int64), torch.zeros(1 << 17, dtype=torch.int8))
     for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
-        for entropy in (None, numbers[2]):
-            parts = Parts.of(rows, columns, entropy is not None, torch.float32, logits.device, SLICE)
+        for wanted in ((False, False), (True, False), (True, True)):
+            parts = Parts.of(rows, columns, wanted, torch.float32, logits.device, SLICE)
             for curve in (plain, capped):
-                kernels.reduce_rows(logits, ids, curve, parts, logits[:0] if kept is None else kept, 0, 0)
-            all_slopes = [(numbers[3], None)]
-            if entropy is not None:
-                all_slopes += [(None, numbers[4]), (numbers[3], numbers[4])]
-            for slopes in all_slopes:
-                given = Slopes(ids, numbers[0], numbers[1] if kept is None else None, entropy, *slopes, plain)
-                if kept is None:
-                    for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
-                        kernels.differentiate(logits, grad, 0, given)
-                        kernels.differentiate(logits, grad, 0, given._replace(curve=capped))
-                else:
-                    shift = torch.zeros(columns // SLICE + 1, rows).t()
-                    kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(shift=shift))
-                    kernels.differentiate(kept, kept, 0, given._replace(shift=shift))
+                for of in (None, mask):
+                    kernels.reduce_rows(logits, ids, curve, parts, logits[:0] if kept is None else kept, of, 0, 0)
+        for slopes in itertools.product((numbers[1], None), (numbers[2], None), (numbers[3], None)):
+            given = Slopes(ids, numbers[0], numbers[1], numbers[2], numbers[3], *slopes, shift, None, plain, SLICE)
+            if kept is None:
+                for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
+                    for of in (None, mask):
+                        kernels.differentiate(logits, grad, 0, given._replace(mask=of))
+                        kernels.differentiate(logits, grad, 0, given._replace(mask=of, curve=capped))
+            else:
+                kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(lse=None))
+                kernels.differentiate(kept, kept, 0, given._replace(lse=None))
+
+
+def fused_log_probs() -> None:
+    kernels = importlib.import_module("maskpack.ops.log_probs_fused_triton")
+    tokens, columns = 130, 600
+    ids, numbers = torch.zeros(tokens, dtype=torch.int64), list(torch.zeros(7, tokens))
+    for dtype in HALF:
+        hidden, weight = torch.zeros(tokens, 64, dtype=dtype), torch.zeros(columns, 64, dtype=dtype)
+        grad = torch.zeros(tokens, 768, dtype=dtype)
+        assert kernels.fits(hidden, weight)
+        for curve, wanted, kept in ((Curve(1.0, 0.1), (True, True), None), (Curve(1.0, None), (False, False), grad)):
+            parts = Parts.of(tokens, columns, wanted, torch.float32, hidden.device, kernels.TILE)
+            kernels.reduce_rows(hidden, weight, ids, curve, parts, kept)
+            given = Slopes(ids, *numbers, None, None, curve, kernels.TILE)
+            kernels.differentiate(hidden, weight, grad[:, :columns], 0, given)
 
 
 def prefix_attention() -> None:
@@ -110,7 +127,15 @@ def read() -> None:
     kernels.launch(torch.zeros(64, dtype=torch.int64), 1, 1)
 
 
-CASES: tuple[Callable[[], None], ...] = (log_probs, prefix_attention, pack_and_unpack, decode, encode, read)
+CASES: tuple[Callable[[], None], ...] = (
+    log_probs,
+    fused_log_probs,
+    prefix_attention,
+    pack_and_unpack,
+    decode,
+    encode,
+    read,
+)
 
 
 class Target:

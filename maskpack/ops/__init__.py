@@ -2,6 +2,7 @@
 
 pack, unpack      padded [B, S, *F] to packed [T, *F] and back, for any dtype
 packed_log_probs  the log-prob of each token from packed hidden states, without storing the logits
+TokenStatistics   what packed_log_probs says of the distribution of each token beside its log-prob
 Logits            what an output layer does beside its weight: bias, LoRA, scale, soft cap
 """
 
@@ -22,10 +23,10 @@ from maskpack.core.tensors import need_gradients
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.ops import pack_torch
-from maskpack.ops.log_probs import packed_log_probs
+from maskpack.ops.log_probs import TokenStatistics, packed_log_probs
 from maskpack.ops.logits import Logits
 
-__all__ = ["Logits", "pack", "packed_log_probs", "unpack"]
+__all__ = ["Logits", "TokenStatistics", "pack", "packed_log_probs", "unpack"]
 
 _NUMBERS = {bool, int, float, complex}
 

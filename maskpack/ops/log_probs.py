@@ -34,6 +34,7 @@ from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.ops import split_head
 from maskpack.ops.logits import Curve, Logits, check_logits
+from maskpack.ops.sampling_mask import SamplingMask, check_sampling_mask
 from maskpack.ops.split_head import Split
 
 SLICE = 4096  # entries of the vocabulary whose logits are summed at once; a power of 2
@@ -55,13 +56,29 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class _Options(TypedDict, total=False):
-        """The options of `packed_log_probs` beside `entropy`."""
+        """The options of `packed_log_probs` beside `entropy` and `statistics`."""
 
         temperature: float
         keep: int | None
         backend: Backend
         group: ProcessGroup | None
         logits: Logits | None
+        sampling_mask: Tensor | tuple[Tensor, Tensor] | None
+
+
+class TokenStatistics(NamedTuple):
+    """What `packed_log_probs` returns with `statistics`, of the distribution p of each token, [T] each.
+
+    Attributes:
+        log_probs, entropy: as without `statistics`.
+        sum_p2: the sum of p^2, differentiable; 1 / sum_p2 is a number of likely ids.
+        is_top1: bool, whether no id has a larger logit than the token.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    sum_p2: Tensor
+    is_top1: Tensor
 
 
 @overload
@@ -81,6 +98,15 @@ def packed_log_probs(
 def packed_log_probs(
     hidden: Tensor, lm_head_weight: Tensor, token_ids: Tensor, *, entropy: bool, **options: Unpack[_Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def packed_log_probs(
+    hidden: Tensor,
+    lm_head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    statistics: Literal[True],
+    **options: Unpack[_Options],
+) -> TokenStatistics: ...
 @torch.compiler.disable
 def packed_log_probs(
     hidden: Tensor,
@@ -93,6 +119,8 @@ def packed_log_probs(
     backend: Backend = "auto",
     group: ProcessGroup | None = None,
     logits: Logits | None = None,
+    sampling_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+    statistics: bool = False,
 ) -> Any:
     """Computes the log-prob of one token for each hidden state, and optionally the entropy, without storing all logits.
 
@@ -135,11 +163,16 @@ def packed_log_probs(
         logits: what makes logits beside the weight; None for the product alone. With `group`, `bias` and `lora_b` have
             the rows of this rank, everything else is the same on all ranks, and so is the gradient of `lora_a`. With a
             soft cap nothing is kept: a rounded probability says too little about the slope of the cap.
+        sampling_mask: the ids that the sampler could have drawn, with top-p or top-k, for each token: a jagged tensor
+            [T, j], or ids [K] and offsets [T + 1], int64 or int32. Everything returned is of the distribution over
+            these ids: a softmax of their logits alone. A token without ids has no restriction. A token outside its own
+            ids has log-prob -inf. Not with `group`. On a GPU, offsets are not checked.
+        statistics: whether to return TokenStatistics. Not with `group`.
 
     Returns:
-        log_probs [T], or (log_probs [T], entropy [T]): float32, or float64 for float64 inputs; differentiable with
-        respect to `hidden`, `lm_head_weight` and the tensors of `logits`. On a GPU, ids outside [0, V) are not checked,
-        which would synchronise: their log-prob is NaN, and their entropy is correct.
+        log_probs [T], or (log_probs [T], entropy [T]), or TokenStatistics: float32, or float64 for float64 inputs;
+        differentiable with respect to `hidden`, `lm_head_weight` and the tensors of `logits`. On a GPU, ids outside
+        [0, V) are not checked, which would synchronise: their log-prob is NaN, and their entropy is correct.
 
     Raises:
         LayoutError: shapes, dtypes or devices that do not match; on the CPU, an id outside [0, V); an invalid
@@ -148,13 +181,21 @@ def packed_log_probs(
             group.
         MaskpackError: in the backward pass with create_graph=True.
     """
-    options = temperature, keep, entropy, backend
+    options = temperature, keep, entropy, statistics, backend
+    refused = [
+        name for name, given in (("sampling_mask", sampling_mask is not None), ("statistics", statistics)) if given
+    ]
     if group is None:
         weight, split = split_head.whole_head(lm_head_weight), None
         layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options)
     else:
         split_head.need_group(group)
         try:
+            if refused:
+                raise LayoutError(
+                    f"packed_log_probs: {' and '.join(refused)} with group; expected a whole head. "
+                    "Leave one of them out."
+                )
             weight = split_head.slice_of_head(lm_head_weight, group)
             layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options, split=True)
             split_head.need_backend(hidden.device, group)
@@ -170,10 +211,14 @@ def packed_log_probs(
     factors = hidden, weight, *layer.tensors
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
     kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
-    fused = kernels and not any(x is not None for x in layer.tensors) and _fused().fits(_matrix(hidden), weight)
-    how = _How(curve, float(layer.lora_scale), kept, bool(entropy), kernels, fused, split)
-    apply = cast(Callable[..., Any], _LogProbs.apply)
-    return apply(*factors, ids, how)
+    plain = sampling_mask is None and not any(x is not None for x in layer.tensors)
+    fused = kernels and plain and _fused().fits(_matrix(hidden), weight)
+    how = _How(
+        curve, float(layer.lora_scale), kept, bool(entropy or statistics), bool(statistics), kernels, fused, split
+    )
+    allowed = check_sampling_mask(sampling_mask, len(ids), vocabulary, hidden.device) or (None, None)
+    out = cast(Callable[..., Any], _LogProbs.apply)(*factors, ids, *allowed, how)
+    return TokenStatistics(*out) if statistics else out
 
 
 class _How(NamedTuple):
@@ -183,6 +228,7 @@ class _How(NamedTuple):
     lora_scale: float
     kept_tokens: int
     entropy: bool
+    statistics: bool
     kernels: bool
     fused: bool
     split: Split | None
@@ -211,6 +257,7 @@ def _checked(
     temperature: float,
     keep: int | None,
     entropy: bool,
+    statistics: bool,
     backend: Backend,
     *,
     split: bool = False,
@@ -220,6 +267,7 @@ def _checked(
     _check_tensors(hidden, weight, ids, split)
     _check_options(temperature, keep)
     flag(entropy, "entropy", "packed_log_probs")
+    flag(statistics, "statistics", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
     is_double = hidden.dtype == torch.float64
     if is_double and backend == "triton":
@@ -292,20 +340,25 @@ def _form(x: Tensor) -> str:
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor | tuple[Tensor, Tensor]:
-        """Takes the tensors of a _Layer, ids and a _How."""
-        layer, ids, how = _Layer(*given[:5]), cast(Tensor, given[5]), cast(_How, given[6])
+    def forward(ctx: Any, *given: Any) -> Any:
+        """Takes the tensors of a _Layer, ids, those and offsets of a sampling mask or None, and a _How."""
+        layer, ids, how = _Layer(*given[:5]), cast(Tensor, given[5]), cast(_How, given[8])
         hidden, rows = layer.hidden, layer.weight.shape[0]
         kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device)
         thin = _Thin.of(layer, how.lora_scale)
-        parts = _forward(layer, thin, ids, how, kept)
-        log_probs, lse, entropy, shift = split_head.combined(*parts, ids, rows, how.split)
+        parts = _forward(layer, thin, ids, how, kept, _sampling_mask(*given[6:8]))
+        log_probs, lse, entropy, sum_p2, is_top1, shift = split_head.combined(*parts, ids, rows, how.split)
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad) else None
+        if others is not None and given[6] is not None:  # a token that is not allowed has no gradient of its own
+            others.masked_fill_(log_probs == -math.inf, 0)
         left, right = (None, None) if thin is None else thin
         kept, shift = (kept, shift) if len(kept) else (None, None)
-        ctx.save_for_backward(*layer, left, right, ids, others, lse, entropy, shift, kept)
+        ctx.save_for_backward(*layer, left, right, *given[6:8], ids, others, lse, entropy, sum_p2, shift, kept)
         ctx.how, ctx.spent = how, False
+        if how.statistics:
+            ctx.mark_non_differentiable(is_top1)
+            return log_probs, entropy, sum_p2, is_top1
         return log_probs if entropy is None else (log_probs, entropy)
 
     @staticmethod
@@ -316,16 +369,24 @@ class _LogProbs(torch.autograd.Function):
                 "packed_log_probs: backward ran with create_graph=True; it can be differentiated once. For second "
                 "derivatives, use the plain program in its docstring."
             )
-        *layer, left, right, ids, others, lse, entropy, shift, kept = ctx.saved_tensors
+        *layer, left, right, allowed, offsets, ids, others, lse, entropy, sum_p2, shift, kept = ctx.saved_tensors
         kept = None if ctx.spent else kept
-        first, second = (None if grad is None else grad.contiguous() for grad in (*grads, None)[:2])
-        if first is None and second is None:
-            return (None,) * 7
+        first, second, third = (None if grad is None else grad.contiguous() for grad in (*grads, None, None)[:3])
+        if first is None and second is None and third is None:
+            return (None,) * 9
         how: _How = ctx.how
         ctx.spent = ctx.spent or _in_place(layer[0], kept)
         thin = None if left is None else _Thin(left, right)
-        of_logits = Slopes(ids, others, lse, entropy, first, second, how.curve, shift, how.width)
-        return *_backward(_Layer(*layer), thin, of_logits, kept, ctx.needs_input_grad[:5], how), None, None
+        mask = _sampling_mask(allowed, offsets)
+        of_logits = Slopes(ids, others, lse, entropy, sum_p2, first, second, third, shift, mask, how.curve, how.width)
+        return *_backward(_Layer(*layer), thin, of_logits, kept, ctx.needs_input_grad[:5], how), None, None, None, None
+
+
+def _sampling_mask(ids: Tensor | None, offsets: Tensor | None) -> SamplingMask | None:
+    if ids is None or offsets is None:
+        return None
+    size = _PIECE_ROWS * max(_PIECE_COLUMNS, SLICE)
+    return SamplingMask(ids, offsets, torch.empty(size, dtype=torch.int8, device=ids.device))
 
 
 class _Thin(NamedTuple):
@@ -363,21 +424,26 @@ class Slopes(NamedTuple):
     others: Tensor
     lse: Tensor | None
     entropy: Tensor | None
+    sum_p2: Tensor | None
     grad_log_probs: Tensor | None
     grad_entropy: Tensor | None
+    grad_sum_p2: Tensor | None
+    shift: Tensor | None
+    mask: SamplingMask | None
     curve: Curve
-    shift: Tensor | None = None
     width: int = SLICE
 
     def of(self, rows: slice, *, kept: bool = False) -> Slopes:
-        parts: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in self]
+        parts: list[Any] = [
+            x[rows] if isinstance(x, Tensor) else x.of(rows) if isinstance(x, SamplingMask) else x for x in self
+        ]
         return Slopes(*parts)._replace(**{"lse": None} if kept else {})
 
 
 def _fused() -> Any:
-    from maskpack.ops import log_probs_fused  # Triton is imported on first use
+    from maskpack.ops import log_probs_fused_triton  # Triton is imported on first use
 
-    return log_probs_fused
+    return log_probs_fused_triton
 
 
 class _Program(NamedTuple):
@@ -402,36 +468,41 @@ class Parts(NamedTuple):
     top       [S, T]  the largest logit of the slice
     total     [S, T]  sum of exp(logit - top)
     weighted  [S, T]  sum of exp(logit - top) * (logit - top), or None without entropy
+    squares   [S, T]  sum of exp(logit - top)^2, or None without statistics
     """
 
     token: Tensor
     top: Tensor
     total: Tensor
     weighted: Tensor | None
+    squares: Tensor | None
 
     @staticmethod
     def of(
-        tokens: int, vocabulary: int, entropy: bool, wide: torch.dtype, device: torch.device, width: int
+        tokens: int, vocabulary: int, wanted: tuple[bool, bool], wide: torch.dtype, device: torch.device, width: int
     ) -> Parts:
-        """Those of empty slices."""
-        slices = max(-(-vocabulary // width), 1)
-        total = torch.zeros((2 if entropy else 1, slices, tokens), dtype=wide, device=device)
+        """Those of empty slices, with `weighted` and `squares` or without."""
+        size = max(-(-vocabulary // width), 1), tokens
         token = torch.full((tokens,), math.nan, dtype=wide, device=device)
-        return Parts(token, torch.full_like(total[0], torch.finfo(wide).min), total[0], total[1] if entropy else None)
+        top = torch.full(size, torch.finfo(wide).min, dtype=wide, device=device)
+        weighted, squares = (torch.zeros_like(top) if want else None for want in wanted)
+        return Parts(token, top, torch.zeros_like(top), weighted, squares)
 
 
-def _forward(layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor) -> Parts:
+def _forward(
+    layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor, mask: SamplingMask | None
+) -> Parts:
     """The parts of all slices. Stores the probabilities of the first tokens in `kept` [K, V]."""
     hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
     tokens, vocabulary, wide = hidden.shape[0], weight.shape[0], _wide(hidden.dtype)
-    parts = Parts.of(tokens, vocabulary, how.entropy, wide, hidden.device, how.width)
+    parts = Parts.of(tokens, vocabulary, (how.entropy, how.statistics), wide, hidden.device, how.width)
     if how.fused:
         _fused().reduce_rows(hidden, weight, ids, how.curve, parts, kept if len(kept) else None)
         return parts
     buffer = _piece_buffer(tokens, vocabulary, wide, hidden.device)
     reduce = _program(how.kernels).reduce_rows
     for rows, columns, logits in _pieces(hidden, weight, thin, slice(0, tokens), slice(0, vocabulary), buffer):
-        reduce(logits, ids, how.curve, parts, kept, rows.start, columns.start)
+        reduce(logits, ids, how.curve, parts, kept, mask, rows.start, columns.start)
     return parts
 
 
@@ -721,14 +792,25 @@ def _piece(length: int, most: int, multiple: int) -> int:
 # -------------------------------------------------------------------- the specification of the kernels
 
 
-def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor, row: int, column: int) -> None:
+def reduce_rows(
+    logits: Tensor,
+    ids: Tensor,
+    curve: Curve,
+    parts: Parts,
+    kept: Tensor,
+    mask: SamplingMask | None,
+    row: int,
+    column: int,
+) -> None:
     """Writes the parts of a piece of logits [M, N], which begins at `row` and `column`, a multiple of SLICE, and the
     `stored` probabilities within each slice to `kept` [K, V], of rows below K. Overwrites the logits. With a soft cap,
-    tanh(logits * inner) is in place of the logits. `ids`, `parts` and `kept` are those of all rows."""
+    tanh(logits * inner) is in place of the logits. `ids`, `parts`, `kept` and `mask` are those of all rows."""
     rows = slice(row, row + len(logits))
     if curve.inner is not None:
         logits.mul_(curve.inner).tanh_()
     logits.mul_(curve.scale)
+    if mask is not None:
+        logits.masked_fill_(mask.of(rows).forbidden(slice(column, column + logits.shape[1])), -math.inf)
     for first in range(0, logits.shape[1], SLICE):
         part, number = logits[:, first : first + SLICE], (column + first) // SLICE
         place = ids[rows] - (column + first)
@@ -740,11 +822,14 @@ def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: T
         part.sub_(top.unsqueeze(1))  # differences of large logits are exact, differences of their sums are not
         power = part.exp()
         parts.total[number, rows] = total = power.sum(1)
+        if parts.squares is not None:
+            parts.squares[number, rows] = power.square().sum(1)
         if parts.weighted is not None:
             parts.weighted[number, rows] = power.mul_(part.where(power > 0, 0)).sum(1)
         if row < len(kept):
             some = kept[rows, column + first : column + first + part.shape[1]]
-            some.copy_(stored(part[: len(some)].sub_(total[: len(some)].log().unsqueeze(1))))
+            log_sum = total.where(total != 0, 1).log()  # 0 where all are -inf
+            some.copy_(stored(part[: len(some)].sub_(log_sum[: len(some)].unsqueeze(1))))
 
 
 def stored(log_p: Tensor) -> Tensor:
@@ -765,17 +850,21 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
     """Writes the gradient of the logits [T, N] of vocabulary entries `first` to `first + N - 1` to `grad`, of any
     dtype, which may share the memory of the logits:
 
-    scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)),  log p = logits * scale - lse
+    scale * (grad_log_probs * ([token == id] - p) - grad_entropy * p * (log p + entropy)
+             + grad_sum_p2 * 2 * p * (p - sum_p2)),  log p = logits * scale - lse
 
     where `others` is 1 - p of the id. Without `lse`, the logits are `stored` probabilities within slices, in half
-    precision, and log p is theirs plus the `shift` of the slice. With a soft cap, which is not stored, x =
-    tanh(logits * inner) is in place of the logits, and the gradient is that of the logits: times inner * (1 - x^2).
+    precision, and log p is theirs plus the `shift` of the slice; with it, p is 0 where `mask` forbids the entry. With a
+    soft cap, which is not stored, x = tanh(logits * inner) is in place of the logits, and the gradient is that of the
+    logits: times inner * (1 - x^2).
     """
-    ids, others, lse, entropy, grad_log_probs, grad_entropy, (scale, inner), shift = slopes[:8]
+    ids, others, lse, entropy, sum_p2, grad_log_probs, grad_entropy, grad_sum_p2, shift, mask, (scale, inner), width = (
+        slopes
+    )
     bend = None
     if lse is None:
         assert shift is not None
-        below = shift[:, torch.arange(first, first + logits.shape[1], device=shift.device) // slopes.width]
+        below = shift[:, torch.arange(first, first + logits.shape[1], device=shift.device) // width]
         p, log_p = _restored(logits)
         p, log_p = p * below.exp(), log_p + below
     else:
@@ -783,10 +872,15 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
             logits, bend = _capped(logits * inner, inner)
         log_p = (logits * scale).sub_(lse.unsqueeze(1))
         p = log_p.exp()
+        if mask is not None:
+            p.masked_fill_(mask.forbidden(slice(first, first + p.shape[1])), 0)
     factor = log_p.zero_() if grad_entropy is None else log_p
     if grad_entropy is not None:
         assert entropy is not None
         factor.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+    if grad_sum_p2 is not None:
+        assert sum_p2 is not None
+        factor.sub_((p - sum_p2.unsqueeze(1)).mul_(2 * grad_sum_p2.unsqueeze(1)))
     if grad_log_probs is None:
         factor.mul_(p).mul_(-scale)
         grad.copy_(factor if bend is None else factor.mul_(bend))

@@ -22,10 +22,12 @@ from maskpack.layout.launch_triton import device_of
 from maskpack.ops import log_probs
 from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Parts, Slopes
 from maskpack.ops.logits import Curve
+from maskpack.ops.sampling_mask import SamplingMask
 
 _BLOCK, _SEGMENT, _WARPS = 4096, 256, 8
 _SLICE_WARPS = 8
 """Of reduce_rows, whose block is a slice."""
+_UNMASKED = None, None, None
 EXACT = {"enable_fp_fusion": False}
 """A logit times `scale` is rounded before something is taken from it, so that the highest less itself is 0."""
 _UNIT, _LIKELY, _SURE = tl.constexpr(UNIT), tl.constexpr(LIKELY), tl.constexpr(SURE)
@@ -46,6 +48,22 @@ def stored(log_p):
     return tl.where((log_p > _LIKELY) & (log_p < _SURE), log_p, tl.exp(log_p) * _UNIT)
 
 
+@triton.jit
+def _is_allowed(ids, offsets, scratch, row, column, BLOCK: tl.constexpr):
+    """Which of BLOCK ids from `column` on are allowed for a row. They are marked in memory of this program's own."""
+    at = tl.arange(0, BLOCK)
+    begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    scratch += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK
+    tl.store(scratch + at, (at * 0 + tl.where(begin == end, 1, 0)).to(tl.int8))
+    tl.debug_barrier()
+    while begin < end:
+        place = tl.load(ids + begin + at, mask=begin + at < end, other=-1) - column
+        tl.store(scratch + place, (at * 0 + 1).to(tl.int8), mask=(place >= 0) & (place < BLOCK))
+        begin += BLOCK
+    tl.debug_barrier()
+    return tl.load(scratch + at) != 0
+
+
 @triton.jit(do_not_specialize=["row", "number", "tokens", "kept_rows"])
 def _reduce_slice(
     logits,
@@ -54,7 +72,11 @@ def _reduce_slice(
     tops,
     totals,
     weighted,
+    squares,
     kept,
+    allowed_ids,
+    offsets,
+    scratch,
     row,
     number,
     columns,
@@ -65,6 +87,8 @@ def _reduce_slice(
     scale,
     inner,
     ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MASKED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,6 +105,9 @@ def _reduce_slice(
     here = tl.load(logits + line + at, mask=at < stride - begin, other=0.0)
     if CAPPED:
         here = tanh(here * inner)
+    if MASKED:
+        allowed = _is_allowed(allowed_ids, offsets, scratch, row, column, BLOCK)
+        here = tl.where(allowed, here, float("-inf"))
     here = tl.where(inside, here, float("-inf")) * scale
     top = tl.maximum(tl.max(here, 0), -3.0e38)  # finite, so that differences are, too
     below = here - top
@@ -91,14 +118,18 @@ def _reduce_slice(
     tl.store(totals + place, total)
     if ENTROPY:
         tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 0))
+    if SQUARES:
+        tl.store(squares + place, tl.sum(power * power, 0))
     wanted = tl.load(ids + row) - column
     known = (wanted >= 0) & (wanted < tl.minimum(columns, SLICE))
     logit = tl.load(logits + line + wanted, mask=known, other=0.0)
     if CAPPED:
         logit = tanh(logit * inner)
+    if MASKED:
+        logit = tl.where(tl.sum((allowed & (at == wanted)).to(tl.int32), 0) > 0, logit, float("-inf"))
     tl.store(token + row, logit * scale, mask=known)
     if row < kept_rows:  # no constant, so that one kernel, and the same bits, come of calls that keep nothing
-        log_p = below - tl.log(total)
+        log_p = below - tl.log(tl.where(total == 0, 1.0, total))  # 0 where all are -inf
         kept += row.to(tl.int64) * kept_stride + column
         tl.store(kept + at, stored(log_p).to(kept.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
@@ -111,9 +142,14 @@ def _differentiate_block(
     others,
     lse,
     entropy,
+    sum_p2,
     grad_log_probs,
     grad_entropy,
+    grad_sum_p2,
     shift,
+    allowed_ids,
+    offsets,
+    scratch,
     first,
     columns,
     stride,
@@ -124,6 +160,8 @@ def _differentiate_block(
     inner,
     LOG_PROBS: tl.constexpr,
     ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    MASKED: tl.constexpr,
     KEPT: tl.constexpr,
     CAPPED: tl.constexpr,
     SLICE: tl.constexpr,
@@ -150,6 +188,10 @@ def _differentiate_block(
             here = tanh(here * inner)
         log_p = here * scale - tl.load(lse + row)
         p = tl.exp(log_p)
+        if MASKED:
+            column = first + tl.program_id(1) * BLOCK
+            allowed = _is_allowed(allowed_ids, offsets, scratch, row, column, BLOCK)
+            p = tl.where(tl.reshape(allowed, (BLOCK // SEGMENT, SEGMENT)), p, 0.0)
     factor = tl.zeros((BLOCK // SEGMENT, SEGMENT), tl.float32)
     if LOG_PROBS:
         slope = tl.load(grad_log_probs + row)
@@ -157,6 +199,8 @@ def _differentiate_block(
         factor += tl.where(wanted, 0.0, slope)
     if ENTROPY:
         factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
+    if SQUARES:
+        factor -= 2 * tl.load(grad_sum_p2 + row) * (p - tl.load(sum_p2 + row))
     grad = -p * factor
     if LOG_PROBS:
         grad += tl.where(wanted, slope * tl.load(others + row), 0.0)
@@ -166,7 +210,16 @@ def _differentiate_block(
     tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor, row: int, column: int) -> None:
+def reduce_rows(
+    logits: Tensor,
+    ids: Tensor,
+    curve: Curve,
+    parts: Parts,
+    kept: Tensor,
+    mask: SamplingMask | None,
+    row: int,
+    column: int,
+) -> None:
     rows, columns = logits.shape
     width = log_probs.SLICE
     with device_of(logits):
@@ -175,6 +228,7 @@ def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: T
             ids,
             *parts,
             kept,
+            *(_UNMASKED if mask is None else mask),
             row,
             column // width,
             columns,
@@ -184,9 +238,11 @@ def reduce_rows(logits: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: T
             kept.stride(0),
             *curve,
             ENTROPY=parts.weighted is not None,
+            SQUARES=parts.squares is not None,
+            MASKED=mask is not None,
             CAPPED=curve.inner is not None,
             SLICE=width,
-            BLOCK=_block(logits.stride(0), width),
+            BLOCK=width if len(parts.top) > 1 else _block(logits.stride(0), width),  # one for all pieces
             num_warps=_SLICE_WARPS,
             **EXACT,
         )
@@ -204,8 +260,9 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
         _differentiate_block[(rows, triton.cdiv(columns, block))](
             logits,
             grad,
-            *slopes[:6],
+            *slopes[:8],
             shift,
+            *(_UNMASKED if slopes.mask is None else slopes.mask),
             first,
             columns,
             logits.stride(0),
@@ -214,6 +271,8 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
             *slopes.curve,
             LOG_PROBS=slopes.grad_log_probs is not None,
             ENTROPY=slopes.grad_entropy is not None,
+            SQUARES=slopes.grad_sum_p2 is not None,
+            MASKED=slopes.lse is not None and slopes.mask is not None,
             KEPT=slopes.lse is None,
             CAPPED=slopes.curve.inner is not None,
             SLICE=slopes.width,

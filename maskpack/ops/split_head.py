@@ -197,20 +197,38 @@ def _gathered(message: Message, group: dist.ProcessGroup) -> list[list[int]]:
 # -------------------------------------------------------------------- what ranks exchange
 
 
+class Combined(NamedTuple):
+    """Of the whole vocabulary, [T] each, and the shift [T, S] of the slices of this rank."""
+
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    sum_p2: Tensor | None
+    is_top1: Tensor
+    shift: Tensor
+
+
 def combined(
-    token: Tensor, top: Tensor, total: Tensor, weighted: Tensor | None, ids: Tensor, rows: int, split: Split | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """log_probs, log-sum-exp and entropy [T], and shift [T, S], over all slices, by a maximum and sums over the slices
-    of this rank and over the ranks.
+    token: Tensor,
+    top: Tensor,
+    total: Tensor,
+    weighted: Tensor | None,
+    squares: Tensor | None,
+    ids: Tensor,
+    rows: int,
+    split: Split | None,
+) -> Combined:
+    """What all slices say, by a maximum and sums over the slices of this rank and over the ranks.
 
     Args:
-        token, top, total, weighted: `Parts` of the S slices of this rank.
+        token, top, total, weighted, squares: `Parts` of the S slices of this rank.
         ids: [T], from the first of the `rows` of this rank on.
 
     Logits are taken from the largest of all, G, so that nothing large is subtracted from something large:
 
         sum of exp(logit - G)                  = sum over slices of exp(top - G) * total
         sum of exp(logit - G) * (logit - G)    = sum over slices of exp(top - G) * (weighted + total * (top - G))
+        sum of exp(logit - G)^2                = sum over slices of exp(top - G)^2 * squares
 
     The shift is the log of the probability of a slice: log p = log p within the slice + shift.
     """
@@ -222,15 +240,23 @@ def combined(
     sums = [_added(power * total), (token - highest).where((ids >= 0) & (ids < rows), 0)]
     if weighted is not None:
         sums.append(_added((power * (weighted + total * below)).where(power > 0, 0)))
+    if squares is not None:
+        sums.append(_added(power.square() * squares))
     first = 0
     if split is not None:
         sums, first, rows = _reduced(torch.stack(sums), dist.ReduceOp.SUM, split.group), split.first, split.vocabulary
     log_sum = sums[0].log()
     place = ids + first
-    log_probs = (sums[1] - log_sum).where((place >= 0) & (place < rows), torch.nan)
-    entropy = None if weighted is None else log_sum - sums[2] / sums[0]
-    shift = (below + (total.log() - log_sum)).clamp(min=torch.finfo(below.dtype).min)
-    return log_probs, highest + log_sum, entropy, shift.t()
+    known = (place >= 0) & (place < rows)
+    shift = (below + (total.log() - log_sum)).clamp(min=-1e30)  # times a slope it is finite, too
+    return Combined(
+        (sums[1] - log_sum).where(known, torch.nan),
+        highest + log_sum,
+        None if weighted is None else log_sum - sums[2] / sums[0],
+        None if squares is None else sums[-1] / sums[0].square(),
+        known & (sums[1] >= 0),
+        shift.t(),
+    )
 
 
 def _added(x: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from maskpack.ops import Logits
-from maskpack.ops import log_probs
+from maskpack.ops import Logits, log_probs
 from maskpack.ops.log_probs import Parts
 from maskpack.ops.logits import Curve
 
@@ -90,6 +89,6 @@ def kept_tokens(loss: Tensor) -> int:
 
 def reduced(program: Any, logits: Tensor, ids: Tensor, curve: Curve, *, entropy: bool = True) -> Parts:
     """What reduce_rows writes of logits [T, V], which it overwrites, where nothing is kept."""
-    parts = Parts.of(*logits.shape, entropy, logits.dtype, logits.device, log_probs.SLICE)
-    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), 0, 0)
+    parts = Parts.of(*logits.shape, (entropy, False), logits.dtype, logits.device, log_probs.SLICE)
+    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), None, 0, 0)
     return parts

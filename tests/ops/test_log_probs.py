@@ -496,13 +496,13 @@ def test_bytes_of_a_gpu(
         given = [hidden, weight, ids, slopes, log_p]
         monkeypatch.setattr(module, "_program", lambda kernels: done)
         layer, needed = module._Layer(hidden, weight, None, None, None), (True, True, False, False, False)
-        how = module._How(PLAIN, 1.0, kept, True, False, False, None)
+        how = module._How(PLAIN, 1.0, kept, True, False, False, False, None)
         with Allocations(*given) as seen:
-            parts = module._forward(layer, None, ids, how, log_p)
-        assert all(x is not None and x.dtype == torch.float32 for x in parts)
+            parts = module._forward(layer, None, ids, how, log_p, None)
+        assert [x is None or x.dtype == torch.float32 for x in parts] == [True] * 5
         assert seen.peak / 2**30 <= forward
         shift = torch.empty(tokens, 32)
-        given_back = module.Slopes(ids, slopes, slopes, slopes, slopes, slopes, PLAIN, shift)
+        given_back = module.Slopes(ids, slopes, slopes, slopes, None, slopes, slopes, None, shift, None, PLAIN)
         with Allocations(*given) as seen:
             grads = module._backward(layer, None, given_back, log_p if kept else None, needed, how)
         assert all(x is not None and x.dtype == torch.bfloat16 for x in grads[:2])
@@ -538,7 +538,7 @@ def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     logits = torch.randn(6, 40, device=DEVICE)[:, :33]
     ids = torch.tensor([0, 32, 33, -1, 2**40, -(2**62)], device=DEVICE)
     want = logits.double().logsumexp(1)
-    log_probs, lse, entropy, _ = combined(*reduced(program, logits.clone(), ids, PLAIN), ids, 33, None)
+    log_probs, lse, entropy, *_ = combined(*reduced(program, logits.clone(), ids, PLAIN), ids, 33, None)
     assert entropy is not None
     assert log_probs.isnan().tolist() == [False, False, True, True, True, True]
     assert error(lse, want) < 1e-5
@@ -546,7 +546,9 @@ def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     slopes = torch.zeros(6, device=DEVICE)
     slopes[0] = 1.0
     grad = logits.clone()
-    program.differentiate(grad, grad, 0, Slopes(ids, -log_probs.expm1(), lse, entropy, slopes, None, PLAIN))
+    program.differentiate(
+        grad, grad, 0, Slopes(ids, -log_probs.expm1(), lse, entropy, None, slopes, *[None] * 4, PLAIN)
+    )
     assert not grad.isnan().any()
     assert grad[1:].count_nonzero() == 0
 
@@ -580,12 +582,13 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, backend: Any, columns:
     logits[2] += 2000
     logits[1, :width] = -math.inf
     scaled = (logits * scale).double()
-    parts = Parts.of(5, width + columns, columns != 255, torch.float32, torch.device(DEVICE), width)
+    wanted = (columns != 255, columns != 256)
+    parts = Parts.of(5, width + columns, wanted, torch.float32, torch.device(DEVICE), width)
     for x in parts:
         _ = None if x is None else x.fill_(55.0)
     of_all = torch.tensor([9, *(ids + width).tolist(), 9], device=DEVICE)
     nothing = torch.empty((0, columns), device=DEVICE)
-    module._program(backend == "triton").reduce_rows(logits, of_all, Curve(scale, None), parts, nothing, 1, width)
+    module._program(backend == "triton").reduce_rows(logits, of_all, Curve(scale, None), parts, nothing, None, 1, width)
     assert_guarded(memory, columns)
     assert parts.token[[0, 2, 4]].tolist() == [55.0] * 3
     assert torch.equal(parts.token[[1, 3]].double(), scaled[[0, 2], ids[[0, 2]]])
@@ -606,6 +609,8 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, backend: Any, columns:
             weighted = parts.weighted[number, 1:4].double()
             assert torch.allclose(weighted[rows], (below.exp() * below).sum(1), rtol=1e-5, atol=1e-6)
             assert weighted.isfinite().all()
+        if parts.squares is not None:
+            assert torch.allclose(parts.squares[number, 1:4].double()[rows], (2 * below).exp().sum(1), rtol=1e-5)
 
 
 def test_slices_are_combined() -> None:
@@ -624,8 +629,8 @@ def test_slices_are_combined() -> None:
     assert seen[2] is not None
     assert torch.allclose(seen[2], -torch.where(p > 0, p * log_p, 0).sum(1), rtol=1e-12, atol=1e-12)
     shares = torch.stack([part.sum(1) for part in p.split(4096, 1)], 1)
-    assert torch.allclose(seen[3].exp(), shares, rtol=1e-11)
-    assert seen[3].isfinite().all()
+    assert torch.allclose(seen.shift.exp(), shares, rtol=1e-11)
+    assert seen.shift.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -640,8 +645,8 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
     want = torch.cat([part.softmax(1) for part in (logits.double() / 0.7).split(module.SLICE, 1)], 1)
     memory, kept, _ = guarded(columns, dtype)
     others = kept[rows:].clone()
-    parts = Parts.of(3, columns, True, torch.float32, logits.device, module.SLICE)
-    module._program(backend == "triton").reduce_rows(logits, ids, Curve(1 / 0.7, None), parts, kept[:rows], 0, 0)
+    parts = Parts.of(3, columns, (True, False), torch.float32, logits.device, module.SLICE)
+    module._program(backend == "triton").reduce_rows(logits, ids, Curve(1 / 0.7, None), parts, kept[:rows], None, 0, 0)
     assert torch.equal(kept[rows:], others)
     assert_guarded(memory, columns)
     cut = 1.0 if DEVICE == "cpu" and backend == "triton" else 0.5  # the interpreter cuts floats off
@@ -665,7 +670,7 @@ def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtyp
     slices = [part.log_softmax(1) for part in logits.split(512, 1)]
     shift = -torch.rand(len(slices), 3, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5)).t()
     shift = shift * torch.tensor([1e-4, 4.6, 6e4], device=DEVICE)[:, None]
-    shift[2, 4] = torch.finfo(torch.float32).min
+    shift[2, 4] = -1e30
     kept = module.stored(torch.cat(slices, 1)).to(dtype)
     others, entropy = torch.tensor([0.9, 0.8, 0.7], device=DEVICE), torch.tensor([7.0, 6.0, 8.0], device=DEVICE)
     slopes = torch.tensor([1, -0.5, 2.0], device=DEVICE), torch.tensor([3, 1, -1.0], device=DEVICE)
@@ -678,8 +683,8 @@ def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtyp
         want[range(3), ids] = (slopes[0] * others).double()
     if "E" in use:
         want -= slopes[1][:, None] * p * (log_p + entropy[:, None])
-    given = Slopes(ids, others, None, entropy, *(x if y in use else None for x, y in zip(slopes, "LE", strict=True)),
-                   Curve(2.0, None), shift, 512)  # fmt: skip
+    wanted = [x if y in use else None for x, y in zip(slopes, "LE", strict=True)]
+    given = Slopes(ids, others, None, entropy, None, *wanted, None, shift, None, Curve(2.0, None), 512)
     memory = torch.full((3, 5003 - first + 5), 77.0, device=DEVICE)
     differentiate = module._program(backend == "triton").differentiate
     differentiate(kept[:, first:], memory[:, :-5], first, given)
@@ -723,7 +728,7 @@ def test_logits_are_differentiated_as_specified(backend: str, columns: int, dtyp
             whole = logits.clone()
             rounded, grad, _ = (memory, logits, ids) if dtype == torch.float32 else guarded(columns, dtype)
             before = grad[:, :first].clone()
-            given = Slopes(ids, others, lse, entropy, *slopes, Curve(1 / 0.7, None))
+            given = Slopes(ids, others, lse, entropy, None, *slopes, None, None, None, Curve(1 / 0.7, None))
             module._program(kernel).differentiate(logits[:, first:], grad[:, first:], first, given)
             assert torch.equal(grad[:, :first], before)
             assert torch.equal(logits, whole) or grad is logits

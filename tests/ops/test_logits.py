@@ -206,12 +206,14 @@ def test_kernels_cap_as_their_specification(backend: Any, dtype: torch.dtype) ->
     single, double = (backend == "triton", torch.float32), (False, torch.float64)
     for program, wide in ((module._program(kernels), wide) for kernels, wide in (single, double)):
         parts = reduced(program, logits.to(wide, copy=True), ids, curve)
-        out = combined(*parts, ids, 300, None)[:3]
+        out: Any = combined(*parts, ids, 300, None)[:3]
         grad = torch.zeros(5, 300, dtype=dtype if wide == torch.float32 else wide, device=DEVICE)
         slopes = factors(5).to(wide)
         others = -out[0].nan_to_num().expm1()
-        program.differentiate(logits.to(wide), grad, 0, module.Slopes(ids, others, out[1], out[2], *slopes, curve))
-        results.append((torch.stack(out), torch.cat([parts.token[None], *parts[1:]]), grad))
+        program.differentiate(
+            logits.to(wide), grad, 0, module.Slopes(ids, others, out[1], out[2], None, *slopes, None, None, None, curve)
+        )
+        results.append((torch.stack(out), torch.cat([parts.token[None], *parts[1:4]]), grad))
     for seen, want, limit in zip(*results, (1e-5, 1e-4, 1e-5 if dtype == torch.float32 else 1e-2), strict=True):
         torch.testing.assert_close(seen.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)
 

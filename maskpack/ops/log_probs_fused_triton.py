@@ -61,8 +61,9 @@ def _product(
 
 @triton.jit(do_not_specialize=_VARYING)
 def _reduce_tiles(
-    hidden, weight, ids, token, tops, totals, weighted, kept, tokens, vocabulary, width, kept_stride, scale, inner,
-    ENTROPY: tl.constexpr, KEEP: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    hidden, weight, ids, token, tops, totals, weighted, squares, kept, tokens, vocabulary, width, kept_stride, scale,
+    inner,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, KEEP: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
@@ -87,17 +88,19 @@ def _reduce_tiles(
         tl.store(totals + place, total, mask=inside)
         if ENTROPY:
             tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 1), mask=inside)
+        if SQUARES:
+            tl.store(squares + place, tl.sum(power * power, 1), mask=inside)
         if KEEP:
-            number = stored(below - tl.log(total)[:, None]).to(kept.dtype.element_ty)
+            number = stored(below - tl.log(tl.where(total == 0, 1.0, total))[:, None]).to(kept.dtype.element_ty)
             line = kept + rows[:, None].to(tl.int64) * kept_stride
             tl.store(line + at[None, :], number, mask=inside[:, None] & columns)
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def _differentiate_tiles(
-    hidden, weight, out, ids, others, lse, entropy, grad_log_probs, grad_entropy, tokens, vocabulary, first, width,
-    out_stride, scale, inner,
-    LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
+    hidden, weight, out, ids, others, lse, entropy, sum_p2, grad_log_probs, grad_entropy, grad_sum_p2, tokens,
+    vocabulary, first, width, out_stride, scale, inner,
+    LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
@@ -120,6 +123,9 @@ def _differentiate_tiles(
         if ENTROPY:
             above = log_p + tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
             factor += tl.load(grad_entropy + rows, mask=inside, other=0.0)[:, None] * above
+        if SQUARES:
+            apart = p - tl.load(sum_p2 + rows, mask=inside, other=0.0)[:, None]
+            factor -= 2 * tl.load(grad_sum_p2 + rows, mask=inside, other=0.0)[:, None] * apart
         grad = -p * factor
         if LOG_PROBS:
             rest = slope * tl.load(others + rows, mask=inside, other=0.0)
@@ -191,6 +197,7 @@ def reduce_rows(hidden: Tensor, weight: Tensor, ids: Tensor, curve: Curve, parts
             0 if kept is None else kept.stride(0),
             *curve,
             ENTROPY=parts.weighted is not None,
+            SQUARES=parts.squares is not None,
             KEEP=kept is not None,
             CAPPED=curve.inner is not None,
             WIDENED=not hidden.is_cuda,
@@ -211,7 +218,7 @@ def differentiate(hidden: Tensor, weight: Tensor, grad: Tensor, first: int, slop
             left,
             right,
             grad,
-            *slopes[:6],
+            *slopes[:8],
             tokens,
             weight.shape[0],
             first,
@@ -220,6 +227,7 @@ def differentiate(hidden: Tensor, weight: Tensor, grad: Tensor, first: int, slop
             *slopes.curve,
             LOG_PROBS=slopes.grad_log_probs is not None,
             ENTROPY=slopes.grad_entropy is not None,
+            SQUARES=slopes.grad_sum_p2 is not None,
             CAPPED=slopes.curve.inner is not None,
             WIDENED=not hidden.is_cuda,
             **_TILES,
