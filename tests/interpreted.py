@@ -18,8 +18,13 @@ HERE = Path(__file__).parent
 GROUPS = {
     "rows": ["packed/test_same_rows.py"],
     "device": ["packed/test_device_work.py", "nesting/test_device_read.py"],
-    "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py", "ops/test_logits.py"],
-    "sampling": ["ops/test_log_probs_sampling.py"],
+    "ops": [
+        "ops/test_log_probs.py",
+        "ops/test_log_probs_sampling.py",
+        "layout/test_kernels.py",
+        "ops/test_prefix_attention.py",
+        "ops/test_logits.py",
+    ],
 }
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),

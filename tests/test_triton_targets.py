@@ -8,7 +8,6 @@ arguments, constants and options are those that are really used.
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import pkgutil
 from collections.abc import Callable
@@ -42,21 +41,19 @@ def log_probs() -> None:
     plain, capped = Curve(1.0, None), Curve(1.0, 0.1)
     shift = torch.zeros(columns // SLICE + 1, rows).t()
     mask = SamplingMask(ids, torch.zeros(rows + 1, dtype=torch.int64), torch.zeros(1 << 17, dtype=torch.int8))
-    for kept in (None, *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
-        for wanted in ((False, False), (True, False), (True, True)):
+    for kept in (logits[:0], *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
+        for wanted, of in (((False, False), None), ((True, False), None), ((True, True), None), ((True, True), mask)):
             parts = Parts.of(rows, columns, wanted, torch.float32, logits.device, SLICE)
-            for curve in (plain, capped):
-                for of in (None, mask):
-                    kernels.reduce_rows(logits, ids, curve, parts, logits[:0] if kept is None else kept, of, 0, 0)
-        for slopes in itertools.product((numbers[1], None), (numbers[2], None), (numbers[3], None)):
-            given = Slopes(ids, numbers[0], numbers[1], numbers[2], numbers[3], *slopes, shift, None, plain, SLICE)
-            if kept is None:
+            kernels.reduce_rows(logits, ids, plain, parts, kept, of, 0, 0)
+            if kept.dtype == torch.float32:
+                kernels.reduce_rows(logits, ids, capped, parts, kept, of, 0, 0)
+        for slopes in ((numbers[1], None, None), (None, numbers[2], None), (*numbers[1:3], None), (*numbers[1:4],)):
+            given = Slopes(ids, *numbers[:4], *slopes, shift, None, plain)
+            if kept.dtype == torch.float32:
                 for grad in (logits, *(torch.zeros(rows, columns, dtype=dtype) for dtype in HALF)):
-                    for of in (None, mask):
-                        kernels.differentiate(logits, grad, 0, given._replace(mask=of))
-                        kernels.differentiate(logits, grad, 0, given._replace(mask=of, curve=capped))
+                    kernels.differentiate(logits, grad, 0, given)
+                    kernels.differentiate(logits, grad, 0, given._replace(mask=mask, curve=capped))
             else:
-                kernels.differentiate(kept, torch.zeros_like(kept), 0, given._replace(lse=None))
                 kernels.differentiate(kept, kept, 0, given._replace(lse=None))
 
 

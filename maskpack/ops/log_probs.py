@@ -133,17 +133,17 @@ def packed_log_probs(
     Logits are accumulated and reduced in float32, so the result is more exact than plain torch in half precision. The
     backward pass rounds their gradient to the dtype of `hidden` once; it is exact for tokens with a probability near 1,
     too. It computes logits again in float32, except those of the tokens that fit into `keep`: three matrix products
-    instead of four for these. Besides its results and the kept bytes, the forward pass allocates the logits of one
-    chunk (about 0.4 GiB), the backward pass 0.25 GiB and a float32 [T, H]. Under torch.compile the call is a graph
-    break.
+    instead of four for these. Besides its results and the kept bytes, the forward pass allocates about 0.05 GiB, the
+    backward pass 0.25 GiB and a float32 [T, H]; with all tokens kept on a GPU, it works in their memory. Under
+    torch.compile the call is a graph break.
 
     With `group`, the head is split by rows over the ranks of the group, as in vocabulary-parallel layers. All ranks
     call with the same hidden states and ids, each with its own slice of the weight, and all get the same results. They
     run the same loss and call backward; the gradients are those of one such loss, not of the sum over ranks: that of
     `hidden` is whole and the same on all ranks, that of the weight belongs to the slice. No rank holds more than its
-    slice, and the logits of a chunk take 1 / ranks of the bytes. The forward pass takes three all-reduces: of 15
-    numbers a rank, for which the host waits; of [T] maxima; of [2, T] sums ([3, T] with entropy). The backward pass
-    takes one, of the gradient of `hidden` in float32, and one of that of `lora_a`.
+    slice. The forward pass takes three all-reduces: of 15 numbers a rank, for which the host waits; of [T] maxima; of
+    [2, T] sums ([3, T] with entropy). The backward pass takes one, of the gradient of `hidden` in float32, and one of
+    that of `lora_a`.
 
     Args:
         hidden: [T, H] float16, bfloat16, float32 or float64, any strides; packed hidden states.

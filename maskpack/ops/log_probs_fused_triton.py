@@ -32,7 +32,7 @@ TILE = 256
 """The columns of a tile, which are a slice."""
 _ROWS, _DEPTH = 128, 64
 _TILES: dict[str, Any] = {"ROWS": _ROWS, "COLUMNS": TILE, "DEPTH": _DEPTH, "GROUP": 16, "num_warps": 8, "num_stages": 3}
-_VARYING = ["tokens", "vocabulary", "first"]
+_VARYING = ["tokens", "first"]  # not the vocabulary: stores of rows that are multiples of 16 long are as wide
 
 
 @triton.jit
@@ -115,21 +115,23 @@ def _differentiate_tiles(
             here = tanh(here * inner)
         log_p = here * scale - tl.load(lse + rows, mask=inside, other=0.0)[:, None]
         p = tl.exp(log_p)
-        factor = tl.zeros((ROWS, COLUMNS), tl.float32)
+        slope = tl.zeros((ROWS,), tl.float32)
+        own = slope
         if LOG_PROBS:
             slope = tl.load(grad_log_probs + rows, mask=inside, other=0.0)
-            wanted = at[None, :] == (tl.load(ids + rows, mask=inside, other=-1) - first)[:, None]
-            factor += tl.where(wanted, 0.0, slope[:, None])
-        if ENTROPY:
-            above = log_p + tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
-            factor += tl.load(grad_entropy + rows, mask=inside, other=0.0)[:, None] * above
-        if SQUARES:
-            apart = p - tl.load(sum_p2 + rows, mask=inside, other=0.0)[:, None]
-            factor -= 2 * tl.load(grad_sum_p2 + rows, mask=inside, other=0.0)[:, None] * apart
-        grad = -p * factor
-        if LOG_PROBS:
-            rest = slope * tl.load(others + rows, mask=inside, other=0.0)
-            grad += tl.where(wanted, rest[:, None], 0.0)
+            own = slope * tl.load(others + rows, mask=inside, other=0.0)
+        wanted = at[None, :] == (tl.load(ids + rows, mask=inside, other=-1) - first)[:, None]
+        if ENTROPY or SQUARES:
+            rest = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if ENTROPY:
+                above = log_p + tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
+                rest += tl.load(grad_entropy + rows, mask=inside, other=0.0)[:, None] * above
+            if SQUARES:
+                apart = p - tl.load(sum_p2 + rows, mask=inside, other=0.0)[:, None]
+                rest -= 2 * tl.load(grad_sum_p2 + rows, mask=inside, other=0.0)[:, None] * apart
+            grad = tl.where(wanted, own[:, None] - p * rest, -p * (slope[:, None] + rest))
+        else:
+            grad = tl.where(wanted, own[:, None], -p * slope[:, None])
         if CAPPED:
             grad *= bend
         line = out + rows[:, None].to(tl.int64) * out_stride

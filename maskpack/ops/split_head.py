@@ -197,6 +197,10 @@ def _gathered(message: Message, group: dist.ProcessGroup) -> list[list[int]]:
 # -------------------------------------------------------------------- what ranks exchange
 
 
+_AT_ONCE = 4096
+"""The tokens whose slices are summed at once."""
+
+
 class Combined(NamedTuple):
     """Of the whole vocabulary, [T] each, and the shift [T, S] of the slices of this rank."""
 
@@ -230,25 +234,32 @@ def combined(
         sum of exp(logit - G) * (logit - G)    = sum over slices of exp(top - G) * (weighted + total * (top - G))
         sum of exp(logit - G)^2                = sum over slices of exp(top - G)^2 * squares
 
-    The shift is the log of the probability of a slice: log p = log p within the slice + shift.
+    The shift is the log of the probability of a slice: log p = log p within the slice + shift. It replaces `top`, and
+    `total` is overwritten.
     """
     highest = top.amax(0)
     if split is not None:
         _reduced(highest, dist.ReduceOp.MAX, split.group)
-    below = top - highest
-    power = below.exp()
-    sums = [_added(power * total), (token - highest).where((ids >= 0) & (ids < rows), 0)]
-    if weighted is not None:
-        sums.append(_added((power * (weighted + total * below)).where(power > 0, 0)))
-    if squares is not None:
-        sums.append(_added(power.square() * squares))
+    top.sub_(highest)
+    sums = [torch.empty_like(highest), (token - highest).where((ids >= 0) & (ids < rows), 0)]
+    sums += [torch.empty_like(highest) for x in (weighted, squares) if x is not None]
+    for begin in range(0, len(highest), _AT_ONCE):
+        here = slice(begin, begin + _AT_ONCE)
+        below, totals = top[:, here], total[:, here]
+        power = below.exp()
+        sums[0][here] = _added(power * totals)
+        if weighted is not None:
+            parts = (power * (weighted[:, here] + totals * below)).where(power > 0, 0)
+            sums[2][here] = _added(parts)
+        if squares is not None:
+            sums[-1][here] = _added(power.square_() * squares[:, here])
     first = 0
     if split is not None:
         sums, first, rows = _reduced(torch.stack(sums), dist.ReduceOp.SUM, split.group), split.first, split.vocabulary
     log_sum = sums[0].log()
     place = ids + first
     known = (place >= 0) & (place < rows)
-    shift = (below + (total.log() - log_sum)).clamp(min=-1e30)  # times a slope it is finite, too
+    shift = top.add_(total.log_()).sub_(log_sum).clamp_(min=-1e30)  # times a slope it is finite, too
     return Combined(
         (sums[1] - log_sum).where(known, torch.nan),
         highest + log_sum,

@@ -11,7 +11,6 @@ from kernels import count_syncs
 from samples import in_chunks
 from torch import Tensor
 
-from maskpack.ops import Logits
 from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import packed_log_probs
 
@@ -123,22 +122,19 @@ def test_peak_memory_is_one_buffer_and_the_results(tokens: int, keep: int) -> No
 
 
 @pytest.mark.parametrize("size", [(4000, 256, 32_001), (2500, 2560, 151_936)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("thin", [False, True])
-def test_a_token_has_the_same_bits_in_all_calls(size: tuple[int, int, int], dtype: torch.dtype, thin: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_token_has_the_same_bits_in_all_calls(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Alone, at any place, among others, kept or not, with gradients or without."""
     hidden, weight, ids = inputs(*size, dtype)
-    tokens, width, vocabulary = size
-    shapes = (vocabulary,), (8, width), (vocabulary, 8)
-    layer = Logits(*(torch.randn(shape, device="cuda") / 16 for shape in shapes)) if thin else None
+    tokens = size[0]
     with torch.no_grad():
-        want = packed_log_probs(hidden, weight, ids, entropy=True, logits=layer)
+        want = packed_log_probs(hidden, weight, ids, entropy=True)
     for count in (1, 5, 128, 700, 2048, tokens):
         for begin in {0, (tokens - count) // 2, tokens - count}:
             some = slice(begin, begin + count)
             for keep in (None, 0, 1 << 28):
                 states = hidden[some].detach().requires_grad_(keep is not None)
-                seen = packed_log_probs(states, weight, ids[some], entropy=True, logits=layer, keep=keep)
+                seen = packed_log_probs(states, weight, ids[some], entropy=True, keep=keep)
                 assert all(torch.equal(x.detach(), y[some]) for x, y in zip(seen, want, strict=True)), (some, keep)
 
 
