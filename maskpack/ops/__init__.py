@@ -59,7 +59,8 @@ def pack(
     for number, field in enumerate(fields):
         if field.is_nested:
             raise LayoutError("pack: x is nested; expected a padded tensor. Its values are packed: use x.values().")
-        if field.shape[: len(shape)] != shape or field.device != layout.device:
+        begins_alike = field.shape == shape or field.shape[: len(shape)] == shape  # a slice takes as long as a tensor
+        if not begins_alike or field.device != layout.device:
             raise LayoutError(
                 f"pack: x is {tuple(field.shape)} on {field.device}; the layout is {shape} on {layout.device}. Use the "
                 "layout of x's own mask, on x's device."
