@@ -67,17 +67,20 @@ def _private_way() -> _Way:
     """The constructor below `NestedTensor`, whose attributes it takes from one example. A tensor takes a quarter of the
     time, and others on the same offsets half of that. Gradients do not flow through its tensors."""
     from torch._C import DispatchKey, DispatchKeySet
-    from torch.nested._internal.nested_tensor import NestedTensor, get_tensor_symint
+    from torch._dynamo import mark_dynamic
+    from torch.nested._internal import nested_tensor
 
+    internal: Any = nested_tensor
+    NestedTensor, symbol_of = internal.NestedTensor, internal.get_tensor_symint  # noqa: N806
     keys = DispatchKeySet(DispatchKey.NestedTensor).add(DispatchKey.AutogradNestedTensor)
     example: Any = NestedTensor(torch.zeros(1), torch.tensor([0, 1]))
-    examples = vars(example), vars(example._values)
+    examples: list[dict[str, Any]] = [vars(example), vars(example._values)]
 
     def way(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
-        rows, ragged = offsets.shape[0] - 1, get_tensor_symint(offsets)
+        rows, ragged = offsets.shape[0] - 1, symbol_of(offsets)
         bounds = [torch.zeros(length, 0, device="cpu") for length in (min_length, max_length)]
         for bound in bounds:
-            torch._dynamo.mark_dynamic(bound, 0)
+            mark_dynamic(bound, 0)
         attributes, value_attributes = map(_own_marks, examples)
         attributes["_offsets"] = offsets
         forms: dict[Any, Any] = {}

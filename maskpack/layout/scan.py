@@ -112,7 +112,7 @@ class _Pinned(threading.local):
                 self.buffer = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
             self.array = self.buffer.numpy()
         self.buffer[:size].copy_(line)
-        return self.array[:size].copy()
+        return np.array(self.array[:size])
 
 
 _pinned = _Pinned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,9 +283,9 @@ def test_no_byte_outside_is_written(monkeypatch: pytest.MonkeyPatch, trailing: t
 
     new_empty = Tensor.new_empty
 
-    def framed(self: Tensor, shape: Any, **more: Any) -> Tensor:
-        if more or not isinstance(shape, tuple):  # a call of the interpreter
-            return new_empty(self, shape, **more)
+    def framed(self: Tensor, *shape: int, **more: Any) -> Tensor:
+        if more:  # a call of the interpreter
+            return new_empty(self, *shape, **more)
         size = torch.Size(shape).numel()
         held.append(torch.full((size + 2 * 4096,), CANARY, dtype=self.dtype, device=self.device))
         return held[-1][4096 : 4096 + size].view(shape)
