@@ -71,7 +71,7 @@ def _private_way() -> _Way:
     from torch.nested._internal import nested_tensor
 
     internal: Any = nested_tensor
-    NestedTensor, symbol_of = internal.NestedTensor, internal.get_tensor_symint  # noqa: N806
+    NestedTensor, symbol_of = internal.NestedTensor, internal.get_tensor_symint
     keys = DispatchKeySet(DispatchKey.NestedTensor).add(DispatchKey.AutogradNestedTensor)
     example: Any = NestedTensor(torch.zeros(1), torch.tensor([0, 1]))
     examples: list[dict[str, Any]] = [vars(example), vars(example._values)]

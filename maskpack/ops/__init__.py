@@ -28,6 +28,7 @@ from maskpack.ops.logits import Logits
 __all__ = ["Logits", "pack", "packed_log_probs", "unpack"]
 
 _NUMBERS = {bool, int, float, complex}
+_MEMORY = torch.strided, torch.jagged
 
 
 @overload
@@ -152,7 +153,7 @@ def _fields(x: Any, name: str, call: str) -> list[Tensor]:
     """One tensor or a list of tensors, as a list."""
     fields: list[Any] = list(cast("Sequence[Any]", x)) if isinstance(x, list | tuple) else [x]
     for field in fields:
-        if not isinstance(field, Tensor) or field.layout not in (torch.strided, torch.jagged):
+        if not isinstance(field, Tensor) or field.layout not in _MEMORY:
             seen = f"a tensor with memory layout {field.layout}" if isinstance(field, Tensor) else said(field)
             raise LayoutError(
                 f"{call}: {name} is {seen}; expected a strided tensor, or a list of them. Convert it: torch.as_tensor, "

@@ -289,7 +289,8 @@ def unpack(
     values = [x if x.is_contiguous() else x.contiguous() for x in values]
     sources = [x.data_ptr() for x in values]
     kinds = [
-        (x.dtype, x.shape[1:], source & 15, x.is_neg(), x.is_conj()) for x, source in zip(values, sources, strict=True)
+        (x.dtype, x.shape[1:] if x.dim() > 1 else (), source & 15, x.is_neg(), x.is_conj())
+        for x, source in zip(values, sources, strict=True)
     ]
     pads_at = [pad.data_ptr() if isinstance(pad, Tensor) else None for pad in pads]
     alike = [pad if at is None else at & 15 for pad, at in zip(pads, pads_at, strict=True)]
