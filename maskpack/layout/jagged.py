@@ -73,7 +73,7 @@ def _private_way() -> _Way:
     internal: Any = nested_tensor
     NestedTensor, symbol_of = internal.NestedTensor, internal.get_tensor_symint
     keys = DispatchKeySet(DispatchKey.NestedTensor).add(DispatchKey.AutogradNestedTensor)
-    example: Any = NestedTensor(torch.zeros(1), torch.tensor([0, 1]))
+    example: Any = NestedTensor(torch.zeros(1, device="cpu"), torch.tensor([0, 1], device="cpu"))
     examples: list[dict[str, Any]] = [vars(example), vars(example._values)]
 
     def way(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
