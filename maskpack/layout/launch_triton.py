@@ -9,13 +9,14 @@ Launch remembers the compiled kernel; its caller vouches that the arguments are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 
 _HERE = nullcontext()
 
@@ -24,21 +25,21 @@ class Launch:
     """A kernel for arguments of one kind: on one device, with pointers of equal types that are aligned or not in the
     same places, and equal numbers except those that the kernel does not specialise."""
 
-    __slots__ = ("_compiled", "_kernel", "_options")
+    __slots__ = ("_kernel", "_options", "_remembered")
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self._kernel = kernel
         self._options = options
-        self._compiled: Any = None
+        self._remembered: Callable[[int, Sequence[Any]], None] | None = None
 
     def again(self, programs: int, arguments: Sequence[Any]) -> bool:
         """Runs `programs` programs of the compiled kernel; pointers are integers. False if there is none yet."""
-        if self._compiled is None:
+        if self._remembered is None:
             return False
         try:
-            self._compiled[programs, 1, 1](*arguments)
+            self._remembered(programs, arguments)
         except TypeError:  # before the launch, from a version of Triton that takes other arguments
-            self._compiled = None
+            self._remembered = None
             return False
         return True
 
@@ -46,7 +47,19 @@ class Launch:
         """Runs `programs` programs with arguments as Triton takes them, and may remember the compiled kernel."""
         compiled = self._kernel[(programs,)](*arguments, **self._options)
         if remember and isinstance(compiled, CompiledKernel):  # the interpreter has none
-            self._compiled = compiled
+            self._remembered = _remembered(compiled)
+
+
+def _remembered(compiled: Any) -> Callable[[int, Sequence[Any]], None]:
+    """What a compiled kernel that has run does when it runs again, without its look-ups and hooks."""
+    active = cast("Any", driver).active
+    device, stream = active.get_current_device, active.get_current_stream
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+
+    def again(programs: int, arguments: Sequence[Any]) -> None:
+        run(programs, 1, 1, stream(device()), function, packed, None, None, None, *arguments)
+
+    return again
 
 
 def aligned(addresses: Sequence[int]) -> bool:

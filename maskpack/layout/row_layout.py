@@ -170,7 +170,7 @@ class RowLayout:
         if "_host_counts" in self.__dict__:
             return scan.table_of_rows(self.__dict__["_host_counts"])
         if "_device_counts" in self.__dict__:
-            table = scan.table_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows))
+            table = scan.table_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows)[0])
             _check_num_tokens(table, self.num_tokens)
             return table
         return table_of(self._index)
@@ -431,8 +431,9 @@ def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLa
             f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
             "Reshape the mask to one entry per row and position."
         )
-    rows, width = math.prod(mask.shape[:-1]), mask.shape[-1]
-    mask = mask.reshape(rows, width)
+    if mask.dim() != 2:
+        mask = mask.reshape(math.prod(mask.shape[:-1]), mask.shape[-1])
+    rows, width = mask.shape
     if mask.device.type == "cpu":
         found, value = scan.on_host(mask.detach())
         _check_num_tokens(found.table, num_tokens)

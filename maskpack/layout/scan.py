@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import from_words, to_pinned, word_dtype, words
+from maskpack.core.bits import from_words, word_dtype, words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
@@ -87,19 +88,41 @@ def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
     index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
     if hint is not None:
         return hint, {"_device_counts": scanned.counts, "_index": index, "cu_seqlens": scanned.bounded}
-    counts = host_counts(scanned.counts, rows)
-    num_tokens, spans = (int(part.sum(dtype=np.int64)) for part in counts[:2])
+    counts, (num_tokens, spans, most) = host_counts(scanned.counts, rows)
+    if num_tokens == MOST_TOKENS:  # or more
+        num_tokens = int(counts[0].sum(dtype=np.int64))
     need_int32("RowLayout.from_mask", num_tokens=num_tokens)
-    if int(counts[1].max()) <= 1:
+    if most <= 1:
         return num_tokens, {"_host_counts": counts, "_index": index}
     index = list_spans(valid, scanned, num_tokens, spans)
     return num_tokens, {"lengths": counts[0].astype(np.int64), "_index": index}
 
 
-def host_counts(counts: Tensor, rows: int) -> npt.NDArray[np.int32]:
-    """[3, B] on the host, of `_device_counts`. One synchronisation on CUDA."""
-    counts = counts[: 3 * rows]
-    return (np.array(to_pinned(counts).numpy()) if counts.is_cuda else counts.numpy()).reshape(3, rows)
+class _Pinned(threading.local):
+    """Pinned memory of a thread, int32 [n], and the same as an array."""
+
+    buffer = torch.empty(0, dtype=torch.int32, device="cpu")
+    array: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+    def copied(self, line: Tensor) -> npt.NDArray[np.int32]:
+        """A copy of a tensor on a GPU. One synchronisation."""
+        size = line.numel()
+        if size > self.array.size:
+            with torch.inference_mode(False):
+                self.buffer = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+            self.array = self.buffer.numpy()
+        self.buffer[:size].copy_(line)
+        return np.array(self.array[:size])
+
+
+_pinned = _Pinned()
+
+
+def host_counts(counts: Tensor, rows: int) -> tuple[npt.NDArray[np.int32], list[int]]:
+    """`Scan.counts` on the host: [3, B], and the totals. One synchronisation on CUDA."""
+    counts = counts[: 3 * rows + 3]
+    line = _pinned.copied(counts) if counts.is_cuda else counts.numpy()
+    return line[:-3].reshape(3, rows), line[-3:].tolist()
 
 
 def counted(mask: Tensor) -> Tensor:
@@ -134,9 +157,9 @@ class Scan(NamedTuple):
     """int32 tensors of a mask [B, S].
 
     Attributes:
-        counts: at least [3 * B]: the number of valid tokens of each row, of its spans, and its first valid position (0
-            in an empty row).
-        starts: [B], the last part of `counts`.
+        counts: at least [3 * B + 3]: the number of valid tokens of each row, of its spans, and its first valid position
+            (0 in an empty row); then the totals: T and N, clamped to int32, and the most spans of a row.
+        starts: [B], the third part of `counts`.
         begins: [B + 1], where each row begins among the packed tokens, then their number; clamped to int32.
         splits: [B + 1], the same of the spans.
         blocks: `SpanIndex.blocks` for rows of one span, filled to the end if T is a hint.
@@ -157,7 +180,8 @@ def _scan_rows(valid: Tensor, entries: int, num_tokens: int | None) -> Scan:
     counts = torch.stack([valid.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
     begins, splits = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
     bounded = None if num_tokens is None else begins.clamp(max=num_tokens)
-    return Scan(counts.view(-1), counts[2], begins, splits, _blocks(begins, entries), bounded)
+    totals = torch.stack([begins[-1], splits[-1], counts[1].max()])
+    return Scan(torch.cat([counts.view(-1), totals]), counts[2], begins, splits, _blocks(begins, entries), bounded)
 
 
 def _sums(counts: Tensor) -> Tensor:

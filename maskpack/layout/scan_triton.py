@@ -1,7 +1,8 @@
 """Triton kernels that turn a mask on a device into spans.
 
     scan_rows   a program for each row: valid tokens, spans, first valid position. Then a program for each _GROUP rows:
-                where they begin among the packed tokens and the spans, and `SpanIndex.blocks` for rows of one span
+                where they begin among the packed tokens and the spans, their totals, and `SpanIndex.blocks` for rows
+                of one span
     list_spans  a program for each row: all its spans; needed where rows have several
 
 Programs do not wait for each other, and no memory has to be set to 0 before: several streams and captured graphs may
@@ -91,23 +92,28 @@ def _sum_up(
     HINTED: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
     spans_of = counts + rows
-    begins = spans_of + rows + rows
+    totals = spans_of + rows + rows
+    begins = totals + 3
     splits = begins + rows + 1
     blocks = splits + rows + 1
     bounded = blocks + entries
     group = tl.program_id(0) * GROUP
     before = tl.zeros((AHEAD,), SUM)
     spans_before = tl.zeros((AHEAD,), SUM)
+    most = tl.zeros((AHEAD,), tl.int32)
     begin = 0
     while begin < group:
         row = begin + tl.arange(0, AHEAD)
         before += tl.load(counts + row, mask=row < group, other=0).to(SUM)
-        spans_before += tl.load(spans_of + row, mask=row < group, other=0).to(SUM)
+        spans = tl.load(spans_of + row, mask=row < group, other=0)
+        spans_before += spans.to(SUM)
+        most = tl.maximum(most, spans)
         begin += AHEAD
     row = group + tl.arange(0, GROUP)
     length = tl.load(counts + row, mask=row < rows, other=0).to(SUM)
     ends = tl.sum(before) + tl.cumsum(length, 0)
-    splits_end = tl.sum(spans_before) + tl.cumsum(tl.load(spans_of + row, mask=row < rows, other=0).to(SUM), 0)
+    spans = tl.load(spans_of + row, mask=row < rows, other=0)
+    splits_end = tl.sum(spans_before) + tl.cumsum(spans.to(SUM), 0)
     tl.store(begins + row + 1, _most(ends), mask=row < rows)
     tl.store(splits + row + 1, _most(splits_end), mask=row < rows)
     if HINTED:
@@ -126,6 +132,9 @@ def _sum_up(
         at += 8
         left -= 8
     if group + GROUP >= rows:
+        tl.store(totals, _most(tl.max(ends)))
+        tl.store(totals + 1, _most(tl.max(splits_end)))
+        tl.store(totals + 2, tl.maximum(tl.max(most), tl.max(spans)))
         last = tl.minimum((tl.max(ends) + BLOCK - 1) // BLOCK, entries - 1)
         tl.store(blocks + last, rows - 1)
         if HINTED:
@@ -221,8 +230,8 @@ def scan_rows(mask: Tensor, entries: int, num_tokens: int | None) -> Scan:
     `num_tokens` if that is a hint."""
     (rows, width), hinted = mask.shape, num_tokens is not None
     kind = _kind_of(mask, hinted)
-    sizes = [2 * rows, rows, rows + 1, rows + 1, entries]
-    line = torch.empty(sum(sizes) + (rows + 1 if hinted else 0), dtype=torch.int32, device=mask.device)
+    sizes = [2 * rows, rows, 3, rows + 1, rows + 1, entries, *([rows + 1] if hinted else [])]
+    line = torch.empty(sum(sizes), dtype=torch.int32, device=mask.device)
     at, to = mask.data_ptr(), line.data_ptr()
     remember = not to & 15
     numbers = rows, width // kind.lanes, mask.stride(0) // kind.lanes, kind.lanes, _ITEMS
@@ -232,7 +241,7 @@ def scan_rows(mask: Tensor, entries: int, num_tokens: int | None) -> Scan:
     programs = -(-rows // _GROUP)
     if not remember or not kind.sum_up.again(programs, [to, *numbers]):
         kind.sum_up.first(programs, [line, *numbers], remember=remember)
-    _, starts, begins, splits, blocks, *bounded = line.split([*sizes, rows + 1] if hinted else sizes)
+    _, starts, _, begins, splits, blocks, *bounded = line.split_with_sizes(sizes)
     return Scan(line, starts, begins, splits, blocks, bounded[0] if hinted else None)
 
 
@@ -250,6 +259,6 @@ def list_spans(mask: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanInd
     numbers = entries, num_tokens, spans, width, mask.stride(0), words, BLOCK, _POSITIONS, with_places
     if not remember or not launch.again(rows, [mask.data_ptr(), *addresses_of(parts), *numbers]):
         launch.first(rows, [_source(mask, 1), *parts, *numbers], remember=remember)
-    starts, begins, of_rows, blocks, bits, before, *places = line.split(sizes)
+    starts, begins, of_rows, blocks, bits, before, *places = line.split_with_sizes(sizes)
     ranks = bits.view(rows, words), before.view(rows, words)
     return SpanIndex(starts, begins, blocks, of_rows, scan.splits, scan.begins, *ranks, *places)

@@ -29,6 +29,7 @@ from maskpack.ops.logits import Logits
 __all__ = ["Logits", "TokenStatistics", "pack", "packed_log_probs", "unpack"]
 
 _NUMBERS = {bool, int, float, complex}
+_MEMORY = torch.strided, torch.jagged
 
 
 @overload
@@ -60,7 +61,8 @@ def pack(
     for number, field in enumerate(fields):
         if field.is_nested:
             raise LayoutError("pack: x is nested; expected a padded tensor. Its values are packed: use x.values().")
-        if field.shape[: len(shape)] != shape or field.device != layout.device:
+        begins_alike = field.shape == shape or field.shape[: len(shape)] == shape  # a slice takes as long as a tensor
+        if not begins_alike or field.device != layout.device:
             raise LayoutError(
                 f"pack: x is {tuple(field.shape)} on {field.device}; the layout is {shape} on {layout.device}. Use the "
                 "layout of x's own mask, on x's device."
@@ -152,7 +154,7 @@ def _fields(x: Any, name: str, call: str) -> list[Tensor]:
     """One tensor or a list of tensors, as a list."""
     fields: list[Any] = list(cast("Sequence[Any]", x)) if isinstance(x, list | tuple) else [x]
     for field in fields:
-        if not isinstance(field, Tensor) or field.layout not in (torch.strided, torch.jagged):
+        if not isinstance(field, Tensor) or field.layout not in _MEMORY:
             seen = f"a tensor with memory layout {field.layout}" if isinstance(field, Tensor) else said(field)
             raise LayoutError(
                 f"{call}: {name} is {seen}; expected a strided tensor, or a list of them. Convert it: torch.as_tensor, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,12 +43,9 @@ class Compiled:
         self.arguments = arguments
         self.options = options
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            kinds = zip(self.kernel.arg_names, self.arguments, arguments, strict=True)
-            self.kernel[grid](*[self.pointer(name, first, now) for name, first, now in kinds], **self.options)
-
-        return run
+    def __call__(self, programs: int, arguments: Sequence[Any]) -> None:
+        kinds = zip(self.kernel.arg_names, self.arguments, arguments, strict=True)
+        self.kernel[(programs,)](*[self.pointer(name, first, now) for name, first, now in kinds], **self.options)
 
     def pointer(self, name: str, first: Any, now: Any) -> Any:
         """An argument as the interpreter takes it; `first` is the one that the kernel was compiled for."""
@@ -86,7 +83,7 @@ def remembered() -> Iterator[None]:
     def first(launch: Any, programs: int, arguments: Sequence[Any], *, remember: bool = True) -> None:
         interpreted(launch, programs, arguments, remember=remember)
         if remember:
-            launch._compiled = Compiled(launch._kernel, arguments, launch._options)
+            launch._remembered = Compiled(launch._kernel, arguments, launch._options)
 
     interpreted = Launch.first
     with pytest.MonkeyPatch.context() as patch:
@@ -174,10 +171,11 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
             [len(row) for row in oracle.mask_to_runs(mask)],
             [row.index(True) if any(row) else 0 for row in mask],
         ]
-        runs = int(counts[1].sum())
+        runs, most = int(counts[1].sum()), int(counts[1].max())
+        assert scanned.counts[counts.numel() :][:3].tolist() == [total, runs, most]
         index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
         assert scanned.bounded is None
-        if int(counts[1].max()) > 1:
+        if most > 1:
             index = module.list_spans(real, scanned, total, runs)
         assert_index(index, mask)
 
@@ -285,9 +283,9 @@ def test_no_byte_outside_is_written(monkeypatch: pytest.MonkeyPatch, trailing: t
 
     new_empty = Tensor.new_empty
 
-    def framed(self: Tensor, shape: Any, **more: Any) -> Tensor:
-        if more or not isinstance(shape, tuple):  # a call of the interpreter
-            return new_empty(self, shape, **more)
+    def framed(self: Tensor, *shape: int, **more: Any) -> Tensor:
+        if more:  # a call of the interpreter
+            return new_empty(self, *shape, **more)
         size = torch.Size(shape).numel()
         held.append(torch.full((size + 2 * 4096,), CANARY, dtype=self.dtype, device=self.device))
         return held[-1][4096 : 4096 + size].view(shape)
@@ -513,11 +511,25 @@ def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
 
     lengths = [2**31 - 1, 5, 0, 2**31 - 1]
     counts = [*lengths, *[1] * 4, *[0] * 4]
-    line = torch.tensor([*counts, *[77] * 5, *[77] * 5, *[77] * 8, *[77] * 6], dtype=torch.int32, device=DEVICE)
+    line = torch.tensor(
+        [*counts, *[77] * 3, *[77] * 5, *[77] * 5, *[77] * 8, *[77] * 6], dtype=torch.int32, device=DEVICE
+    )
     scan_kernels._sum_up[(1,)](line, 4, 8, 9, True, tl.int64, BLOCK, 256, 1024)
     largest = 2**31 - 1
     assert line[:12].tolist() == counts
-    assert line[12:17].tolist() == [0, largest, largest, largest, largest]
-    assert line[17:22].tolist() == [0, 1, 2, 3, 4]
-    assert line[22:30].tolist() == [0] * 7 + [3]
-    assert line[30:].tolist() == [0, 9, 9, 9, 9, 77]
+    assert line[12:15].tolist() == [largest, 4, 1]
+    assert line[15:20].tolist() == [0, largest, largest, largest, largest]
+    assert line[20:25].tolist() == [0, 1, 2, 3, 4]
+    assert line[25:33].tolist() == [0] * 7 + [3]
+    assert line[33:].tolist() == [0, 9, 9, 9, 9, 77]
+
+
+@pytest.mark.parametrize("row", [0, 299, 511, 599])
+def test_one_row_of_several_spans_among_many(row: int) -> None:
+    mask = torch.zeros(600, 8, dtype=torch.bool)
+    mask[:, 2:5] = True
+    mask[row, 3] = False
+    layout = RowLayout.from_mask(mask.to(DEVICE))
+    assert layout.num_tokens == 1799
+    assert host_spans(layout).splits.tolist() == [n + (n > row) for n in range(601)]
+    assert torch.equal(ops.pack(mask.to(DEVICE), layout, backend="triton").cpu(), mask[mask])

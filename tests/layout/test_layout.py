@@ -355,7 +355,8 @@ def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
     def scan_rows(real: torch.Tensor, *_: Any) -> scan.Scan:
         counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
         begins = torch.zeros(3, dtype=torch.int32)
-        return scan.Scan(counts.view(-1), counts[2], begins, begins, torch.zeros(9), None)
+        totals = torch.tensor([2**31 - 1, sum(spans_per_row), max(spans_per_row)], dtype=torch.int32)
+        return scan.Scan(torch.cat([counts.view(-1), totals]), counts[2], begins, begins, torch.zeros(9), None)
 
     monkeypatch.setattr(scan, "_scan_rows", scan_rows)
     message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"
