@@ -19,6 +19,7 @@ GROUPS = {
     "rows": ["packed/test_same_rows.py"],
     "device": ["packed/test_device_work.py", "nesting/test_device_read.py"],
     "ops": ["ops/test_log_probs.py", "layout/test_kernels.py", "ops/test_prefix_attention.py", "ops/test_logits.py"],
+    "replay": ["replay/test_replay_fused.py"],
 }
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),
