@@ -7,7 +7,8 @@ advantages, and its gradients, summed over micro-batches of a token budget.
     ... with Liger's layers  the same with norms, MLPs and rotation of Liger, which is verl's use_liger
     ... and scored tokens    the same with the head on the tokens alone that score responses: not in verl, but what one
                              could write
-    ours                     response_log_probs; compiled with compile=True, shared with share_prefixes
+    ours                     response_log_probs; compiled with compile=True, fused with fused=True, shared with
+                             share_prefixes
 
 All but padded attend by the same kernel, torch's varlen FlashAttention 2; all checkpoint their layers. Heads that this
 machine does not have, or that fail, are named on stderr and have a row "missing". Weights and tokens are random,
@@ -161,7 +162,8 @@ class Models:
     @property
     def _ours(self) -> dict[str, dict[str, Any]]:
         # On the CPU, compile=True would compile C++, which takes longer than all else.
-        return {OURS: {}, f"{OURS}, compiled": {"compile": self.device.type == "cuda"}}
+        compiled = {"compile": self.device.type == "cuda"}
+        return {OURS: {}, f"{OURS}, compiled": compiled, f"{OURS}, fused": {"fused": True}}
 
     def _varlen(self) -> Any:
         model: Any = self.shape.model(self.device)

@@ -134,7 +134,7 @@ def _launch_norm(x: Tensor, weight: Tensor, y: Any, grad: Any, dx: Any, how: tup
     with torch.cuda.device_of(x):
         if rows:
             _norm[(programs,)](x, weight, y, grad, dx, sums, rows, width, eps, loops, offset, rounds, grad is not None,
-                               each, block, num_warps=8 if block > 4096 else 4, **_EXACT)  # fmt: skip
+                               each, block, num_warps=16 if block > 4096 else 8, **_EXACT)  # fmt: skip
     return sums
 
 
