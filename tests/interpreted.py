@@ -25,6 +25,7 @@ GROUPS = {
         "ops/test_prefix_attention.py",
         "ops/test_logits.py",
     ],
+    "replay": ["replay/test_replay_fused.py"],
 }
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),

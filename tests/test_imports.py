@@ -29,6 +29,7 @@ KERNELS = {
     "layout.launch_triton",
     "layout.scan_triton",
     "nesting.read_triton",
+    "ops.fused_triton",
     "ops.pack_triton",
     "ops.log_probs_triton",
     "ops.prefix_attention_triton",

@@ -81,6 +81,22 @@ def prefix_attention() -> None:
         kernels.add_rows(out, index, other)
 
 
+def fused() -> None:
+    kernels = importlib.import_module("maskpack.ops.fused_triton")
+    for dtype in (*HALF, torch.float32):
+        x, heads, table = (
+            torch.zeros(2, 3, 40, dtype=dtype),
+            torch.zeros(1, 2, 3, 16, dtype=dtype),
+            torch.zeros(1, 3, 16),
+        )
+        weight = torch.zeros(40, dtype=dtype).requires_grad_()
+        for choice in (False, True):
+            kernels.normalize(x, weight, 1e-6, float(choice), choice).sum().backward()
+            kernels.gate(x.requires_grad_(), x, choice).sum().backward()
+        turned = kernels.rotate(heads.requires_grad_(), heads, table.to(dtype), table.to(dtype))
+        (turned[0] + turned[1]).sum().backward()
+
+
 def pack_and_unpack() -> None:
     scans = importlib.import_module("maskpack.layout.scan_triton")
     kernels = importlib.import_module("maskpack.ops.pack_triton")
@@ -128,6 +144,7 @@ CASES: tuple[Callable[[], None], ...] = (
     log_probs,
     fused_log_probs,
     prefix_attention,
+    fused,
     pack_and_unpack,
     decode,
     encode,

@@ -49,6 +49,11 @@ def pack_by_mask(fields: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
     return [x[mask] for x in fields]
 
 
+def mask_index(mask: Tensor) -> Tensor:
+    """The index, by nonzero."""
+    return mask.flatten().nonzero().view(-1)
+
+
 def pack_by_index(fields: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     """`index_select`, the index given."""
     return [x.flatten(0, 1).index_select(0, index) for x in fields]
@@ -66,6 +71,7 @@ def pack_by_unpadding(fields: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
 
 def compiled_pack_by_index(device: torch.device) -> Callable[[Sequence[Tensor], Tensor], list[Tensor]]:
     """`pack_by_index` of all fields in one compiled function, made for each shape on its own, as suits it best."""
+    torch.compiler.reset()  # it counts how often one function is compiled for other shapes, and stops
     # Without a GPU there is no kernel to make, and to compile C++ takes longer than all else.
     return torch.compile(pack_by_index, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
 

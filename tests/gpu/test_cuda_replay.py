@@ -221,12 +221,12 @@ def packed(replay: Any, batch: TensorDict) -> Tensor:
     return out.values()
 
 
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("option", [{}, {"compile": True}, {"fused": True}])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
 def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
-    kind: str, dtype: torch.dtype, checkpointed: bool, compiles: bool
+    kind: str, dtype: torch.dtype, checkpointed: bool, option: dict[str, bool]
 ) -> None:
     batch = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12])
     model = tiny(kind, dtype)
@@ -238,7 +238,7 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
     wanted = gradients(exact, truth)
     plain = each_alone(model, batch)
     theirs = gradients(model, plain)
-    replay = replayable(model, compile=compiles)
+    replay = replayable(model, **option)
     nested = nest_batch_by_mask(batch, pad_token_id=PAD)
     for given in (batch, nested):
         seen = packed(replay, given)
@@ -247,6 +247,10 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
         assert ours.keys() == theirs.keys() == wanted.keys()
         assert_as_good([seen.detach()], [plain.detach()], [truth.detach()], 5e-5)
         assert_gradients(ours, theirs, wanted)
+    if option.get("fused"):  # kernels, not what stayed as it is
+        forwards = [forward.__func__ for x in model.modules() if (forward := vars(x).get("forward"))]
+        assert len({type(forward) for forward in forwards}) == 3
+        assert all(None not in forward._variants.values() for forward in forwards)
 
 
 @pytest.mark.parametrize("way", ["classes", "instance"])

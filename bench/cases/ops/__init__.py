@@ -3,6 +3,7 @@
     layout    a mask [B, S] -> RowLayout        wide       pack and unpack rows of features, and their gradients
     pack      ten fields in one call, and one   decode     a packed batch from the host to the device
     unpack    ten fields, a pad for each        logprobs   log-probs without the logits
+    heads     log-probs beside the output layers of others
     peer      a batch from one GPU to another of the same host
 
 B is four times `rows`. Masks: those of the reference workload (one run a row), its multi-turn variant with the tool
@@ -21,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bench.cases.ops import decode, log_probs, peer
+from bench.cases.ops import decode, heads, log_probs, peer
 from bench.harness.gpu import Clock, Times, Work
 from bench.harness.measure import progress, require_same_tensor
 from bench.harness.passes import the_device
@@ -45,13 +46,14 @@ _WRITE = "writing the output alone"
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the works are: P and R of the token fields, the shape [B, S, F] of the wide ones, and the problem of
+    """How large the works are: P and R of the token fields, the shape [B, S, F] of the wide ones, and the problems of
     log-probs; `replays` is how many rounds a round of the command line is, of works that take microseconds."""
 
     prompt_width: int = PROMPT_WIDTH
     response_width: int = RESPONSE_WIDTH
     wide: tuple[int, int, int] = (32, 1024, 4096)
     log_probs: log_probs.Sizes = field(default_factory=log_probs.Sizes)
+    heads: heads.Sizes = field(default_factory=heads.Sizes)
     replays: int = 10
 
 
@@ -196,8 +198,10 @@ def _pack_from(stage: Stage, name: str) -> list[Row]:
     for many, wall in ((10, "<= 250"), (1, "<= 150")):
         case, some = f"ops pack from the mask, {name}, {many} fields", fields[-many:]
         progress(case)
+        compiled = rivals.compiled_pack_by_index(stage.clock.device)
         works: dict[str, Work] = {
             OURS: lambda some=some: ops.pack(some, RowLayout.from_mask(mask)),
+            "nonzero, torch.compile": lambda some=some, compiled=compiled: compiled(some, rivals.mask_index(mask)),
             "x[mask]": lambda some=some: rivals.pack_by_mask(some, mask),
             "unpad each field": lambda some=some: rivals.pack_by_unpadding(some, mask),
         }
@@ -212,7 +216,7 @@ def _pack_from(stage: Stage, name: str) -> list[Row]:
 def _pack_by(stage: Stage, name: str) -> list[Row]:
     case, mask, fields = f"ops pack, {name}", stage.masks[name], stage.fields
     progress(case)
-    layout, index = RowLayout.from_mask(mask), mask.flatten().nonzero().view(-1)
+    layout, index = RowLayout.from_mask(mask), rivals.mask_index(mask)
     compiled = rivals.compiled_pack_by_index(stage.clock.device)
     works: dict[str, Work] = {
         OURS: lambda: ops.pack(fields, layout),
@@ -241,7 +245,7 @@ def _unpack(stage: Stage) -> list[Row]:
 def _unpack_by(stage: Stage, name: str) -> list[Row]:
     case, mask, shape = f"ops unpack, {name}", stage.masks[name], stage.shape
     progress(case)
-    layout, index = RowLayout.from_mask(mask), mask.flatten().nonzero().view(-1)
+    layout, index = RowLayout.from_mask(mask), rivals.mask_index(mask)
     values = [torch.masked_select(x, mask) for x in stage.fields]
     works: dict[str, Work] = {
         OURS: lambda: ops.unpack(values, layout, _PADS),
@@ -275,7 +279,7 @@ def _wide_at(stage: Stage, density: float) -> list[Row]:
     case, device = f"ops rows of {features} bf16, {density} dense", stage.clock.device
     progress(case)
     mask = uneven_rows(rows, width, int(density * rows * width)).to(device)
-    layout, index = RowLayout.from_mask(mask), mask.flatten().nonzero().view(-1)
+    layout, index = RowLayout.from_mask(mask), rivals.mask_index(mask)
     x = torch.randn((rows, width, features), generator=stage.random, device=device).to(torch.bfloat16)
     values, shape = x[mask], (rows, width)
     packs: dict[str, Work] = {
@@ -330,8 +334,10 @@ def uneven_rows(rows: int, width: int, total: int) -> Tensor:
 
 
 KERNELS: dict[str, Callable[[Stage], list[Row]]] = {"layout": _layout, "pack": _pack, "unpack": _unpack, "wide": _wide}
-GROUPS = (*KERNELS, "decode", "peer", "logprobs")
-_TINY = Sizes(37, 229, (5, 33, 8), log_probs.Sizes(4, 9, 8, 50, 5, (0.3, 1.0)), replays=1)
+GROUPS = (*KERNELS, "decode", "peer", "logprobs", "heads")
+_TINY = Sizes(
+    37, 229, (5, 33, 8), log_probs.Sizes(4, 9, 8, 50, 5, (0.3, 1.0)), heads.Sizes([(8, 50)], [4], 9, 5), replays=1
+)
 
 
 @case(
@@ -344,7 +350,7 @@ _TINY = Sizes(37, 229, (5, 33, 8), log_probs.Sizes(4, 9, 8, 50, 5, (0.3, 1.0)), 
 def run(
     rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, backend: Link = "nccl"
 ) -> list[Row]:
-    """logprobs needs a GPU, peer two. Raises NotExact if ours or a rival gives other bits."""
+    """logprobs and heads need a GPU, peer two. Raises NotExact if ours or a rival gives other bits."""
     sizes, wanted, device = sizes or Sizes(), only or GROUPS, the_device()
     widths = sizes.prompt_width, sizes.response_width
     stage = Stage(Clock(device, sizes.replays * rounds), sizes, 4 * rows)
@@ -353,9 +359,11 @@ def run(
         report += decode.rows(Clock(device, rounds), rows, *widths)
     if "peer" in wanted:
         report += peer.rows(rows, rounds, widths, backend)
+    del stage  # what follows measures memory
+    gc.collect()
     if "logprobs" in wanted:
         progress("ops logprobs")
-        del stage  # they measure memory
-        gc.collect()
         report += log_probs.rows(sizes.log_probs, device, -(-rounds // 2))
+    if "heads" in wanted:
+        report += heads.rows(sizes.heads, device, -(-rounds // 2))
     return report

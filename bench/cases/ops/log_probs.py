@@ -16,7 +16,7 @@ Synchronised wall time, interleaved, medians.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,7 +78,7 @@ def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) ->
     report = _errors(case, problem, sizes.sample)
     for part, of in gradient_errors(problem).items():
         report += [Row(case, f"error of the gradient, {part}, {name}", 100 * error, "%") for name, error in of.items()]
-    for step, wrapped in (("forward", _without_graph), ("forward + backward", _with_backward)):
+    for step, wrapped in (("forward", without_graph), ("forward + backward", with_backward)):
         runs = {name: wrapped(work, problem) for name, work in WORKS.items()}
         report += timed(f"{case}, {step}", runs, rounds, device, ours, before=held)[0]
     return report
@@ -117,7 +117,7 @@ WORKS: dict[str, Callable[[Problem], Tensor]] = {
 }
 
 
-def _without_graph(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], object]:
+def without_graph(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
             return work(problem)
@@ -125,7 +125,7 @@ def _without_graph(work: Callable[[Problem], Tensor], problem: Problem) -> Calla
     return run
 
 
-def _with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
+def with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
     def run() -> tuple[Tensor, ...]:
         log_probs = work(problem)
         return torch.autograd.grad(log_probs, (problem.hidden, problem.weight), problem.slopes.to(log_probs.dtype))
@@ -138,17 +138,23 @@ def _with_backward(work: Callable[[Problem], Tensor], problem: Problem) -> Calla
 
 @torch.no_grad()
 def _errors(case: str, problem: Problem, sample: int) -> list[Row]:
-    total = problem.layout.num_tokens
-    chosen = torch.linspace(0, total - 1, min(sample, total), device=problem.ids.device).long()
-    hidden = ops.pack(problem.hidden, problem.layout)[chosen].double()
-    logits = torch.cat([hidden @ part.double().T for part in problem.weight.split(_SLICE)], 1)
-    truth = logits.log_softmax(1).gather(1, problem.ids[chosen].unsqueeze(1)).squeeze(1)
+    chosen, truth = true_log_probs(problem, sample)
     errors = {name: float((work(problem)[chosen] - truth).abs().max()) for name, work in WORKS.items()}
     if not errors[_OURS] <= errors[_PACKED]:
         raise NotExact(
             f"logprobs: ours is {errors[_OURS]:.2g} off the truth; plain torch is {errors[_PACKED]:.2g} off."
         )
     return [Row(case, f"largest error, {name}", error, "nats") for name, error in errors.items()]
+
+
+@torch.no_grad()
+def true_log_probs(problem: Problem, sample: int) -> tuple[Tensor, Tensor]:
+    """So many tokens, and their log-probs in float64."""
+    total = problem.layout.num_tokens
+    chosen = torch.linspace(0, total - 1, min(sample, total), device=problem.ids.device).long()
+    hidden = ops.pack(problem.hidden, problem.layout)[chosen].double()
+    logits = torch.cat([hidden @ part.double().T for part in problem.weight.split(_SLICE)], 1)
+    return chosen, logits.log_softmax(1).gather(1, problem.ids[chosen].unsqueeze(1)).squeeze(1)
 
 
 def with_sure_tokens(problem: Problem) -> Problem:
@@ -164,20 +170,8 @@ def with_sure_tokens(problem: Problem) -> Problem:
 
 
 def gradient_errors(problem: Problem) -> dict[str, dict[str, float]]:
-    """Relative errors against float64 of each work's gradients: of hidden, also of the sure tokens alone, and of the
-    weight. Raises NotExact if those of ours are larger than those of plain torch."""
-    problem = with_sure_tokens(problem)
-    truth_of_hidden, truth_of_weight = _gradients(problem)
-    number = torch.arange(len(truth_of_hidden), device=problem.ids.device)
-    parts = {_ALL: number >= 0} | {f"{_ALL} of tokens with logit {at}": number % 7 == n for at, n in _SURE.items()}
-    found: dict[str, dict[str, float]] = {part: {} for part in (*parts, _WEIGHT)}
-    for name, work in WORKS.items():
-        of_hidden, of_weight = _with_backward(work, problem)()
-        of_hidden = ops.pack(of_hidden, problem.layout)
-        for part, rows in parts.items():
-            found[part][name] = _relative(of_hidden[rows], truth_of_hidden[rows])
-        found[_WEIGHT][name] = _relative(of_weight, truth_of_weight)
-        del of_hidden, of_weight
+    """As `errors_of_gradients`. Raises NotExact if those of ours are larger than those of plain torch."""
+    found = errors_of_gradients(problem, WORKS)
     for part, of in found.items():
         for name in _ALL_OURS:
             if not of[name] <= 1.05 * of[_PACKED]:
@@ -185,6 +179,26 @@ def gradient_errors(problem: Problem) -> dict[str, dict[str, float]]:
                     f"logprobs: the gradient of {name} is {of[name]:.2g} off the truth ({part}); that of plain torch "
                     f"is {of[_PACKED]:.2g} off."
                 )
+    return found
+
+
+def errors_of_gradients(
+    problem: Problem, works: Mapping[str, Callable[[Problem], Tensor]]
+) -> dict[str, dict[str, float]]:
+    """Relative errors against float64 of each work's gradients: of hidden, also of the sure tokens alone, and of the
+    weight."""
+    problem = with_sure_tokens(problem)
+    truth_of_hidden, truth_of_weight = _gradients(problem)
+    number = torch.arange(len(truth_of_hidden), device=problem.ids.device)
+    parts = {_ALL: number >= 0} | {f"{_ALL} of tokens with logit {at}": number % 7 == n for at, n in _SURE.items()}
+    found: dict[str, dict[str, float]] = {part: {} for part in (*parts, _WEIGHT)}
+    for name, work in works.items():
+        of_hidden, of_weight = with_backward(work, problem)()
+        of_hidden = ops.pack(of_hidden, problem.layout)
+        for part, rows in parts.items():
+            found[part][name] = _relative(of_hidden[rows], truth_of_hidden[rows])
+        found[_WEIGHT][name] = _relative(of_weight, truth_of_weight)
+        del of_hidden, of_weight
     return found
 
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import walk_tb
 from types import FunctionType
 from typing import Any, cast
@@ -35,15 +36,69 @@ from maskpack.core.tensors import out_of_memory
 from maskpack.errors import ReplayError
 
 _PART = re.compile("(Norm|MLP|Mlp|RotaryEmbedding)$")
-_ROTARY = "apply_rotary_pos_emb"
+ROTARY = "apply_rotary_pos_emb"
 _TRACER = "torch._dynamo.convert_frame"
 """The module of the frames in which torch.compile traces. Some errors leave it as they are."""
 _OPTIONS: dict[str, Any] = {"fullgraph": True}
 """Options of torch.compile. Without `fullgraph`, it would silently run uncompiled what it does not support."""
 
 
-class CompiledParts:
-    """The parts of a model, with the `forward` that each of them has while the model replays.
+def parts_of(model: nn.Module, base: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """The names and parts, with the ends of the names of their classes; attention layers that call `ROTARY` have none.
+    Parts whose code, or whose rotation, is of another package are left out."""
+    kinds = cast("tuple[Any, ...]", (*type(model).__mro__, *type(base).__mro__))
+    homes = {kind.__module__.partition(".")[0] for kind in kinds}
+    parts: list[tuple[str, Any]] = list(base.named_modules())
+    for name, part in parts:
+        kind = cast("Any", type(part))
+        end = _PART.search(kind.__name__)
+        inner = inspect.unwrap(kind.forward)
+        if not end and not (ROTARY in getattr(inner, "__globals__", {}) and ROTARY in inner.__code__.co_names):
+            continue
+        runs: list[Any] = [vars(part).get("forward", kind.forward)]
+        runs += [] if end else [inner.__globals__[ROTARY]]
+        # the package whose code it is, within its wrappers
+        if homes.issuperset(str(getattr(inspect.unwrap(run), "__module__", "")).partition(".")[0] for run in runs):
+            yield name, part, end and end[1]
+
+
+class Parts:
+    """Parts of a model, with the `forward` that each of them has while the model replays."""
+
+    def __init__(self, model: nn.Module, base: Any, option: str) -> None:
+        self._base: nn.Module = base
+        self._forwards: list[tuple[nn.Module, PartForward]] = []
+        self._find(model, base)
+        if not self._forwards:
+            raise Refusal.NO_PARTS(option=option, model=type(model).__name__)
+        self._number = next(_numbers)
+
+    def _find(self, model: nn.Module, base: Any) -> None:
+        raise NotImplementedError
+
+    def need_outside(self, names: Sequence[str]) -> None:
+        """Raises ReplayError for parts of the base model, by name, that replay cannot reach within these."""
+
+    def install(self) -> None:
+        if _installed.get(self._base) != self._number:
+            restore_parts(self._base)
+            _installed[self._base] = self._number
+        for part, forward in self._forwards:
+            forward.install(part)
+
+
+_numbers = itertools.count()
+_installed: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Base models that may have such parts, and whose. To look for these takes long in a model with many parts."""
+
+
+def restore_parts(base: nn.Module) -> None:
+    if _installed.pop(base, None) is not None:
+        PartForward.restore(base)
+
+
+class CompiledParts(Parts):
+    """Parts under torch.compile.
 
     Raises:
         ReplayError: the model has no such part, or one with a replaced `forward`.
@@ -51,81 +106,63 @@ class CompiledParts:
 
     def __init__(self, model: nn.Module, base: Any, changing: bool) -> None:
         """`changing` leaves rotary embeddings out, because they depend on the longest row."""
+        self._changing = changing
+        super().__init__(model, base, "compile")
+
+    def _find(self, model: nn.Module, base: Any) -> None:
         who = type(model).__name__
         if any(isinstance(part, FullyShardedDataParallel) for part in model.modules()):
             raise Refusal.COMPILED_FSDP(model=who)
-        kinds = cast("tuple[Any, ...]", (*type(model).__mro__, *type(base).__mro__))
-        homes = {kind.__module__.partition(".")[0] for kind in kinds}
         shared: dict[Any, PartForward] = {}
-        self._base: nn.Module = base
-        self._forwards: list[tuple[nn.Module, PartForward]] = []
-        parts: list[tuple[str, Any]] = list(base.named_modules())
-        for name, part in parts:
+        for name, part, end in parts_of(model, base):
             kind = cast("Any", type(part))
-            end = _PART.search(kind.__name__)
-            inner = inspect.unwrap(kind.forward)
-            rotates = _ROTARY in getattr(inner, "__globals__", {}) and _ROTARY in inner.__code__.co_names
-            if not (end or rotates) or (changing and end and end[1] == "RotaryEmbedding"):
-                continue
-            runs: list[Any] = [vars(part).get("forward", kind.forward)]
-            runs += [] if end else [inner.__globals__[_ROTARY]]
-            # the package whose code it is, within its wrappers
-            if not homes.issuperset(
-                str(getattr(inspect.unwrap(run), "__module__", "")).partition(".")[0] for run in runs
-            ):
+            if self._changing and end == "RotaryEmbedding":
                 continue
             if "forward" in vars(part) or part._compiled_call_impl is not None:
                 raise Refusal.REPLACED(part=f"{name} ({kind.__name__}) of {who}", remedy="Leave compile out")
             weights: dict[str, Tensor] = dict(part.named_parameters())
             key = kind.forward, *((key, tuple(weight.shape)) for key, weight in weights.items())
             if key not in shared:
-                shared[key] = PartForward(kind, len(shared), rotates=not end)
+                shared[key] = CompiledForward(kind, len(shared), rotates=not end)
             self._forwards.append((part, shared[key]))
-        if not self._forwards:
-            raise Refusal.NOTHING_COMPILED(model=who)
 
     def need_outside(self, names: Sequence[str]) -> None:
-        """Raises ReplayError for parts of the base model, by name, that lie within a compiled one."""
         compiled = {id(inner) for part, _ in self._forwards for inner in part.modules()}
         within = [name for name in names if id(self._base.get_submodule(name)) in compiled]
         if within:
             raise Refusal.COMPILED_ROUTER(part=within[0])
 
-    def install(self) -> None:
-        _compiled.add(self._base)
-        for part, forward in self._forwards:
-            forward.install(part)
-
-
-_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Base models of which some parts may be compiled. To look for these takes long in a model with many parts."""
-
-
-def restore_parts(base: nn.Module) -> None:
-    if base in _compiled:
-        _compiled.discard(base)
-        PartForward.restore(base)
-
 
 class PartForward(Forward):
-    """What `part.forward(...)` calls, for all parts of one kind and shape."""
+    """What `part.forward(...)` calls, for all parts of one kind: `_replaying`, or in the self-check `_own`."""
 
-    def __init__(self, kind: Any, number: int, *, rotates: bool) -> None:
-        self._own, self._who = kind.forward, kind.__name__
-        if rotates:
-            inner = inspect.unwrap(self._own)
-            plain = inner.__globals__[_ROTARY]
-            rotate = functools.partial(self._run, self._compiled(plain, f"{_ROTARY}_{number}"))
-            names = {**inner.__globals__, _ROTARY: rotate}
-            self._replaying: Callable[..., Any] = _copied(inner, inner.__code__, names)
-        else:
-            compiled = self._compiled(self._own, f"{self._who}_{number}")
-            self._replaying = functools.partial(self._run, compiled)
+    _own: Callable[..., Any]
+    _replaying: Callable[..., Any]
 
     def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         running = passes.current()
         forward = self._own if running is not None and running.own else self._replaying
         return forward(part, *args, **kwargs)
+
+
+def rotating(forward: Any, rotate: Callable[..., Any]) -> Any:
+    """The forward of an attention layer that calls `rotate` for `ROTARY`."""
+    inner: Any = inspect.unwrap(forward)
+    return _copied(inner, inner.__code__, {**inner.__globals__, ROTARY: rotate})
+
+
+class CompiledForward(PartForward):
+    """For all parts of one kind and shape."""
+
+    def __init__(self, kind: Any, number: int, *, rotates: bool) -> None:
+        self._own, self._who = kind.forward, kind.__name__
+        if rotates:
+            plain = inspect.unwrap(self._own).__globals__[ROTARY]
+            rotate = functools.partial(self._run, self._compiled(plain, f"{ROTARY}_{number}"))
+            self._replaying = rotating(self._own, rotate)
+        else:
+            compiled = self._compiled(self._own, f"{self._who}_{number}")
+            self._replaying = functools.partial(self._run, compiled)
 
     def _compiled(self, plain: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ from maskpack.adapters.transformers import compiled, experts, gradients, mixers,
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.forwards import Forward
+from maskpack.adapters.transformers.fused import FusedParts
 from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
@@ -167,7 +168,7 @@ def _window(module: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
-def replayable(model: PreTrainedModel, *, compile: bool = False) -> Replayable:
+def replayable(model: PreTrainedModel, *, compile: bool = False, fused: bool = False) -> Replayable:
     """Prepares a model of transformers to run packed rows, for `response_log_probs` and `response_values`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
@@ -180,11 +181,14 @@ def replayable(model: PreTrainedModel, *, compile: bool = False) -> Replayable:
             in the first forward and backward pass, once for all numbers of tokens, and found by the names of their
             classes. The model keeps its modules and parameters. Results are the same within rounding, and the
             self-check compares them with the model as it is.
+        fused: whether RMS norms, gated MLPs and the rotation of queries and keys run by kernels of maskpack instead,
+            which nothing compiles for a model. Not with `compile`. They are float32, bfloat16 or float16 on a GPU;
+            parts that the kernels do not compute as their classes do stay as they are.
 
     Raises:
         ReplayError: replay does not support the model, or torch.compile cannot run; the message says why.
     """
-    return Replayable(model, compile=compile)
+    return Replayable(model, compile=compile, fused=fused)
 
 
 class Replayable:
@@ -198,8 +202,9 @@ class Replayable:
 
     shares_prefixes = context_parallel = replays_routes = takes_media = True
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, *, compile: bool = False, fused: bool = False) -> None:
         compiles = flag(compile, "compile", "replayable", ReplayError)
+        fuses = flag(fused, "fused", "replayable", ReplayError)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise Refusal.NO_MODEL(seen=said(model))
@@ -225,7 +230,10 @@ class Replayable:
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._mixers)
         self._groups = _groups_of(model)
+        if compiles and fuses:
+            raise Refusal.COMPILED_FUSED()
         self._parts = CompiledParts(model, self._base, any(_changes(self._config))) if compiles else None
+        self._parts = FusedParts(model, self._base) if fuses else self._parts
         # hooks that stay with the model
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
@@ -248,7 +256,7 @@ class Replayable:
     def release(self) -> PreTrainedModel:
         """Restores the model for padded rows and generation, and returns it. The next replay replaces its parts again.
 
-        It restores the attention, the mixers of layers that carry state, and the compiled parts. Do not call it between
+        It restores attention, mixers of layers that carry state, and compiled or fused parts. Do not call it between
         a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while another
         thread replays the model."""
         passes.release(self.model, self._config)

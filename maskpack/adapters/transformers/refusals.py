@@ -241,12 +241,13 @@ class Refusal(Enum):
     # ---------------------------------------------------------------- torch.compile
 
     COMPILED_FSDP = "compile=True, but FullyShardedDataParallel flattens weights of {model}", "fully_shard", _NO_COMPILE
-    NOTHING_COMPILED = (
-        "compile=True, but {model} has no norm, MLP or rotary embedding whose class has a known name, and code of the "
+    NO_PARTS = (
+        "{option}=True, but {model} has no norm, MLP or rotary embedding whose class has a known name, and code of the "
         "package of the model",
         "classes such as RMSNorm, LayerNorm, MLP or RotaryEmbedding",
-        _NO_COMPILE,
+        "Leave {option} out",
     )
+    COMPILED_FUSED = "both compile and fused are True", "one of them", "Leave the other out"
     COMPILED_ROUTER = (
         "compile=True compiles {part}, a router, whose experts the batch gives",
         "a router outside of MLPs",

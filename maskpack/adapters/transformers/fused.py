@@ -1,0 +1,180 @@
+"""Own kernels for the parts of a model between its matrix products and its attention, in place.
+
+part               found as for compile=True                       becomes
+RMS norms          the end of the class name                       one launch
+MLPs               the same, with a gate, an up and a down layer   these layers, and one launch between them
+attention layers   apply_rotary_pos_emb, which they call           one launch for queries and keys
+
+The first call of a part on a GPU compares the kernel with the forward of its class, on a few random rows and weights.
+A part of which no variant of the kernel is the same function keeps its forward, as all do on the CPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maskpack.adapters.transformers.compiled import ROTARY, PartForward, Parts, parts_of, rotating
+from maskpack.adapters.transformers.refusals import may_refuse
+from maskpack.core.backends import interpreted, uses_triton
+
+_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Relative differences of one rounding, or of a sum in another order. Other dtypes have no kernel."""
+
+Trial = tuple[Callable[[], Any], Callable[[Any], Any], Iterable[Any]]
+"""The forward of the class, the kernel for a variant, both of random numbers, and the variants."""
+
+
+class FusedParts(Parts):
+    """Parts by own kernels. Raises ReplayError if the model has no such part."""
+
+    def __init__(self, model: nn.Module, base: Any) -> None:
+        super().__init__(model, base, "fused")
+
+    def _find(self, model: nn.Module, base: Any) -> None:
+        shared: dict[Any, FusedForward] = {}
+        for _, part, end in parts_of(model, base):
+            make = _KINDS.get(end)
+            if make is None or "forward" in vars(part) or part._compiled_call_impl is not None:
+                continue
+            layers: list[Any] = list(part.children()) if end else []  # such as the activation
+            key: Any = type(part), *map(type, layers)
+            if key not in shared:
+                shared[key] = make(type(part).forward)
+            self._forwards.append((part, shared[key]))
+
+
+class FusedForward(PartForward):
+    """For all parts of one kind. Remembers which variants of the kernel are the forward of the class."""
+
+    def __init__(self, own: Any) -> None:
+        self._own, self._replaying = own, self._run
+        self._variants: dict[Any, Any] = {}
+
+    def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _variant(self, key: Any, trial: Callable[[], Trial]) -> Any:
+        """The first variant with which the kernel gives what the forward of the class gives, or None."""
+        if key not in self._variants:
+            own, kernel, variants = trial()
+            with torch.no_grad():
+                try:
+                    wanted = own()
+                except Exception as error:
+                    if not may_refuse(error, AttributeError, KeyError, IndexError):
+                        raise
+                    wanted, variants = None, ()
+                self._variants[key] = next((one for one in variants if _same(kernel(one), wanted)), None)
+        return self._variants[key]
+
+
+class _Norm(FusedForward):
+    def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        weight: Any = getattr(part, "weight", None)
+        eps: Any = getattr(part, "variance_epsilon", getattr(part, "eps", None))
+        if not kwargs and len(args) == 1 and isinstance(eps, float) and _fit(args[0], weight):
+            x, width, kernels = args[0], args[0].shape[-1], _kernels()
+
+            def trial() -> Trial:
+                rows, other = _random(x, 16, width), _random(x, width)
+                rows *= torch.logspace(-3, 0, 16, device=x.device)[:, None]  # of which eps matters to some
+                twin = _twin(part, _parameters={**part._parameters, "weight": other})
+                variants = itertools.product((0.0, 1.0), (True, False))
+                return lambda: self._own(twin, rows), lambda how: kernels.normalize(rows, other, eps, *how), variants
+
+            if weight.shape == (width,) and width <= kernels.WIDEST:
+                how = self._variant((x.dtype, x.device, width, eps), trial)
+                if how is not None:
+                    return kernels.normalize(x, weight, eps, *how)
+        return self._own(part, *args, **kwargs)
+
+
+class _Mlp(FusedForward):
+    def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) == 1 and _fit(args[0]):
+            x, kernels = args[0], _kernels()
+
+            def trial() -> Trial:
+                gate, up = _random(x, 2, 3, 64).float().mul_(4)
+                layers: dict[str, Callable[[Tensor], Tensor]]
+                layers = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
+                twin = _twin(part, _modules={**part._modules, **layers})
+                return lambda: self._own(twin, gate), lambda gelu: kernels.gate(gate, up, gelu), (False, True)
+
+            gelu = self._variant(x.device, trial)
+            if gelu is not None:
+                gate, up = part.gate_proj(x), part.up_proj(x)
+                if _fit(gate, up) and gate.shape == up.shape:
+                    return part.down_proj(kernels.gate(gate, up, gelu))
+                return part.down_proj((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up)
+        return self._own(part, *args, **kwargs)
+
+
+class _Attention(FusedForward):
+    """Its forward calls the rotation by another name."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__(own)
+        self._rotate: Callable[..., Any] = inspect.unwrap(own).__globals__[ROTARY]
+        self._replaying = rotating(own, self._run)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs and len(args) == 4 and _fit(*args):
+            (q, k, cos, sin), kernels = args, _kernels()
+
+            def trial() -> Trial:
+                few = _random(q, 1, 2, 5, width), _random(q, 2, 1, 1, 5, width)[1], *_random(q, 2, 1, 5, width)
+                return lambda: self._rotate(*few), lambda _: kernels.rotate(*few), (True,)
+
+            width, table = q.shape[-1], (1, q.shape[-2], q.shape[-1])
+            heads = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1 and q.shape[2:] == k.shape[2:]
+            tables = cos.shape == sin.shape == table and not (cos.requires_grad or sin.requires_grad)
+            if heads and tables and width % 2 == 0 and self._variant((q.dtype, q.device, width), trial):
+                return kernels.rotate(q, k, cos, sin)
+        return self._rotate(*args, **kwargs)
+
+
+_KINDS: dict[str | None, Callable[[Any], FusedForward]] = {"Norm": _Norm, "MLP": _Mlp, "Mlp": _Mlp, None: _Attention}
+
+
+def _kernels() -> Any:
+    return importlib.import_module("maskpack.ops.fused_triton")
+
+
+def _fit(*tensors: Any) -> bool:
+    """Whether kernels take the tensors: plain ones of one dtype, where kernels run."""
+    first: Any = tensors[0]
+    return all(type(x) in (Tensor, nn.Parameter) and x.dtype == first.dtype and x.numel() for x in tensors) and (
+        first.dtype in _CLOSE and (uses_triton(first.device) or interpreted())
+    )
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    source = torch.Generator("cpu").manual_seed(sum(shape))
+    return torch.randn(shape, generator=source, device="cpu").to(like.device, like.dtype)
+
+
+def _twin(part: Any, **other: Any) -> Any:
+    """The part with other attributes, and the same class."""
+    twin: Any = object.__new__(cast("Any", type(part)))
+    vars(twin).update(vars(part), **other)
+    return twin
+
+
+def _same(seen: Any, wanted: Any) -> bool:
+    """Within rounding; in half precision few may differ at all."""
+    if isinstance(seen, tuple):
+        return all(map(_same, cast("Any", seen), wanted))
+    if not isinstance(wanted, Tensor) or (seen.dtype, seen.shape) != (wanted.dtype, wanted.shape):
+        return False
+    x, y = seen.float(), wanted.float()
+    near = bool(((x - y).abs() <= _CLOSE[seen.dtype] * (y.abs() + y.abs().mean())).all())
+    return near and (seen.dtype == torch.float32 or float((x != y).float().mean()) < 0.02)

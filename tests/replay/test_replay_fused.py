@@ -1,0 +1,187 @@
+"""replayable(fused=True): the kernels beside plain formulas in float64, and models beside the same without it."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from kernels import DEVICE, IS_GPU, kernel_marks
+from torch import Tensor
+
+from maskpack.errors import ReplayError
+from maskpack.replay import response_log_probs
+
+tf = pytest.importorskip("transformers")
+from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off, truth_of  # noqa: E402
+from tiny_models import gemma3, llama, pair, qwen3  # noqa: E402
+
+replayable = pytest.importorskip("maskpack.adapters.transformers.model").replayable
+fused = importlib.import_module("maskpack.adapters.transformers.fused")
+pytestmark = kernel_marks
+HALF = torch.bfloat16 if IS_GPU else torch.float16
+"""The interpreter cuts floats off where it stores bfloat16."""
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel ran."""
+    own, seen = fused._kernels(), Counter[str]()
+    stand_in = types.SimpleNamespace(WIDEST=own.WIDEST)
+    for name in ("normalize", "gate", "rotate"):
+
+        def run(*args: Any, name: str = name) -> Any:
+            seen[name] += 1
+            return getattr(own, name)(*args)
+
+        setattr(stand_in, name, run)
+    monkeypatch.setattr(fused, "_kernels", lambda: stand_in)
+    return seen
+
+
+# -------------------------------------------------------------------- kernels
+
+
+def norm(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight + offset)
+
+
+def gated(x: Tensor, y: Tensor, gelu: bool) -> Tensor:
+    return y * (0.5 * x * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh()) if gelu else x / (1 + (-x).exp()))
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    halves = [(x, torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], -1)) for x in (q, k)]
+    return tuple(x * cos[:, None] + other * sin[:, None] for x, other in halves)
+
+
+def work(name: str, dtype: torch.dtype, tokens: int) -> tuple[Any, Any, list[Tensor]]:
+    """The kernel and the formula, as functions of tensors, and tensors of which each has a token in its dim 1 or 2."""
+    kernels, source = fused._kernels(), torch.Generator().manual_seed(0)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(DEVICE, dtype)
+
+    if name.startswith("norm"):
+        offset, width = (1.0, 96) if name == "norm, 1 + weight" else (0.0, 5120 if name == "norm, wide" else 40)
+        given = [made(1, tokens, width), made(width)]
+        return lambda x, w: kernels.normalize(x, w, 1e-6, offset, not offset), lambda x, w: norm(x, w, offset), given
+    if name.startswith("gate"):
+        gelu = name == "gate, GELU"
+        return (
+            lambda x, y: kernels.gate(x, y, gelu),
+            lambda x, y: gated(x, y, gelu),
+            [3 * made(1, tokens, 70), made(1, tokens, 70)],
+        )
+    q, k = made(1, tokens, 3, 24).transpose(1, 2), made(1, tokens, 48)[..., 8:32].unflatten(2, (1, 24)).transpose(1, 2)
+    return kernels.rotate, turned, [q, k, made(1, tokens, 24), made(1, tokens, 24)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("name", ["norm", "norm, 1 + weight", "norm, wide", "gate", "gate, GELU", "rotate"])
+def test_kernels_and_their_gradients(name: str, dtype: torch.dtype) -> None:
+    kernel, formula, given = work(name, dtype, 37)
+    results: list[list[Tensor]] = []
+    for function, kind in ((kernel, dtype), (formula, torch.float64)):
+        leaves = [x.detach().to(kind).requires_grad_(n < 2) for n, x in enumerate(given)]
+        out = function(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        slopes = [torch.linspace(-1, 1, x.numel(), device=DEVICE).view(x.shape).to(dtype).to(kind) for x in out]
+        results.append([*out, *torch.autograd.grad(out, leaves[:2], slopes)])
+    for seen, wanted in zip(*results, strict=True):
+        assert seen.dtype == dtype
+        error = (seen.double() - wanted).abs().max() / wanted.abs().max()
+        assert error <= (2e-6 if dtype == torch.float32 else torch.finfo(HALF).eps)
+
+
+@pytest.mark.parametrize("name", ["norm", "gate", "rotate"])
+def test_the_bits_of_a_token_do_not_depend_on_the_others(name: str) -> None:
+    kernel, _, given = work(name, HALF, 37)
+    whole = kernel(*given)
+    for first, last in ((0, 1), (5, 37), (11, 29)):
+        part = [x[:, :, first:last] if x.dim() == 4 else x[:, first:last] if x.dim() == 3 else x for x in given]
+        for seen, wanted in zip(kernel(*part), whole, strict=True):
+            assert torch.equal(seen, wanted[:, :, first:last] if name == "rotate" else wanted[first:last])
+
+
+# -------------------------------------------------------------------- models
+# On a GPU, float32 attention wants wider heads than these models have: tests/gpu/test_cuda_replay.py.
+
+on_the_host = pytest.mark.skipif(IS_GPU, reason="interpreted, on the host")
+
+
+@on_the_host
+@pytest.mark.parametrize("make", [qwen3, gemma3, llama])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_models_compute_the_same_within_rounding(make: Any, checkpoints: bool, counted: Counter[str]) -> None:
+    model, own = pair(make)
+    if checkpoints:
+        checkpoint(model, False)
+        model.train()
+    batch = batch_of(ROWS[:5])
+    log_probs = response_log_probs(replayable(model, fused=True), batch, self_check=True)
+    truth = truth_of(own, batch)[0]
+    assert off(log_probs, truth) <= LIMIT
+    close_gradients(gradients(model, log_probs.values()), gradients(own, truth))
+    assert min(counted[name] for name in ("normalize", "gate", "rotate")) > model.config.num_hidden_layers
+
+
+@on_the_host
+@pytest.mark.parametrize("make", [qwen3, gemma3])
+def test_in_half_precision_the_bits_are_almost_those_without_it(make: Any, counted: Counter[str]) -> None:
+    first, second = pair(make, HALF)
+    batch = batch_of()
+    seen, wanted = (response_log_probs(replayable(x, fused=x is first), batch).values() for x in (first, second))
+    layers = first.config.num_hidden_layers
+    assert min(counted["normalize"] - 8, counted["gate"] - 2, counted["rotate"] - 1) >= layers  # beside the trials
+    assert (seen - wanted).abs().max() <= 8 * torch.finfo(HALF).eps
+
+
+@on_the_host
+def test_parts_that_compute_something_else_stay_as_they_are(counted: Counter[str]) -> None:
+    """A norm with another factor, an MLP with another activation, a rotation of neighbours."""
+    first, second = pair(llama)
+    modeling = importlib.import_module("transformers.models.llama.modeling_llama")
+    with pytest.MonkeyPatch.context() as patch:
+        norm, mlp, turn = modeling.LlamaRMSNorm.forward, modeling.LlamaMLP.forward, modeling.apply_rotary_pos_emb
+
+        def half(self: Any, x: Tensor) -> Tensor:
+            return 0.5 * norm(self, x)
+
+        def more(self: Any, x: Tensor) -> Tensor:
+            return mlp(self, x) + x
+
+        def back(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+            return turn(q, k, cos, -sin)
+
+        for function in (half, more, back):
+            function.__module__ = modeling.__name__
+        patch.setattr(modeling.LlamaRMSNorm, "forward", half)
+        patch.setattr(modeling.LlamaMLP, "forward", more)
+        patch.setattr(modeling, "apply_rotary_pos_emb", back)
+        seen = response_log_probs(replayable(first, fused=True), batch_of())
+        trials = Counter(counted)
+        again = response_log_probs(replayable(second), batch_of())
+    assert torch.equal(seen.values(), again.values())
+    assert trials == {"normalize": 4, "gate": 2, "rotate": 1}  # one for each variant
+
+
+@on_the_host
+def test_release_and_other_options(counted: Counter[str]) -> None:
+    model = pair(llama)[0]
+    ready, plain = replayable(model, fused=True), replayable(model)
+    batch = batch_of()
+    response_log_probs(ready, batch)
+    before = sum(counted.values())
+    response_log_probs(plain, batch)
+    assert sum(counted.values()) == before > 0
+    response_log_probs(ready, batch)
+    assert sum(counted.values()) > before
+    assert not any("forward" in vars(part) for part in ready.release().modules())
+    with pytest.raises(ReplayError, match="both compile and fused are True; expected one of them"):
+        replayable(model, compile=True, fused=True)
+    with pytest.raises(ReplayError, match="replayable: fused is"):
+        replayable(model, fused="yes")
