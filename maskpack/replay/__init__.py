@@ -1,13 +1,19 @@
 """Forward passes over packed rows, without padding: log-probs and values of response tokens.
 
-inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_log_probs, response_values
+inputs.py      PackedInputs, prefix_tree                   log_probs.py   response_outputs, _log_probs, _values
 context.py     shards of the tokens, one a rank             media.py      images and videos of the rows
 routes.py      experts that the rollout recorded            options.py     ReplayOptions
 meter.py       time and memory of each micro-batch
 """
 
 from maskpack.replay.inputs import PackedInputs, prefix_tree
-from maskpack.replay.log_probs import ReplayModel, response_log_probs, response_values
+from maskpack.replay.log_probs import (
+    ReplayModel,
+    ResponseOutputs,
+    response_log_probs,
+    response_outputs,
+    response_values,
+)
 from maskpack.replay.meter import MicroBatchMeter
 from maskpack.replay.options import ReplayOptions
 
@@ -16,7 +22,9 @@ __all__ = [
     "PackedInputs",
     "ReplayModel",
     "ReplayOptions",
+    "ResponseOutputs",
     "prefix_tree",
     "response_log_probs",
+    "response_outputs",
     "response_values",
 ]
