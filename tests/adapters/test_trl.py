@@ -239,25 +239,6 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
 # -------------------------------------------------------------------- tokens of tools, log-probs of the sampler
 
 
-class Tooled(GRPOTrainer):
-    """TRL's trainer, as if tools had written some tokens, and the sampler had recorded log-probs of its own."""
-
-    samples = False
-
-    def _generate(self, prompts):
-        out = list(super()._generate(prompts))
-        ids = out[1]
-        out[2] = [[int(nth == 0 or token % 3 > 0) for nth, token in enumerate(row)] for row in ids]
-        if self.samples:
-            out[4] = [[-((token * 7 + nth) % 11) / 3 for nth, token in enumerate(row)] for row in ids]
-        return tuple(out)
-
-    def _generate_and_score_completions(self, inputs):
-        out = super()._generate_and_score_completions(inputs)
-        self.outs = [*getattr(self, "outs", []), out]
-        return out
-
-
 SEQUENCES = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
 QUANTILE = {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "entropy_coef": 0.02}
 
@@ -268,7 +249,7 @@ def test_tokens_of_tools_are_not_scored(tmp_path, models, monkeypatch, options):
     counts = []
     answer = adapter._Inside.answer
     monkeypatch.setattr(adapter._Inside, "answer", lambda self, ask: counts.append(ask.inputs) or answer(self, ask))
-    padded, ours = both(Tooled, tmp_path, models(), max_steps=4, self_check=True, **options)
+    padded, ours = both(work.Tooled, tmp_path, models(), max_steps=4, self_check=True, **options)
     assert_same_runs(padded, ours)
     assert any(inputs.scored is not None for inputs in counts)
     holes = [((out["tool_mask"] == 0) & (out["completion_mask"] == 1)) for out in ours.outs]
@@ -300,7 +281,7 @@ def test_values_of_rows_with_tools_in_float64(tmp_path, models, share):
 
 
 def test_a_mask_of_tools_that_changes_is_refused(tmp_path, models):
-    class Other(Tooled):
+    class Other(work.Tooled):
         def _generate_and_score_completions(self, inputs):
             out = super()._generate_and_score_completions(inputs)
             return out | {"tool_mask": torch.ones_like(out["tool_mask"])}
@@ -310,8 +291,7 @@ def test_a_mask_of_tools_that_changes_is_refused(tmp_path, models):
 
 
 def test_the_mismatch_with_the_sampler_is_logged(tmp_path, models):
-    kind = type("Sampled", (Tooled,), {"samples": True})
-    run = work.trained(packed(kind, min_shared=2), tmp_path, models(), max_steps=8, **REUSED)
+    run = work.trained(packed(work.Sampled, min_shared=2), tmp_path, models(), max_steps=8, **REUSED)
     logged = [step for step in run.state.log_history if "maskpack/rollout_mismatch/k3" in step]
     assert len(logged) == len(run.outs) > 1
     for step, out in zip(logged, run.outs, strict=True):
@@ -324,10 +304,10 @@ def test_the_mismatch_with_the_sampler_is_logged(tmp_path, models):
         for name, value in wanted.items():
             assert step[f"maskpack/rollout_mismatch/{name}"] == pytest.approx(float(value), rel=1e-5), name
         assert "maskpack/rollout_mismatch/abs_mean_from_2" in step
-    runs = both(Tooled, tmp_path / "without", models(), max_steps=2, **REUSED)
+    runs = both(work.Tooled, tmp_path / "without", models(), max_steps=2, **REUSED)
     assert not any("mismatch" in name for step in runs[1].state.log_history for name in step)
     with pytest.raises(ReplayError, match=r"compare: the log-probs of the trainer are not those of the rollout: k3 is"):
-        work.trained(packed(kind, mismatch_limit=MismatchLimit(k3=1e-3)), tmp_path / "3", models(), **REUSED)
+        work.trained(packed(work.Sampled, mismatch_limit=MismatchLimit(k3=1e-3)), tmp_path / "3", models(), **REUSED)
 
 
 # -------------------------------------------------------------------- one call
@@ -733,6 +713,18 @@ def of_ranks(tmp_path, models, cases, sharded):
     options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
     given = str(tmp_path), models(), cases, sharded, options
     return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given, seconds=150)), strict=True), strict=True))
+
+
+def test_two_ranks_compare_their_rows_together(tmp_path, models):
+    """The metrics are those of all rows, on each rank, and both stop."""
+    given = str(tmp_path), models(), {"max_steps": 4, **REUSED}
+    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given, seconds=150))
+    assert len(first) == len(own) == 1
+    assert first == second
+    assert own != others
+    assert first[0]["maskpack/rollout_mismatch/tokens"] == own[0] + others[0]
+    assert said == also
+    assert said.startswith("compare: the log-probs of the trainer are not those of the rollout: k3 is ")
 
 
 def furthest(one, other):
