@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, cast, overload
 
@@ -86,7 +86,8 @@ _Batch = TensorDictBase | PackedBatch
 _Head = Callable[[Tensor], Tensor]
 
 
-class ResponseOutputs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ResponseOutputs:
     """What `response_outputs` returns: jagged tensors [B, j] on the response layout, differentiable.
 
     Attributes:

@@ -75,7 +75,7 @@ class Mismatch:
     Attributes:
         row_k3: float64 [B], the mean of r - 1 - d over the tokens of each row: 0 for a row without tokens, infinite for
             one with a difference that is not finite. Rows may be dropped by it.
-        row_abs_max: float64 [B], the largest |d| of each row; in the same cases 0 and infinite.
+        row_abs_max: float64 [B], the largest absolute d of each row; in the same cases 0 and infinite.
     """
 
     row_k3: Tensor
@@ -90,9 +90,9 @@ class Mismatch:
         """Returns a flat dict for a logger. The first call synchronises once on CUDA.
 
         `tokens`, `non_finite` (differences that are infinite or NaN, which all others leave out), `k1`, `k2`, `k3`,
-        `abs_mean` and `abs_max` of |d|, `ratio_mean` of r, `outside` (the share of tokens whose r is outside the clip)
-        and, for positions from 0, 1, 2 to 3, 4 to 7 and so on, `abs_mean_from_<n>` of those with tokens. Without
-        tokens, everything is 0 but `ratio_mean`, which is 1.
+        `abs_mean` and `abs_max` of the absolute d, `ratio_mean` of r, `outside` (the share of tokens whose r is outside
+        the clip) and, for positions from 0, 1, 2 to 3, 4 to 7 and so on, `abs_mean_from_<n>` of those with tokens.
+        Without tokens, everything is 0 but `ratio_mean`, which is 1.
         """
         out: dict[str, float] = dict(zip(_SUMS, self._read, strict=False))
         finite = max(out["tokens"] - out["non_finite"], 1)
@@ -106,8 +106,8 @@ class Mismatch:
 
     @property
     def worst(self) -> tuple[int, int] | None:
-        """Row and position of the first difference that is not finite, or else of the largest |d|; None without tokens.
-        Synchronises as `metrics` does."""
+        """Row and position of the first difference that is not finite, or else of the largest absolute one; None
+        without tokens. Synchronises as `metrics` does."""
         place = self._read[len(_SUMS) :]
         return (int(place[0]), int(place[1])) if self._read[0] else None
 
