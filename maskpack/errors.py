@@ -45,7 +45,8 @@ class PlanError(MaskpackError, ValueError):
 
 
 class ReplayError(MaskpackError):
-    """A model does not support packed rows, or its outputs for them differ from those for single rows."""
+    """A model does not support packed rows, or its outputs for them differ from those for single rows; or log-probs of
+    the trainer are further from those of the rollout than a limit."""
 
 
 class WireFormatError(MaskpackError, ValueError):

@@ -640,6 +640,24 @@ response_values(model, None, print)
 response_values(model, b, None)
 response_values(model, b, 3)
 response_values(model, b, print, plan=3)
+response_outputs(None, b)
+response_outputs(model, None)
+response_outputs(model, b, log_probs=False)
+response_outputs(model, b, log_probs=None)
+response_outputs(model, b, entropy="yes")
+response_outputs(model, b, heads=print)
+response_outputs(model, b, heads={"value": None})
+response_outputs(model, b, options=3)
+compare(m.float(), m.float())
+compare(m, m, m)
+compare(None, m.float(), m)
+compare(m.float(), m.float()[:1], m)
+compare(m.float(), m.float(), m, clip="0.2")
+compare(m.float(), m.float(), m, limit=0.1)
+compare(m.float(), m.float() + 1, m, limit=MismatchLimit(k3=0.1))
+MismatchLimit()
+MismatchLimit(k3="0.1")
+MismatchLimit(k3=0.1, action="stop")
 # ---- report
 report(None, None)
 report(p, p)
@@ -875,6 +893,13 @@ def test_every_public_function_is_misused():
         for name, value in EXPORTED.items()
         if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
     }
-    called -= {"MaskpackWarning", "MicroBatchPlan", "RankPlans", "ReplayModel"}  # results, or no function
+    called -= {
+        "MaskpackWarning",
+        "MicroBatchPlan",
+        "Mismatch",
+        "RankPlans",
+        "ReplayModel",
+        "ResponseOutputs",
+    }  # results, or no function
     assert {name for name in called if not any(re.search(rf"\b{name}\b", line) for line in LINES)} == set()
     assert len(set(LINES)) == len(LINES)

@@ -73,6 +73,10 @@ def replay(model: mp.replay.ReplayModel, batch: TensorDict, entropy: bool) -> No
     assert_type(mp.replay.response_log_probs(model, batch, entropy=True, self_check=False), tuple[Tensor, Tensor])
     assert_type(mp.replay.response_log_probs(model, batch, entropy=entropy), Tensor | tuple[Tensor, Tensor])
     assert_type(mp.replay.response_values(model, batch, lambda hidden: hidden[:, 0]), Tensor)
+    outputs = mp.replay.response_outputs(model, batch, entropy=True, heads={"value": lambda hidden: hidden[:, 0]})
+    assert_type(outputs.log_probs, Tensor | None)
+    assert_type(outputs.heads["value"], Tensor)
+    assert_type(mp.replay.compare(batch["a"], batch["b"], batch["mask"]).metrics(), dict[str, float])
 
 
 def calls(group: WorkerGroup, batch: TensorDict) -> None:

@@ -7,6 +7,7 @@ packed     batch --compress, pickle--> bytes --unpickle, decompress--> batch
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -29,7 +30,8 @@ from maskpack.packed.sizes import aligned, dtype_name, figures, pickled, pickled
 _ROUNDS = 2
 """How often times are measured; the shortest counts, because the first round plans and gets memory."""
 _reported: set[str] = set()
-"""The names that were reported."""
+"""The names that were reported, or are."""
+_guard = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,15 @@ def once(name: Any, measure: Callable[[], PayloadReport]) -> PayloadReport | Non
     """The report, unless there is one of this name."""
     if not isinstance(name, str):
         raise LayoutError(f"report_once: name is {said(name)}; expected a string. Pass the name of the call.")
-    if name in _reported:
-        return None
-    report = measure()
-    _reported.add(name)
-    return report
+    with _guard:
+        if name in _reported:
+            return None
+        _reported.add(name)
+    try:
+        return measure()
+    except BaseException:
+        _reported.discard(name)
+        raise
 
 
 def measured(

@@ -108,8 +108,11 @@ def shard_of(predict: Tensor, tokens: int, group: dist.ProcessGroup) -> tuple[Co
     return ContextShard(group, size, on_host, places), order[begin : begin + on_host[group.rank()]]
 
 
-OPTIONS = ("temperature", "entropy", "self_check", "share_prefixes", "gradients", "routed_experts")
-"""What ranks compare beside their rows."""
+OPTIONS = (
+    *("temperature", "log_probs", "entropy", "heads", "self_check"),
+    *("share_prefixes", "gradients", "routed_experts"),
+)
+"""What ranks compare beside their rows; of heads their number."""
 _PARTS = 4  # tensors that they compare
 
 

@@ -1,15 +1,15 @@
-"""Log-probs and values of response tokens, from a forward pass of a model over packed rows.
+"""Log-probs, entropies and values of response tokens, from one forward pass of a model over packed rows.
 
-batch -> PackedInputs -> hidden states [T, H] -> those at `predict` [N, H] -> log-probs or values, jagged [B, j]
+batch -> PackedInputs -> hidden states [T, H] -> those at `predict` [N, H] -> log-probs and values, jagged [B, j]
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, cast, overload
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
 from maskpack.layout.jagged import jagged
 from maskpack.layout.row_layout import RowLayout
@@ -83,6 +83,68 @@ if TYPE_CHECKING:
 
 
 _Batch = TensorDictBase | PackedBatch
+_Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ResponseOutputs:
+    """What `response_outputs` returns: jagged tensors [B, j] on the response layout, differentiable.
+
+    Attributes:
+        log_probs, entropy: float32; None unless they were asked for.
+        heads: of each head by its name, float32, or float64 if the head returns it.
+    """
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    heads: dict[str, Tensor]
+
+
+def response_outputs(
+    model: ReplayModel,
+    batch: TensorDictBase | PackedBatch,
+    *,
+    log_probs: bool = True,
+    entropy: bool = False,
+    heads: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    temperature: float = 1.0,
+    plan: MicroBatchPlan | None = None,
+    self_check: bool | None = None,
+    context_group: ProcessGroup | None = None,
+    options: ReplayOptions = DEFAULT,
+) -> ResponseOutputs:
+    """Computes log-probs, entropies and values of response tokens in one forward pass over packed rows.
+
+    A policy with a value head runs its layers once, forward and backward.
+
+    Args:
+        log_probs: whether to return log-probs. Without them the model needs no output layer.
+        entropy: whether to return entropies, too; only with log-probs.
+        heads: callables, by names of your own, as `value_head` of `response_values`. All get the same hidden states.
+        model, batch, temperature, plan, self_check, context_group, options: as for `response_log_probs`.
+
+    Returns:
+        The parts that were asked for, on the device of the model.
+
+    Raises:
+        ReplayError: as `response_log_probs` and `response_values`; or nothing is asked for.
+    """
+    call = "response_outputs"
+    if flag(entropy, "entropy", call, ReplayError) and not flag(log_probs, "log_probs", call, ReplayError):
+        raise ReplayError(f"{call}: entropy without log_probs; expected both. Pass log_probs=True.")
+    heads = {} if heads is None else heads
+    if not isinstance(cast("Any", heads), Mapping):
+        raise ReplayError(
+            f'{call}: heads are {said(heads)}; expected callables by their names. Pass {{"value": head}}.'
+        )
+    if not (log_probs or heads):
+        raise ReplayError(f"{call}: neither log_probs nor heads are asked for; expected one of them. Ask for it.")
+    ask = _Ask(log_probs, entropy, {f"heads[{name!r}]": head for name, head in heads.items()}, temperature)
+    out = _outputs(call, model, batch, ask, plan, self_check, context_group, options)
+    values = out[log_probs + entropy :]
+    return ResponseOutputs(
+        out[0] if log_probs else None, out[1] if entropy else None, dict(zip(heads, values, strict=True))
+    )
 
 
 @overload
@@ -135,25 +197,9 @@ def response_log_probs(
     Raises:
         ReplayError: the model cannot replay packed rows, or the self-check failed.
     """
-    call = "response_log_probs"
-    same: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "self_check": self_check}
-    if plan is not None:
-        again = partial(response_log_probs, model, context_group=context_group, options=options, **same)
-        parts = _of_each(call, plan, batch, again)
-        out = _joined(call, plan, parts if entropy else [(part,) for part in parts], batch, options)
-        return out if entropy else out[0]
-    inputs = _inputs(call, model, batch, options, context_group, same)
-    scored: Any = packed_log_probs(
-        _scoring_rows(call, model, inputs, self_check),
-        model.head,
-        inputs.targets,
-        temperature=temperature,
-        keep=options.keep,
-        entropy=entropy,
-        group=getattr(model, "head_group", None),
-        logits=getattr(model, "head_logits", None),
-    )
-    return tuple(_nested(part, inputs) for part in scored) if entropy else _nested(scored, inputs)
+    ask = _Ask(True, entropy, {}, temperature)
+    out = _outputs("response_log_probs", model, batch, ask, plan, self_check, context_group, options)
+    return out if entropy else out[0]
 
 
 def response_values(
@@ -168,7 +214,8 @@ def response_values(
 ) -> Tensor:
     """Computes the values of a critic for response tokens in a forward pass over packed rows, without padding.
 
-    The value of a token is read at the same position as its log-prob, which is the position before the token.
+    The value of a token is read at the same position as its log-prob, which is the position before the token. For
+    log-probs of the same model, too, call `response_outputs`.
 
     Args:
         model: as for `response_log_probs`; it needs no output layer.
@@ -183,31 +230,68 @@ def response_values(
     Raises:
         ReplayError: as `response_log_probs`; or the head returns another shape.
     """
-    call = "response_values"
-    if not callable(value_head):
-        raise ReplayError(
-            f"{call}: value_head is {said(value_head)}; expected a callable. Pass a layer that takes hidden states."
-        )
+    ask = _Ask(False, False, {"value_head": value_head})
+    return _outputs("response_values", model, batch, ask, plan, self_check, context_group, options)[0]
+
+
+class _Ask(NamedTuple):
+    """What a pass returns, in this order: log-probs, entropies, and what each head makes, named as messages show it."""
+
+    log_probs: bool
+    entropy: bool
+    heads: Mapping[str, _Head]
+    temperature: float | None = None
+
+
+def _outputs(
+    call: str,
+    model: ReplayModel,
+    batch: _Batch,
+    ask: _Ask,
+    plan: MicroBatchPlan | None,
+    self_check: bool | None,
+    group: ProcessGroup | None,
+    options: ReplayOptions,
+) -> tuple[Tensor, ...]:
+    """The parts of an answer, jagged [B, j] each."""
+    for name, head in ask.heads.items():
+        if not callable(head):
+            raise ReplayError(
+                f"{call}: {name} is {said(head)}; expected a callable. Pass a layer that takes hidden states."
+            )
     if plan is not None:
-        again = partial(
-            response_values,
-            model,
-            value_head=value_head,
-            self_check=self_check,
-            context_group=context_group,
-            options=options,
-        )
-        return _joined(call, plan, [(part,) for part in _of_each(call, plan, batch, again)], batch, options)[0]
-    inputs = _inputs(call, model, batch, options, context_group, {"self_check": self_check})
+        again = partial(_outputs, call, model, ask=ask, plan=None, self_check=self_check, group=group, options=options)
+        return _joined(call, plan, _of_each(call, plan, batch, again), batch, options)
+    same = {name: getattr(ask, name) for name in ("temperature", "log_probs", "entropy")}
+    inputs = _inputs(call, model, batch, options, group, {**same, "heads": len(ask.heads), "self_check": self_check})
     rows = _scoring_rows(call, model, inputs, self_check)
-    values = value_head(rows)
+    parts: list[Tensor] = []
+    if ask.log_probs:
+        scored: Any = packed_log_probs(
+            rows,
+            model.head,
+            inputs.targets,
+            temperature=cast("float", ask.temperature),
+            keep=options.keep,
+            entropy=ask.entropy,
+            group=getattr(model, "head_group", None),
+            logits=getattr(model, "head_logits", None),
+        )
+        parts += scored if ask.entropy else [scored]
+    parts += [_of_head(call, name, head, rows) for name, head in ask.heads.items()]
+    return tuple(_nested(part, inputs) for part in parts)
+
+
+def _of_head(call: str, name: str, head: _Head, rows: Tensor) -> Tensor:
+    """[N]: what a head makes of hidden states [N, H]."""
+    values = head(rows)
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
         raise ReplayError(
-            f"{call}: value_head made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
+            f"{call}: {name} made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
             f"({rows.shape[0]},) or ({rows.shape[0]}, 1). Give a head with one output."
         )
     values = values.reshape(-1)
-    return _nested(values.to(torch.promote_types(values.dtype, torch.float32)), inputs)
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _inputs(

@@ -32,6 +32,7 @@ from maskpack.adapters.trl import packed
 from maskpack.adapters.trl import packed_trainer as adapter
 from maskpack.errors import LayoutError, MaskpackWarning, ReplayError
 from maskpack.ops import attention
+from maskpack.replay import MismatchLimit
 
 CLOSE = 1e-5
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -78,10 +79,10 @@ def assert_same_runs(padded, ours, close=CLOSE):
     assert any(step.get("loss") for step, _ in steps)
 
 
-def both(kind, tmp_path, model, **options):
+def both(kind, tmp_path, model, self_check=None, **options):
     runs = [
         work.trained(one, tmp_path / str(n), model, **options)
-        for n, one in enumerate((kind, packed(kind, min_shared=2)))
+        for n, one in enumerate((kind, packed(kind, min_shared=2, self_check=self_check)))
     ]
     assert any("maskpack/computed_fraction" in step for step in runs[1].state.log_history)
     return runs
@@ -233,6 +234,80 @@ def test_autocast_is_as_close_as_bfloat16_is(tmp_path, models):
         assert mine.dtype == seen.dtype == torch.float32
         assert (seen - true).abs().max() > 1e-4  # bfloat16 it is
         assert (mine - true).abs().mean() <= 1.5 * (seen - true).abs().mean()
+
+
+# -------------------------------------------------------------------- tokens of tools, log-probs of the sampler
+
+
+SEQUENCES = {"importance_sampling_level": "sequence", "loss_type": "grpo"}
+QUANTILE = {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "entropy_coef": 0.02}
+
+
+@pytest.mark.parametrize("options", [REUSED, REUSED | SEQUENCES, REUSED | QUANTILE], ids=["old", "sequence", "entropy"])
+def test_tokens_of_tools_are_not_scored(tmp_path, models, monkeypatch, options):
+    """The run is TRL's, but the output layer does not run on them."""
+    counts = []
+    answer = adapter._Inside.answer
+    monkeypatch.setattr(adapter._Inside, "answer", lambda self, ask: counts.append(ask.inputs) or answer(self, ask))
+    padded, ours = both(work.Tooled, tmp_path, models(), max_steps=4, self_check=True, **options)
+    assert_same_runs(padded, ours)
+    assert any(inputs.scored is not None for inputs in counts)
+    holes = [((out["tool_mask"] == 0) & (out["completion_mask"] == 1)) for out in ours.outs]
+    assert sum(int(one.sum()) for one in holes) > 10
+    for out, hole in zip(ours.outs, holes, strict=True):
+        for name in ("old_per_token_logps", "ref_per_token_logps"):
+            assert not out[name][hole].any()
+    assert any(out["old_per_token_logps"][hole].any() for out, hole in zip(padded.outs, holes, strict=True))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_values_of_rows_with_tools_in_float64(tmp_path, models, share):
+    run = work.trainer(packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models())
+    alone = work.loaded(models())
+    for model in (run.model, alone):
+        in_float64(model)
+    ids, mask, width = padded_rows()
+    tools = torch.rand(ids.shape[0], width, generator=torch.Generator().manual_seed(1)) < 0.5
+    expected = [x * tools for x in naive(alone, ids, mask, width, 1.0)]
+    for given in (tools.long(), [row.long().tolist() for row in tools]):
+        run._tools = given
+        seen = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)[:2]
+        for one, true in zip(seen, expected, strict=True):
+            torch.testing.assert_close(one, true, rtol=1e-10, atol=1e-10)
+        own = torch.autograd.grad(seen[0].sum() + seen[1].square().sum(), list(run.model.parameters()))
+    truth = torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), list(alone.parameters()))
+    for one, true in zip(own, truth, strict=True):
+        torch.testing.assert_close(one, true, rtol=1e-8, atol=1e-9)
+
+
+def test_a_mask_of_tools_that_changes_is_refused(tmp_path, models):
+    class Other(work.Tooled):
+        def _generate_and_score_completions(self, inputs):
+            out = super()._generate_and_score_completions(inputs)
+            return out | {"tool_mask": torch.ones_like(out["tool_mask"])}
+
+    with pytest.raises(ReplayError, match="generated another mask of tool tokens than it returned"):
+        work.trained(packed(Other), tmp_path, models(), max_steps=1)
+
+
+def test_the_mismatch_with_the_sampler_is_logged(tmp_path, models):
+    run = work.trained(packed(work.Sampled, min_shared=2), tmp_path, models(), max_steps=8, **REUSED)
+    logged = [step for step in run.state.log_history if "maskpack/rollout_mismatch/k3" in step]
+    assert len(logged) == len(run.outs) > 1
+    for step, out in zip(logged, run.outs, strict=True):
+        on = (out["completion_mask"] * out["tool_mask"]).bool()
+        gap = (out["old_per_token_logps"] - out["sampling_per_token_logps"])[on].double().numpy()
+        wanted = {
+            "tokens": gap.size, "non_finite": 0, "k1": -gap.mean(), "k3": (np.exp(gap) - 1 - gap).mean(),
+            "abs_max": np.abs(gap).max(), "ratio_mean": np.exp(gap).mean(),
+        }  # fmt: skip
+        for name, value in wanted.items():
+            assert step[f"maskpack/rollout_mismatch/{name}"] == pytest.approx(float(value), rel=1e-5), name
+        assert "maskpack/rollout_mismatch/abs_mean_from_2" in step
+    runs = both(work.Tooled, tmp_path / "without", models(), max_steps=2, **REUSED)
+    assert not any("mismatch" in name for step in runs[1].state.log_history for name in step)
+    with pytest.raises(ReplayError, match=r"compare: the log-probs of the trainer are not those of the rollout: k3 is"):
+        work.trained(packed(work.Sampled, mismatch_limit=MismatchLimit(k3=1e-3)), tmp_path / "3", models(), **REUSED)
 
 
 # -------------------------------------------------------------------- one call
@@ -638,6 +713,18 @@ def of_ranks(tmp_path, models, cases, sharded):
     options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
     given = str(tmp_path), models(), cases, sharded, options
     return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given, seconds=150)), strict=True), strict=True))
+
+
+def test_two_ranks_compare_their_rows_together(tmp_path, models):
+    """The metrics are those of all rows, on each rank, and both stop."""
+    given = str(tmp_path), models(), {"max_steps": 4, **REUSED}
+    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given, seconds=150))
+    assert len(first) == len(own) == 1
+    assert first == second
+    assert own != others
+    assert first[0]["maskpack/rollout_mismatch/tokens"] == own[0] + others[0]
+    assert said == also
+    assert said.startswith("compare: the log-probs of the trainer are not those of the rollout: k3 is ")
 
 
 def furthest(one, other):

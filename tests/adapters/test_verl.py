@@ -45,6 +45,8 @@ from verl.workers.utils.padding import left_right_2_no_padding
 import maskpack as mp
 from maskpack.adapters import verl
 from maskpack.adapters.verl.dispatch import RankRows
+from maskpack.errors import ReplayError
+from maskpack.replay import MismatchLimit
 from maskpack.testing import assert_exact
 
 P, R = 5, 6
@@ -639,8 +641,9 @@ STAGES = ("prepare", "put", "wait", "decompress", "gather")
 
 
 def of_method(metrics, method):
-    """The metrics of the one method that was called."""
+    """The metrics of the one method that was called, without those of its log-probs."""
     prefix = f"maskpack/dispatch/{method}/"
+    metrics = {name: value for name, value in metrics.items() if "/rollout_mismatch/" not in name}
     assert all(name.startswith(prefix) for name in metrics)
     assert {type(value) for value in metrics.values()} == {float}
     return {name.removeprefix(prefix): value for name, value in metrics.items()}
@@ -729,6 +732,43 @@ def test_verl_logs_the_metrics_of_a_step(group, tmp_path, monkeypatch):
     assert of_method(logged[0]["data"], "actor_packed_score")["calls"] == 1
     assert logged[1]["data"] == logged[2]["data"] == {}
     assert of_method(verl.take_metrics(), "actor_packed_seen")["calls"] == 1
+
+
+def with_log_probs(rows, seed=0):
+    """Rollouts with log-probs of the rollout and of the trainer."""
+    data, source = rollouts(rows), torch.Generator().manual_seed(seed)
+    on = data.batch["response_mask"] != 0
+    for name in ("rollout_log_probs", "old_log_probs"):
+        data.batch[name] = -torch.rand(on.shape, generator=source).where(on, 0)
+    return data
+
+
+def test_the_mismatch_of_rollout_and_trainer_is_a_metric(group):
+    """Of the first batch since metrics were taken; with a limit, every batch is compared before it is sent."""
+    data, other = with_log_probs(8), with_log_probs(8, 1)
+    verl.take_metrics()
+    group.packed_seen(data)
+    group.packed_seen(other)
+    found = {name: value for name, value in verl.take_metrics().items() if "mismatch" in name}
+    on = data.batch["response_mask"] != 0
+    d = (data.batch["old_log_probs"].double() - data.batch["rollout_log_probs"].double())[on]
+    assert found["maskpack/rollout_mismatch/tokens"] == d.numel() > 0
+    assert found["maskpack/rollout_mismatch/k3"] == pytest.approx(float((d.exp() - 1 - d).mean()))
+    assert found["maskpack/rollout_mismatch/abs_max"] == pytest.approx(float(d.abs().max()))
+    assert verl.take_metrics() == {}
+    usual = group._maskpack_config
+    limit = MismatchLimit(abs_max=float(d.abs().max()) / 2)
+    verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, mismatch_limit=limit))
+    try:
+        with pytest.raises(
+            ReplayError, match="compare: the log-probs of the trainer are not those of the rollout: abs"
+        ):
+            group.packed_seen(data)
+    finally:
+        verl.configure(group, usual)
+    data.batch["old_log_probs"] = data.batch["old_log_probs"][:, :, None].clone()
+    group.packed_seen(data)
+    assert not any("mismatch" in name for name in verl.take_metrics())
 
 
 def test_the_first_call_of_a_method_is_reported(group, caplog):

@@ -17,6 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
 
 from maskpack.adapters.trl import packed
+from maskpack.errors import ReplayError
+from maskpack.replay import MismatchLimit
 
 WORDS = ["<pad>", "<bos>", "<eos>", *[f"w{number}" for number in range(29)]]
 TIMES = ("time", "second", "runtime")
@@ -112,6 +114,29 @@ def history(run: Any) -> list[dict[str, float]]:
     ]
 
 
+class Tooled(GRPOTrainer):
+    """TRL's trainer, as if tools had written some tokens, and the sampler had recorded log-probs of its own."""
+
+    samples = False
+
+    def _generate(self, prompts: Any) -> Any:
+        out = list(super()._generate(prompts))
+        ids = out[1]
+        out[2] = [[int(nth == 0 or token % 3 > 0) for nth, token in enumerate(row)] for row in ids]
+        if self.samples:
+            out[4] = [[-((token * 7 + nth) % 11) / 3 for nth, token in enumerate(row)] for row in ids]
+        return tuple(out)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        out = super()._generate_and_score_completions(inputs)
+        self.outs = [*getattr(self, "outs", []), out]
+        return out
+
+
+class Sampled(Tooled):
+    samples = True
+
+
 # -------------------------------------------------------------------- ranks
 
 
@@ -160,3 +185,20 @@ def _of_case(folder: str, model: str, case: str, options: dict[str, Any]) -> Any
     run.train()
     assert case == "padded" or run._refused is None, run._refused
     return history(run), weights(run), set(ran), run.rewards.shown
+
+
+def mismatch_of_rank(folder: str, model: str, options: dict[str, Any]) -> tuple[list[dict[str, float]], list[int], str]:
+    """The logged mismatches of this rank, the tokens of its own rows, and what a limit says."""
+    join_accelerate(False)
+    run = trained(packed(Sampled, min_shared=2), f"{folder}/0", model, **options)
+    steps = [
+        {name: value for name, value in step.items() if "mismatch" in name}
+        for step in run.state.log_history
+        if "maskpack/rollout_mismatch/k3" in step
+    ]
+    own = [int((out["completion_mask"] * out["tool_mask"]).sum()) for out in run.outs]
+    try:
+        trained(packed(Sampled, mismatch_limit=MismatchLimit(k3=1e-3)), f"{folder}/1", model, **options)
+    except ReplayError as error:
+        return steps, own, str(error)
+    return steps, own, ""

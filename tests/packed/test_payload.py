@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -73,6 +75,21 @@ def test_every_tensor_has_its_bytes_and_its_form(make):
     assert seen.pickled_bytes == pytest.approx(len(cloudpickle.dumps(data, 5)), abs=64)
     assert seen.packed_bytes == pytest.approx(len(cloudpickle.dumps(packed, 5)), abs=64)
     assert min(seen.pickle_seconds, seen.unpickle_seconds, seen.pack_seconds, seen.unpack_seconds) > 0
+
+
+def test_threads_report_a_name_once_and_a_failure_is_not_a_report():
+    data, name = batch(), "of several threads"
+    with pytest.raises(mp.errors.MaskpackError):
+        mp.report_once(data, name=name, pad_token_id="0")
+    barrier = threading.Barrier(4)
+
+    def report(_):
+        barrier.wait()
+        return mp.report_once(data, name=name, pad_token_id=samples.PAD)
+
+    with ThreadPoolExecutor(4) as pool:
+        reports = list(pool.map(report, range(4)))
+    assert sum(one is not None for one in reports) == 1
 
 
 def test_a_result_is_packed_under_the_layouts_of_the_argument():

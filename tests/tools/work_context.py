@@ -131,6 +131,9 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
         head.weight.copy_(torch.linspace(-1, 1, head.weight.numel())[None])
         values = mp.replay.response_values(replay, batch, head, **options)
         off["values"] = far(values.values(), mp.replay.response_values(replayable(plain), batch, head).values())
+        both = mp.replay.response_outputs(replay, batch, heads={"value": head}, **options)
+        off["one pass"] = far(both.heads["value"].values(), values.values())
+        off["log-probs of one pass"] = far(both.log_probs.values(), truth)
     return off
 
 

@@ -6,7 +6,8 @@ packed   the same -> PackedInputs            -> model(packed_rows=) -> the same
 `_get_per_token_logps_and_entropies` is the one method in which TRL runs the model for log-probs; it is replaced. The
 passes go through the module that TRL passes (DDP, the root of FSDP2, PEFT), whose forward synchronises gradients and
 gathers weights; the causal language model within learns a keyword for them. What packed rows cannot do goes to TRL's
-own method, with one warning for each reason. This is decided by the configuration, which all ranks share.
+own method, with one warning for each reason. This is decided by the configuration, which all ranks share. Tokens of
+tools are not scored: the mask of TRL is noted when it generates, and again when it computes the loss.
 
 attention   TRL's own   packed, forward   packed, backward   TRL's own
             generate    old, ref                             generate, callbacks, checkpoints
@@ -19,7 +20,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -55,6 +56,7 @@ from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.plan import plan_micro_batches
 from maskpack.replay.inputs import PackedInputs, prefix_tree
 from maskpack.replay.log_probs import packing_is_on
+from maskpack.replay.mismatch import MismatchLimit, compare
 from maskpack.replay.options import ReplayOptions
 
 if TYPE_CHECKING:
@@ -69,6 +71,10 @@ _LEFT = (
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
 """The parameters of TRL's method: those that packed rows have, and those of images and token types."""
+_SCORED = "tool_mask"
+_OF_GRPO = 8
+"""What GRPOTrainer._generate returns; the third is a mask of each completion, 0 at tokens of tools, or None."""
+_MISMATCH = "maskpack/rollout_mismatch/"
 _RANKS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """The kinds of accelerate's processes that were tested."""
 
@@ -80,6 +86,7 @@ def packed(
     min_shared: int = MIN_SHARED,
     self_check: bool | None = None,
     compile: bool = False,
+    mismatch_limit: MismatchLimit | None = None,
 ) -> type[_Trainer]:
     """Makes a subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows; or of
     AsyncGRPOTrainer, which packs rows itself, one that packs them by PrefixTree: the same tensors in less time.
@@ -93,21 +100,23 @@ def packed(
             never; None: the first time for each model, and the first time that rows share a prefix.
         compile: whether norms, MLPs and rotary embeddings run under torch.compile in packed passes, as `replayable`
             compiles them. Several times fewer kernels are launched, and small models wait mostly for launches.
+        mismatch_limit: how far old log-probs may be from those of the sampler, on the rows of all ranks.
 
     Returns:
         A class with the same name and arguments. Log-probs are those of TRL within rounding, float32 [B, C] and 0 at
-        masked tokens; losses, metrics and checkpoints are TRL's. Passes without gradients run in as few micro-batches
-        as hold the tokens of TRL's. What packed rows do not support runs TRL's own method, with a MaskpackWarning that
-        says why; so does everything with MASKPACK_PACKED_REPLAY=0 in the environment.
+        masked tokens and at tokens of tools; losses, metrics and checkpoints are TRL's. Passes without gradients run in
+        as few micro-batches as hold the tokens of TRL's. What packed rows do not support runs TRL's own method, with a
+        MaskpackWarning that says why; so does everything with MASKPACK_PACKED_REPLAY=0 in the environment. If TRL has
+        log-probs of the sampler, as those of vLLM, and old ones, `maskpack/rollout_mismatch/` are metrics of `compare`.
 
     Raises:
         ReplayError: not such a class, or of a TRL whose method has other parameters; an invalid option. While it
             trains: rows that are padded elsewhere than TRL pads them; a failed self-check; an input that replay
-            refuses.
+            refuses; the limit was exceeded.
         LayoutError: min_shared is no integer from 1.
     """
     if is_async(trainer_class):
-        if (share_prefixes, min_shared, self_check, compile) != (True, MIN_SHARED, None, False):
+        if (share_prefixes, min_shared, self_check, compile, mismatch_limit) != (True, MIN_SHARED, None, False, None):
             raise ReplayError(
                 f"{_CALL}: {trainer_class.__name__} with options of packed; expected none, because this trainer has "
                 "packed rows and attention of its own, of which packed makes the rows. Leave the options out."
@@ -138,6 +147,10 @@ def packed(
             f"{_CALL}: {trainer_class.__name__}.{_METHOD} has other parameters than in TRL 1.16 ({differ}); "
             "expected the same. Use TRL 1.16, or a maskpack that knows this version."
         )
+    if mismatch_limit is not None and not isinstance(cast("Any", mismatch_limit), MismatchLimit):
+        raise ReplayError(
+            f"{_CALL}: mismatch_limit is {said(mismatch_limit)}; expected a MismatchLimit. Pass MismatchLimit(k3=0.01)."
+        )
     body = {
         "__doc__": trainer_class.__doc__,
         "__module__": __package__,
@@ -148,6 +161,7 @@ def packed(
         ),
         "_self_check": None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
         "_compile": flag(compile, "compile", _CALL, ReplayError),
+        "_limit": mismatch_limit,
     }
     name = trainer_class.__name__  # it is in TRL's metrics
     return cast("Any", type)(name, (_PackedTrainer, trainer_class), body)
@@ -232,6 +246,7 @@ class _PackedTrainer:
     _packing: ClassVar[ReplayOptions]
     _self_check: ClassVar[bool | None]
     _compile: ClassVar[bool]
+    _limit: ClassVar[MismatchLimit | None]
     accelerator: Any
     args: Any
     model: Any
@@ -240,6 +255,7 @@ class _PackedTrainer:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cast("Any", super()).__init__(*args, **kwargs)
+        self._tools: Any = None
         self._told: set[str] = set()
         self._proved: dict[tuple[int, bool], int] = {}
         self._replays: list[_Inside] = []
@@ -268,6 +284,51 @@ class _PackedTrainer:
         for replay in self._replays:
             replay.release()
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        out: Any = cast("Any", super())._generate(*args, **kwargs)
+        self._tools = out[2] if len(out) == _OF_GRPO else None  # RLOOTrainer has no tools
+        return out
+
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            out: Any = cast("Any", super())._generate_and_score_completions(*args, **kwargs)
+            scored, told = self._scored(out["completion_ids"]), out.get("tool_mask")
+        finally:
+            self._tools = None
+        on = out["completion_mask"] != 0
+        if (scored is None) != (told is None) or (told is not None and bool(((told != 0) != scored)[on].any())):
+            raise ReplayError(
+                f"{_CALL}: {type(self).__name__} generated another mask of tool tokens than it returned; expected the "
+                "same, as by TRL 1.16. Use TRL 1.16, or a trainer that does not change tool_mask."
+            )
+        sampler, old = out.get("sampling_per_token_logps"), out.get("old_per_token_logps")
+        if sampler is not None and old is not None:
+            rows = torch.stack([sampler.to(old.dtype), old, (on if scored is None else on & scored).to(old.dtype)], 1)
+            if self.accelerator.num_processes > 1:
+                rows = self.accelerator.gather(self.accelerator.pad_across_processes(rows, dim=2))
+            mode = "train" if self.model.training else "eval"
+            for name, value in compare(*rows.unbind(1), limit=self._limit).metrics(_MISMATCH).items():
+                self._metrics[mode][name].append(value)
+        return out
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        self._tools = inputs.get("tool_mask")
+        try:
+            return cast("Any", super())._compute_loss(model, inputs)
+        finally:
+            self._tools = None
+
+    def _scored(self, completions: Tensor) -> Tensor | None:
+        """Bool [B, C]: where no tool wrote; None if there are no tools."""
+        tools = self._tools
+        if tools is None or isinstance(tools, Tensor):
+            return None if tools is None else tools != 0
+        rows = [torch.tensor(row, dtype=torch.bool, device="cpu") for row in tools]
+        scored = torch.ones(completions.shape, dtype=torch.bool, device="cpu")
+        for line, row in zip(scored, rows, strict=True):
+            line[: row.numel()] = row
+        return scored.to(completions.device)
+
     def _get_per_token_logps_and_entropies(
         self,
         model: Any,
@@ -281,15 +342,19 @@ class _PackedTrainer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         trl: Any = super()
         found = self._taken(model, compute_aux_loss, left)
+        scored = self._scored(input_ids[:, input_ids.shape[1] - logits_to_keep :])
         if isinstance(found, str):
             if found not in self._told and self.accelerator.is_local_main_process:
                 told = f"{type(self).__qualname__}: TRL's own padded pass runs: {found}"
                 warnings.warn(told, MaskpackWarning, stacklevel=3)
             self._told.add(found)
             self._release()
-            return trl._get_per_token_logps_and_entropies(
+            log_probs, *others = trl._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **left
             )
+            if scored is not None and self._refused is None:  # another model of the trainer may be packed
+                log_probs = log_probs.masked_fill(~scored, 0)
+            return log_probs, *others
 
         def own(rows: Tensor) -> tuple[Tensor, Tensor | None, None]:
             return trl._get_per_token_logps_and_entropies(
@@ -299,7 +364,7 @@ class _PackedTrainer:
         profiled: Any = import_module("trl.extras.profiling").profiling_context
         with profiled(self, _METHOD):
             try:
-                run = _Run(self, model, found, logits_to_keep, compute_entropy, own)
+                run = _Run(self, model, found, logits_to_keep, compute_entropy, own, scored)
                 log_probs, entropies = run.of(input_ids, attention_mask, batch_size)
             finally:
                 if not torch.is_grad_enabled():
@@ -334,6 +399,7 @@ class _Run:
     Attributes:
         model: what TRL runs, around the model of `replay`.
         own: TRL's own method for some of the rows.
+        scored: bool [B, C], the tokens to score; None for all.
     """
 
     trainer: Any
@@ -342,6 +408,12 @@ class _Run:
     width: int
     entropy: bool
     own: Any
+    scored: Tensor | None
+
+    @functools.cached_property
+    def options(self) -> ReplayOptions:
+        packing: ReplayOptions = self.trainer._packing
+        return packing if self.scored is None else replace(packing, scored=(_SCORED,))
 
     def of(self, input_ids: Tensor, attention_mask: Tensor, batch_size: int | None) -> tuple[Tensor, Tensor | None]:
         """float32 [B, C]: log-probs and entropies, 0 at masked tokens."""
@@ -357,12 +429,14 @@ class _Run:
             },
             batch_size=[ids.shape[0]],
         )
+        if self.scored is not None:
+            batch[_SCORED] = self.scored.cpu()
         parts = [list(range(ids.shape[0]))] if batch_size is None else self._planned(batch, batch_size)
         outs: list[list[Tensor]] = []
         tokens = 0
         for number, rows in enumerate(parts):
             part = batch[torch.tensor(rows, device="cpu")]
-            inputs = PackedInputs.of(part, device=self.replay.device, options=self.trainer._packing)
+            inputs = PackedInputs.of(part, device=self.replay.device, options=self.options)
             tokens += inputs.num_tokens
             outs.append(self._checked(inputs, part, rows) if number == 0 else self._scores(inputs, part))
         mode = "train" if self.trainer.model.training else "eval"
@@ -374,8 +448,7 @@ class _Run:
 
     def _planned(self, batch: TensorDict, batch_size: int) -> list[list[int]]:
         """Rows of each pass, each with at most the tokens that TRL's padded one of `batch_size` rows has."""
-        options = self.trainer._packing
-        tree = prefix_tree(batch, options=options) if options.share_prefixes else None
+        tree = prefix_tree(batch, options=self.options) if self.options.share_prefixes else None
         lengths = batch["attention_mask"].ne(0).sum(-1).numpy()
         plan = plan_micro_batches(lengths, batch_size * batch["input_ids"].shape[1], tree=tree)
         together = isinstance(self.model, DistributedDataParallel | FSDPModule)
@@ -385,9 +458,16 @@ class _Run:
         """[b, C] each: log-probs, and entropies if asked for."""
         with self.trainer.accelerator.autocast():
             out = self.model(packed_rows=_Ask(inputs, self.trainer.temperature, self.entropy))
-        real = part["attention_mask"][:, -self.width :].ne(0).to(out[0].device, non_blocking=True)
+        real = self._real(part)[:, -self.width :].to(out[0].device, non_blocking=True)
         every = out if inputs.copies is None else [one.index_select(0, inputs.copies) for one in out]
         return [one.new_zeros(real.shape).masked_scatter(real, one) for one in every]
+
+    def _real(self, part: TensorDict) -> Tensor:
+        """Bool [b, P + C]: the tokens, without those of the completions that are not scored."""
+        real = part["attention_mask"].ne(0)
+        if self.scored is not None:
+            real[:, -self.width :] &= part[_SCORED]
+        return real
 
     # ---------------------------------------------------------------- self-check
 
@@ -399,7 +479,8 @@ class _Run:
         most = SHARED if self.trainer._packing.share_prefixes else LATER
         if asked is False or (before == most and not asked):
             return self._scores(inputs, part)
-        row, proof, tokens = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), self.width)
+        real = self._real(part)
+        row, proof, tokens = _row_to_compare(inputs, part["attention_mask"].ne(0).numpy(), real.numpy(), self.width)
         groups = (None,) if accelerator.num_processes > 1 else ()
         proof = int(most_of(groups, proof, accelerator.device))
         if not asked and proof <= before:
@@ -411,7 +492,9 @@ class _Run:
             out = self._scores(inputs, part)
         self.replay.need_same_cap()
         pairs = zip(out, truth, strict=False)
-        off = max(float((ours.detach()[row] - own[0]).abs().nan_to_num(torch.inf).max()) for ours, own in pairs)
+        away = ~real[row, -self.width :].to(out[0].device)
+        gaps = [ours.detach()[row] - own[0].masked_fill(away, 0) for ours, own in pairs]
+        off = max(float(gap.abs().nan_to_num(torch.inf).max()) for gap in gaps)
         with accelerator.autocast():
             dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
         model, most = type(self.replay.model).__name__, TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
@@ -428,11 +511,11 @@ class _Run:
         return out
 
 
-def _row_to_compare(inputs: PackedInputs, mask: Any, width: int) -> tuple[int, int, IntArray]:
-    """The row that proves the most, what it proves, and its tokens among the inputs, by the mask [b, P + C]; it proves
-    0 without a scored token. Of several, one with pads before it, whose positions do not begin at 0, and of these the
-    longest."""
-    scored, lengths = mask[:, -width:].sum(1), mask.sum(1)
+def _row_to_compare(inputs: PackedInputs, mask: Any, real: Any, width: int) -> tuple[int, int, IntArray]:
+    """The row that proves the most, what it proves, and its tokens among the inputs. `mask` [b, P + C] has the tokens,
+    `real` those that are not left unscored; a row proves 0 without a scored token. Of several, one with pads before it,
+    whose positions do not begin at 0, and of these the longest."""
+    scored, lengths = real[:, -width:].sum(1), mask.sum(1)
     kinds = np.where(scored > 0, LATER, 0)
     if inputs.tree is not None:
         sharing = inputs.tree.order[inputs.tree.shared > 0]

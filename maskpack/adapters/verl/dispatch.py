@@ -21,7 +21,7 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, reported_once
+from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, note_mismatch, reported_once
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, one_strict
 from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
@@ -29,6 +29,7 @@ from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
 from maskpack.fields.options import Options, Registry, Verify, kept_verify, not_strict
 from maskpack.packed.batch import Target
+from maskpack.replay.mismatch import MismatchLimit
 
 _decorator: Any = importlib.import_module("verl.single_controller.base.decorator")
 _protocol: Any = importlib.import_module("verl.protocol")
@@ -52,6 +53,8 @@ class MaskNestingConfig:
         pad_token_id, verify, codec: options of `compress`.
         report: log a payload report, with level INFO, after the first call of each method in this process, and add its
             totals to `take_metrics`. The first call takes a few times as long.
+        mismatch_limit: how far `old_log_probs` may be from `rollout_log_probs` in a batch that has both, before it is
+            sent.
     """
 
     use_mask_nesting: bool = False
@@ -61,6 +64,7 @@ class MaskNestingConfig:
     verify: Verify = "always"
     codec: str | None = None
     report: bool = False
+    mismatch_limit: MismatchLimit | None = None
     strict: InitVar[bool | None] = None
 
     def __post_init__(self, strict: bool | None) -> None:
@@ -245,6 +249,8 @@ class _Call:
     def pack(self, value: Any) -> PackedProto:
         packed = self.config.pack(value)
         self.metrics.lap("prepare")
+        note_mismatch(value, self.config.mismatch_limit)
+        self.metrics.resume()
         self.metrics.add("bytes_raw", nbytes_of(value))
         if self.config.report and self.argument is None:
             self.argument = value

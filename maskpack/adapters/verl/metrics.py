@@ -1,4 +1,5 @@
-"""Where the bytes and the time of packed calls go: sums for verl's logger, and one payload report of each method.
+"""Where the bytes and the time of packed calls go: sums for verl's logger, and one payload report of each method. And
+how far the trainer is from the rollout.
 
 call   prepare | put | wait | decompress | gather     on the driver --> sums of the process, by method
                                                       sums --take_metrics--> floats --log_metrics--> Tracking.log
@@ -19,9 +20,12 @@ from torch import Tensor
 from maskpack.adapters.verl.protocol import PackedProto, decompress, renewed, tensors_of
 from maskpack.core.tree import flatten
 from maskpack.dispatch.timeline import PREFIX
+from maskpack.errors import ReplayError
 from maskpack.packed.payload import Payload, PayloadReport, measured, once, raw_bytes
+from maskpack.replay.mismatch import MismatchLimit, compare
 
 _sums: Counter[str] = Counter()
+_mismatch: dict[str, float] = {}
 _guard = threading.Lock()
 
 
@@ -64,11 +68,32 @@ def nbytes_of(data: Any) -> int:
 def take_metrics() -> dict[str, float]:
     """Returns sums over the packed calls of this process since the last `take_metrics`, as a flat dict for a logger:
     `maskpack/dispatch/<method>/calls`, `seconds`, `<stage>_seconds` and `bytes_<...>`, and totals of payload reports
-    (docs/verl.md has a table). Empty if there were none."""
+    (docs/verl.md has a table). Empty if there were none. `maskpack/rollout_mismatch/` are metrics of `replay.compare`,
+    of the first batch with log-probs of the rollout and the trainer."""
     with _guard:
-        out = {name: float(value) for name, value in _sums.items()}
+        out = {name: float(value) for name, value in _sums.items()} | _mismatch
         _sums.clear()
+        _mismatch.clear()
     return out
+
+
+def note_mismatch(data: Any, limit: MismatchLimit | None) -> None:
+    """Compares the log-probs of a batch that has those of the rollout and of the trainer; without a limit, of the first
+    since the last `take_metrics`."""
+    tensors = tensors_of(data)
+    names = ("rollout_log_probs", "old_log_probs", "response_mask")
+    fields: list[Any] = [] if tensors is None else [tensors.get(name, None) for name in names]
+    if not fields or not all(isinstance(field, Tensor) for field in fields) or (_mismatch and limit is None):
+        return
+    try:
+        seen = compare(*fields, limit=limit).metrics("maskpack/rollout_mismatch/")
+    except ReplayError:
+        if limit is None:  # fields of other shapes
+            return
+        raise
+    with _guard:
+        _mismatch.clear()
+        _mismatch.update(seen)
 
 
 def log_metrics() -> Callable[[], None]:
