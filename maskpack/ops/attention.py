@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import prefix_attention
@@ -107,6 +107,7 @@ def packed_attention(
         missing = number is None and name in ("window", "softcap")
         if not missing and (isinstance(number, bool) or not isinstance(number, known)):
             raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
+    invariant = flag(invariant, "invariant", _CALL, ReplayError)
     _check_tensors(query, key, value)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ReplayError(
@@ -123,8 +124,8 @@ def packed_attention(
     chosen = backend_for(query, softcap, invariant) if backend == "auto" else backend
     if invariant and chosen == "flex":
         raise ReplayError(
-            f'{_CALL}: backend "flex" with {_form(query)} and softcap {softcap}; expected one whose blocks begin with a '
-            "row, because bits depend on the place of a row among the others. Use half precision, for soft caps "
+            f'{_CALL}: backend "flex" with {_form(query)}, softcap {softcap} and invariant=True; expected one whose '
+            "blocks begin with rows: its bits depend on the place of a row. Use half precision, with soft caps and "
             "FlashAttention 2, or leave invariant out."
         )
     # FlashAttention swaps queries for heads where no row has two
@@ -402,16 +403,19 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Sc
     return torch.cat(rows, 1).transpose(0, 1)
 
 
-def _row_by_blocks(query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+def _row_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """`_row`, in calls whose sizes and strides follow from the places of tokens in the row."""
     tokens, before = key.shape[1], key.shape[1] - query.shape[1]
     begin, end = before // _BLOCK * _BLOCK, -(-tokens // _BLOCK) * _BLOCK
     pads = (0, 0, before - begin, end - tokens), (0, 0, 0, end - tokens), (0, 0, 0, end - tokens)
-    query, key, value = (torch.nn.functional.pad(x, pad) for x, pad in zip((query, key, value), pads, strict=True))
+    q, k, v = (torch.nn.functional.pad(x, pad) for x, pad in zip((query, key, value), pads, strict=True))
     blocks: list[Tensor] = []
     for at in range(begin, end, _BLOCK):
-        own = query[:, at - begin : at - begin + _BLOCK], key[:, : at + _BLOCK], value[:, : at + _BLOCK]
-        blocks.append(_row(*(x.contiguous() for x in own), *how))
+        own = q[:, at - begin : at - begin + _BLOCK].contiguous()
+        seen = (x[:, : at + _BLOCK].contiguous() for x in (k, v))
+        blocks.append(_row(own, next(seen), next(seen), scale, window, softcap))
     return torch.cat(blocks, 1)[:, before - begin : tokens - begin]
 
 

@@ -25,7 +25,10 @@ def in_order() -> Generator[None]:
     global _asking, _before
     with _lock:
         if not _asking:
-            _before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+            _before = (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            )
             if not _before[0]:
                 torch.use_deterministic_algorithms(True, warn_only=True)
         _asking += 1

@@ -45,6 +45,9 @@ _OPTIONS: dict[str, Any] = {"fullgraph": True}
 class CompiledParts:
     """The parts of a model, with the `forward` that each of them has while the model replays.
 
+    Attributes:
+        whole: those whose forward is compiled, not one function in it.
+
     Raises:
         ReplayError: the model has no such part, or one with a replaced `forward`.
     """
@@ -59,6 +62,7 @@ class CompiledParts:
         shared: dict[Any, PartForward] = {}
         self._base: nn.Module = base
         self._forwards: list[tuple[nn.Module, PartForward]] = []
+        self.whole: list[nn.Module] = []
         parts: list[tuple[str, Any]] = list(base.named_modules())
         for name, part in parts:
             kind = cast("Any", type(part))
@@ -81,6 +85,7 @@ class CompiledParts:
             if key not in shared:
                 shared[key] = PartForward(kind, len(shared), rotates=not end)
             self._forwards.append((part, shared[key]))
+            self.whole += [part] if end else []
         if not self._forwards:
             raise Refusal.NOTHING_COMPILED(model=who)
 

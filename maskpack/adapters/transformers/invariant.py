@@ -1,20 +1,22 @@
-"""Same bits in every packing: what a pass is given so that bits do not depend on it, and the probe that refuses the rest.
+"""Same bits in every packing: what a pass is given so that bits do not depend on it, and the probe that refuses others.
 
     tokens of the batch            T
     a a a b b c c c c              9    products of few tokens run other kernels, which add in another order
     a a a b b c c c c . . . . .   14    a tail makes T at least `least`, and a multiple
 
-The probe replays rows of random ids, together in several orders and sizes, and alone, and compares bits. It does so at
-the first call of each path, before the batch. If some differ, both passes run again with hooks, and the innermost part
-whose outputs differ for equal inputs is refused by name. It takes rows of its own, so that all ranks of a sharded model
-run the same passes. Later, at each new T, products are compared with those of fewer tokens (`Products`).
+The probe replays rows of random ids, together in several orders and sizes, and alone, at the first call of each path.
+Hooks take a digest of what each part is given and gives for each token, because a part after it may round a difference
+away. The first part to end whose outputs differ for equal inputs is the innermost one, and is refused by name. The rows
+are not those of the batch, so that all ranks of a sharded model run the same passes. Later, at each new T, products are
+compared with those of fewer tokens (`Products`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,13 +25,15 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from maskpack.adapters.transformers.refusals import may_refuse
+from maskpack.core.index import IntArray, ranges
 from maskpack.replay.inputs import PackedInputs
 from maskpack.replay.options import ReplayOptions
 
 _LENGTHS = (1, 2, 17, 130, 700)
 """Tokens of the rows of the probe: within a block of attention, at its end, over many."""
-_TRUNKS = (16, 40, 90)
+_BRANCHES = (16, 40, 90)
 """Where rows of the probe part from each other, at several levels, if prefixes are shared."""
+HEAD = "the output layer"
 _TILE = 128
 """Tokens and columns of a tile of a matrix product on a GPU; T is a multiple."""
 _MOST = 8192
@@ -50,7 +54,7 @@ class Sizes(NamedTuple):
         if device.type != "cuda":
             return cls(_TILE, _TILE // 2)
         narrowest = min((part.out_features for part in base.modules() if isinstance(part, nn.Linear)), default=_TILE)
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        processors: int = cast("Any", torch.cuda.get_device_properties(device)).multi_processor_count
         tokens = _TILE * processors / math.ceil(narrowest / _TILE)
         return cls(min(_MOST, max(1024, 1 << round(math.log2(tokens)))), _TILE)
 
@@ -62,48 +66,121 @@ class Sizes(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first packing with other bits: `seen` of `count` numbers of row `row`, in `passed` instead of `alone`."""
+    """Other bits in a packing than alone: the part that made them, and how many of its numbers of a row differ."""
 
+    part: str
+    kind: type[nn.Module] | None
     seen: int
-    count: int
-    row: int
-    alone: PackedInputs
-    passed: PackedInputs
-    in_head: bool
+    numbers: int
 
 
 Run = Callable[[PackedInputs], tuple[Tensor, Tensor | None]]
-"""Gives the hidden states [T, H] of inputs, and the log-probs of their scored tokens."""
+"""Gives the hidden states [T, H] of inputs, and the log-probs [N] of their scored tokens."""
+_Key = tuple[str, int, str, int]
+"""The name of a part, the number of its call, "in" or "out", and the number of the tensor."""
 
 
 def probe_rows(vocabulary: int, longest: int, without: Sequence[int], shares: bool) -> list[list[int]]:
-    """Ids of the rows of the probe. With `shares`, they part from each other at several places."""
+    """Ids of the rows of the probe. With `shares`, some part from each other at several places."""
     source = np.random.default_rng(0)
     ids = np.setdiff1d(np.arange(vocabulary), np.array(without, np.int64))
-    longest = min(longest, _LENGTHS[-1])
-    rows = [source.choice(ids, min(count, longest)) for count in _LENGTHS]
+    rows: list[list[int]] = [source.choice(ids, min(count, longest)).tolist() for count in _LENGTHS]
     if shares:
-        trunk = source.choice(ids, longest)
-        for at in (*_TRUNKS, *_TRUNKS):
-            at = min(at, longest // 2)
-            rows += [np.concatenate([trunk[:at], source.choice(ids, min(at + 13, longest - at))])]
-        rows += [np.concatenate([rows[-1][:-5], source.choice(ids, 3)])]
-    return [row.tolist() for row in rows]
+        trunk: list[int] = source.choice(ids, min(longest, max(_BRANCHES))).tolist()
+        for at in _BRANCHES * 2:
+            more: list[int] = source.choice(ids, 13).tolist()
+            rows.append((trunk[: min(at, longest // 2)] + more)[:longest])
+        rows.append(rows[-1][:-5] + rows[0] * 5)
+    return rows
 
 
-def probe(run: Run, rows: list[list[int]], least: int, shares: bool, device: torch.device) -> Difference | None:
-    """The first difference of a packing of the rows from each row alone; None if all bits are the same."""
-    truth = [_given([row], False, device) for row in rows]
-    states = [run(inputs) for inputs in truth]
-    forward, backward = list(range(len(rows))), list(range(len(rows)))[::-1]
-    times = 1 + least // max(sum(map(len, rows)), 1)
-    packings = [forward, backward, forward * times + backward, forward[::2], forward[1::2]]
-    for numbers in packings:
-        inputs = _given([rows[number] for number in numbers], shares, device)
-        found = _compared(run(inputs), inputs, numbers, states, truth)
-        if found is not None:
-            return found
-    return None
+class _Passed(NamedTuple):
+    """A pass of the probe: digests [keys, n] of what parts were given and gave for its n tokens, bits of hidden states
+    and of log-probs."""
+
+    inputs: PackedInputs
+    digests: dict[_Key, Tensor]
+    hidden: Tensor
+    log_probs: Tensor | None
+
+
+class Probe:
+    """Replays rows of random ids in several packings, and compares bits with those of each row alone."""
+
+    def __init__(self, model: nn.Module, closed: Iterable[nn.Module], run: Run, sizes: Sizes) -> None:
+        """Hooks are not set within `closed` parts: mixers, which run on groups of rows, and compiled ones."""
+        self._run, self._sizes = run, sizes
+        within = {id(inner) for part in closed for inner in list(part.modules())[1:]}
+        parts: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
+        self._parts = {name: part for name, part in parts if id(part) not in within}
+
+    def difference(self, rows: list[list[int]], shares: bool, device: torch.device) -> Difference | None:
+        """The first difference; None if there is none. It makes the same number of passes in any case."""
+        alone = [self._passed(_given([row], False, device)) for row in rows]
+        forward = list(range(len(rows)))
+        times = 1 + self._sizes.least // max(sum(map(len, rows)), 1)
+        found: Difference | None = None
+        for numbers in (forward, forward[::-1], forward * times + forward[::-1], forward[::2], forward[1::2]):
+            passed = self._passed(_given([rows[number] for number in numbers], shares, device))
+            ends = np.cumsum([0, *(alone[number].inputs.targets.shape[0] for number in numbers)]).tolist()
+            for place, number in enumerate(numbers):
+                found = found or self._compared(passed, place, slice(*ends[place : place + 2]), alone[number])
+        return found
+
+    def _passed(self, inputs: PackedInputs) -> _Passed:
+        with self._recorded(inputs.num_tokens, self._sizes.total(inputs.input_ids.shape[1])) as digests:
+            hidden, log_probs = self._run(inputs)
+        if log_probs is not None and inputs.copies is not None:
+            log_probs = log_probs.index_select(0, inputs.copies)
+        return _Passed(inputs, digests, bits(hidden), None if log_probs is None else bits(log_probs))
+
+    def _compared(self, passed: _Passed, place: int, scored: slice, alone: _Passed) -> Difference | None:
+        tokens = _tokens_of(passed.inputs, place)
+        keys = [key for key in alone.digests if key in passed.digests]
+        if keys:
+            seen = torch.stack([passed.digests[key] for key in keys]).index_select(1, tokens)
+            truth = torch.stack([alone.digests[key] for key in keys])
+            off: list[int] = cast("Any", (seen != truth).sum(1)).tolist()
+            differing = {key: count for key, count in zip(keys, off, strict=True) if count}
+            given = {key[:2] for key in differing if key[2] == "in"}
+            for key, count in differing.items():
+                if key[2] == "out" and key[:2] not in given:
+                    return Difference(key[0] or "the model", type(self._parts[key[0]]), count, tokens.shape[0])
+        truth = alone.hidden[: alone.inputs.num_tokens]
+        count = int((passed.hidden.index_select(0, tokens) != truth).sum())
+        if count:
+            return Difference("a part", None, count, truth.numel())
+        if passed.log_probs is not None and alone.log_probs is not None:
+            count = int((passed.log_probs[scored] != alone.log_probs).sum())
+            if count:
+                return Difference(HEAD, None, count, alone.log_probs.numel())
+        return None
+
+    @contextmanager
+    def _recorded(self, tokens: int, total: int) -> Generator[dict[_Key, Tensor]]:
+        """Gives digests of the first tokens of what parts are called with meanwhile and give, in the order in which
+        they end: a part within another ends before it."""
+        out: dict[_Key, Tensor] = {}
+        counts: dict[str, int] = {}
+        given: dict[str, list[list[Tensor]]] = {}
+
+        def begin(name: str, _part: nn.Module, args: Any, kwargs: Any) -> None:
+            given.setdefault(name, []).append(list(_digests((args, kwargs), tokens, total)))
+
+        def end(name: str, _part: nn.Module, _args: Any, made: Any) -> None:
+            nth = counts[name] = counts.get(name, -1) + 1
+            for which, digests in (("in", given[name].pop()), ("out", list(_digests(made, tokens, total)))):
+                out.update({(name, nth, which, number): digest for number, digest in enumerate(digests)})
+
+        handles: list[Any] = []
+        try:
+            for name, part in self._parts.items():
+                handles.append(part.register_forward_pre_hook(partial(begin, name), with_kwargs=True))
+                handles.append(part.register_forward_hook(partial(end, name)))
+            yield out
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _given(rows: list[list[int]], shares: bool, device: torch.device) -> PackedInputs:
@@ -120,112 +197,21 @@ def _given(rows: list[list[int]], shares: bool, device: torch.device) -> PackedI
 
 def _tokens_of(inputs: PackedInputs, place: int) -> Tensor:
     """The tokens of the row at a place, among the T."""
-    if inputs.tree is None:
-        begin, end = inputs.bounds[place : place + 2].tolist()
-        tokens = np.arange(begin, end)
-    else:
-        begin, end = inputs.tree.row_offsets[place : place + 2].tolist()
-        tokens = inputs.tree.of_row_token[begin:end]
+    tree = inputs.tree
+    offsets: IntArray = inputs.bounds if tree is None else tree.row_offsets
+    begin, end = int(offsets[place]), int(offsets[place + 1])
+    tokens = ranges(np.array([begin]), np.array([end - begin])) if tree is None else tree.of_row_token[begin:end]
     return torch.from_numpy(tokens).to(inputs.input_ids.device)
 
 
-def _compared(
-    seen: tuple[Tensor, Tensor | None],
-    inputs: PackedInputs,
-    numbers: list[int],
-    states: list[tuple[Tensor, Tensor | None]],
-    truth: list[PackedInputs],
-) -> Difference | None:
-    ends = np.cumsum([0, *(len(truth[number].targets) for number in numbers)]).tolist()
-    for place, number in enumerate(numbers):
-        alone, log_probs = states[number]
-        count = truth[number].num_tokens
-        differing = _differing(seen[0].index_select(0, _tokens_of(inputs, place)), alone[:count])
-        if differing:
-            return Difference(differing, alone[:count].numel(), number, truth[number], inputs, False)
-        if seen[1] is not None and log_probs is not None:
-            of_rows = seen[1] if inputs.copies is None else seen[1].index_select(0, inputs.copies)
-            differing = _differing(of_rows[ends[place] : ends[place + 1]], log_probs)
-            if differing:
-                return Difference(differing, log_probs.numel(), number, truth[number], inputs, True)
-    return None
+def bits(x: Tensor) -> Tensor:
+    """The bits of numbers as integers: NaN equals NaN, and 0 is not -0."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.detach().contiguous().view(kinds[x.element_size()])
 
 
-def _differing(seen: Tensor, truth: Tensor) -> int:
-    return int((_bits(seen) != _bits(truth)).sum())
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The bits of floats as integers: NaN equals NaN, and 0 is not -0."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.detach().contiguous().view(sizes[x.element_size()]) if x.is_floating_point() else x.detach()
-
-
-# -------------------------------------------------------------------- which part
-
-
-def first_part(model: nn.Module, run: Run, found: Difference, sizes: Sizes) -> tuple[str, nn.Module] | None:
-    """The innermost part whose outputs for a row differ between two passes though its inputs are equal, the first to
-    end; None if there is none."""
-    place = _place_of(found)
-    recorded: list[_Calls] = []
-    for inputs, row in ((found.alone, 0), (found.passed, place)):
-        with _recorded(model, _tokens_of(inputs, row), sizes.total(inputs.input_ids.shape[1])) as calls:
-            run(inputs)
-        recorded.append(calls)
-    alone, passed = recorded
-    for key, (part, given, out) in passed.items():
-        before = alone.get(key)
-        if before is not None and _same(before[1], given) and not _same(before[2], out):
-            return key[0], part
-    return None
-
-
-def _place_of(found: Difference) -> int:
-    """The place in the packing of a row with the ids of the one alone, that differs or not: all have the same bits."""
-    ids = found.alone.input_ids[0, : found.alone.num_tokens]
-    rows = found.passed.bounds.size - 1 if found.passed.tree is None else found.passed.tree.num_rows
-    tokens = (_tokens_of(found.passed, place) for place in range(rows))
-    return next(n for n, own in enumerate(tokens) if torch.equal(found.passed.input_ids[0].index_select(0, own), ids))
-
-
-_Calls = dict[tuple[str, int], tuple[nn.Module, list[Tensor], list[Tensor]]]
-"""What parts of a model were called with and gave, in the order in which they ended: by the name of a part and the
-number of the call, the digests [n] of tensors at n tokens."""
-
-
-@contextmanager
-def _recorded(model: nn.Module, tokens: Tensor, total: int) -> Generator[_Calls]:
-    calls: _Calls = {}
-    counts: dict[str, int] = {}
-    given: dict[str, list[list[Tensor]]] = {}
-
-    def begin(name: str) -> Callable[..., None]:
-        def hook(_part: nn.Module, args: Any, kwargs: Any) -> None:
-            given.setdefault(name, []).append(list(_digests((args, kwargs), tokens, total)))
-
-        return hook
-
-    def end(name: str) -> Callable[..., None]:
-        def hook(part: nn.Module, _args: Any, out: Any) -> None:
-            nth = counts[name] = counts.get(name, -1) + 1
-            calls[name, nth] = part, given[name].pop(), list(_digests(out, tokens, total))
-
-        return hook
-
-    handles: list[Any] = []
-    try:
-        for name, part in model.named_modules():
-            handles.append(part.register_forward_pre_hook(begin(name), with_kwargs=True))
-            handles.append(part.register_forward_hook(end(name)))
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _digests(given: Any, tokens: Tensor, total: int) -> Iterator[Tensor]:
-    """A number for each of the tokens, of each tensor that has a dim of all T tokens."""
+def _digests(given: Any, tokens: int, total: int) -> Iterator[Tensor]:
+    """A number for each of the first tokens, of each tensor that has a dim of all T tokens."""
     if isinstance(given, dict):
         given = list(cast("dict[str, Any]", given).values())
     if isinstance(given, list | tuple):
@@ -234,17 +220,14 @@ def _digests(given: Any, tokens: Tensor, total: int) -> Iterator[Tensor]:
     elif isinstance(given, Tensor) and not given.is_nested:
         dim = _dim_of(given, total)
         if dim is not None:
-            rows = _bits(given.movedim(dim, 0).index_select(0, tokens)).long().flatten(1)
-            yield (rows * (2 * torch.arange(rows.shape[1], device=rows.device) + 1)).sum(1)
+            rows = bits(given.movedim(dim, 0)[:tokens]).flatten(1)
+            odd = 2 * torch.arange(rows.shape[1], device=rows.device, dtype=torch.int64) + 1
+            yield (rows * odd).sum(1)
 
 
 def _dim_of(x: Tensor, tokens: int) -> int | None:
     """The dim of tokens: [T, ...], [1, T, ...] or [n, 1, T]."""
     return next((dim for dim, size in enumerate(x.shape[:3]) if size == tokens), None)
-
-
-def _same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
 # -------------------------------------------------------------------- products at other sizes
@@ -254,15 +237,19 @@ class Products:
     """Compares products of T tokens with those of fewer tokens, the first time that a pass has T: libraries choose
     kernels by the sizes. Of each kind and shape of part it takes the first, with its own tensors."""
 
-    def __init__(self, base: nn.Module, mixers: Iterator[nn.Module], least: int) -> None:
+    def __init__(self, base: nn.Module, mixers: Iterable[nn.Module], compiled: Iterable[nn.Module], least: int) -> None:
+        """Parts of mixers are left out. Of `compiled` parts the whole is compared."""
         self._least, self._known = least, set[Any]()
-        within = {id(inner) for part in mixers for inner in part.modules()}
+        self._compiled = {id(part) for part in compiled}
+        within = {id(inner) for part in mixers for inner in list(part.modules())}
+        within |= {id(inner) for part in compiled for inner in list(part.modules())[1:]}
         kinds: dict[Any, tuple[str, nn.Module]] = {}
-        parts: list[tuple[str, nn.Module]] = list(base.named_modules())
+        parts: list[tuple[str, nn.Module]] = list(cast("Any", base).named_modules())
         for name, part in parts:
-            weights = [tuple(weight.shape) for weight in part.parameters(recurse=False)]
+            is_compiled = id(part) in self._compiled
+            weights = [tuple(weight.shape) for weight in part.parameters(recurse=is_compiled)]
             wide = any(len(shape) > 1 for shape in weights) and not isinstance(part, nn.Embedding)
-            if wide and id(part) not in within and not list(part.children()):
+            if wide and id(part) not in within and (is_compiled or not list(part.children())):
                 kinds.setdefault((type(part), *weights), (name, part))
         self._parts = list(kinds.values())
 
@@ -275,36 +262,45 @@ class Products:
             return
         handles: list[Any] = []
         try:
-            handles = [part.register_forward_hook(self._hook(name, tokens, found), with_kwargs=True) for name, part in self._parts]
+            for name, part in self._parts:
+                hook = cast("Any", partial(self._compare, name, tokens, found))
+                handles.append(part.register_forward_hook(hook, with_kwargs=True))
             yield found
         finally:
             for handle in handles:
                 handle.remove()
         self._known.add((tokens, path))
 
-    def _hook(self, name: str, tokens: int, found: list[tuple[str, Tensor]]) -> Callable[..., None]:
-        def hook(part: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-            if not isinstance(out, Tensor):
-                return
-            for begin in (0, tokens - self._least):
-                cut = [_cut(x, begin, self._least, tokens) for x in args]
-                more = {key: _cut(x, begin, self._least, tokens) for key, x in kwargs.items()}
+    def _compare(
+        self, name: str, tokens: int, found: list[tuple[str, Tensor]], part: nn.Module, args: Any, kwargs: Any, out: Any
+    ) -> None:
+        if "forward" in vars(part) and id(part) not in self._compiled:  # it was told of all tokens
+            return
+        again: Any = part.forward if id(part) in self._compiled else partial(cast("Any", type(part)).forward, part)
+        for begin in (0, tokens - self._least):
+            cut, more, own = (_cut(given, begin, self._least, tokens) for given in (args, kwargs, out))
+            try:
                 with torch.no_grad():
-                    try:
-                        fewer = cast("Any", type(part)).forward(part, *cut, **more)
-                    except Exception as error:
-                        if not may_refuse(error):
-                            raise
-                        return  # it is no part of tokens alone
-                own = _cut(out, begin, self._least, tokens)
-                if isinstance(fewer, Tensor) and fewer.shape == own.shape and own.shape != out.shape:
-                    found.append((f"{name} ({type(part).__name__})", (_bits(fewer) != _bits(own)).sum()))
-
-        return hook
+                    fewer = again(*cut, **more)
+            except Exception as error:
+                if not may_refuse(error):
+                    raise
+                return  # it runs on other sizes alone
+            for x, y in zip(_tensors(fewer), _tensors(own), strict=True):
+                if x.shape == y.shape:
+                    found.append((f"{name} ({type(part).__name__})", (bits(x) != bits(y)).sum()))
 
 
-def _cut(x: Any, begin: int, count: int, tokens: int) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    dim = _dim_of(x, tokens)
-    return x if dim is None else x.narrow(dim, begin, count)
+def _cut(given: Any, begin: int, count: int, tokens: int) -> Any:
+    """The same of some tokens."""
+    if isinstance(given, dict):
+        return {name: _cut(x, begin, count, tokens) for name, x in cast("dict[str, Any]", given).items()}
+    if isinstance(given, tuple):
+        return tuple(_cut(x, begin, count, tokens) for x in cast("tuple[Any, ...]", given))
+    dim = _dim_of(given, tokens) if isinstance(given, Tensor) else None
+    return given if dim is None else given.narrow(dim, begin, count)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    outs = cast("Sequence[Any]", out) if isinstance(out, tuple | list) else [out]
+    return [x for x in outs if isinstance(x, Tensor)]

@@ -17,7 +17,7 @@ token of the tree takes the output of the first row that has it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -140,7 +140,11 @@ class MixerRows:
         """Stored tokens, along a dim, as the cells [rows, longest] of each group; 0 in pads."""
         line = x.movedim(dim, 0)
         if self.stored is not None:
-            line = gather_rows(line, self.stored, self.ordered) if x.is_floating_point() else line.index_select(0, self.stored)
+            line = (
+                gather_rows(line, self.stored, self.ordered)
+                if x.is_floating_point()
+                else line.index_select(0, self.stored)
+            )
         sizes = [rows * longest for rows, longest in self.groups]
         if self.cells is not None:
             line = line.new_zeros(sum(sizes), *line.shape[1:]).index_copy(0, self.cells, line)
@@ -253,9 +257,10 @@ class Mixers:
         """What layers are told; None for a model without mixers."""
         return MixerRows.of(inputs, ordered) if self.count else None
 
-    def parts(self) -> Iterator[nn.Module]:
+    @property
+    def parts(self) -> list[nn.Module]:
         """All mixers."""
-        return (part for part, _ in self._found.values())
+        return [part for part, _ in self._found.values()]
 
     def install(self) -> None:
         for part, forward in self._found.values():

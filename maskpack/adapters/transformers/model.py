@@ -44,7 +44,7 @@ from maskpack.adapters.transformers import compiled, experts, gradients, mixers,
 from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.forwards import Forward
-from maskpack.adapters.transformers.invariant import Difference, Products, Sizes, first_part, probe, probe_rows
+from maskpack.adapters.transformers.invariant import HEAD, Difference, Probe, Products, Sizes, probe_rows
 from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
@@ -101,7 +101,13 @@ def attention(
     for what, given, wanted, keyword, option in (
         ("the tree of shared prefixes", tree, told and told.tree, "prefix_tree", "share_prefixes"),
         ("the context-parallel group", group, told and told.group, "context_group", "context_group"),
-        ("the wish for bits", kwargs.get("invariant"), told and told.invariant, "invariant", "invariant"),
+        (
+            "whether bits may depend on the packing",
+            kwargs.get("invariant"),
+            told and told.invariant,
+            "invariant",
+            "invariant",
+        ),
     ):
         if told is not None and given is not wanted:
             raise Refusal.NOT_PASSED(who, what=what, parts="attention", keyword=keyword, without=f"without {option}")
@@ -367,8 +373,7 @@ class Replayable:
         total = self._sizes.total(before)
         with self._products.compared(total, self._path(inputs), compare) as differing:
             states = self._run(inputs.with_tail(total), None, more)
-        odd = torch.stack([count for _, count in differing]).tolist() if differing else []
-        names = [name for (name, _), count in zip(differing, odd, strict=True) if count]
+        names = [name for name, count in differing if int(count)]  # seldom: where T is new
         if compare and most_of(self._groups, len(names), inputs.input_ids.device):
             part, fewer = names[0] if names else "a part on another rank", self._sizes.least
             raise Refusal.INVARIANT_SIZE(part=part, model=type(self.model).__name__, tokens=total, fewer=fewer)
@@ -378,9 +383,13 @@ class Replayable:
     def _sizes(self) -> Sizes:
         return Sizes.of(self._base, self.device)
 
+    @property
+    def _compiled_parts(self) -> list[nn.Module]:
+        return [] if self._parts is None else self._parts.whole
+
     @functools.cached_property
     def _products(self) -> Products:
-        return Products(self._base, self._mixers.parts(), self._sizes.least)
+        return Products(self._base, self._mixers.parts, self._compiled_parts, self._sizes.least)
 
     def _path(self, inputs: PackedInputs) -> tuple[Any, ...]:
         """What decides which kernels run, beside the number of tokens."""
@@ -394,24 +403,25 @@ class Replayable:
         path = *self._path(inputs), inputs.share_prefixes
         if path in self._probed:
             return
-        device, embeddings = inputs.input_ids.device, cast("Any", self.model.get_input_embeddings())
+        device = inputs.input_ids.device
         limits = [limit for _, limit in _changes(self._config)]
         longest = min([getattr(self._config, "max_position_embeddings", None) or 1 << 30, *limits])
-        vocabulary = min(embeddings.weight.shape[0], self._config.vocab_size)
         without = sorted(vision.all_places(self.model, self._config))
-        rows = probe_rows(vocabulary, longest, without, inputs.share_prefixes)
+        rows = probe_rows(self._config.vocab_size, longest, without, inputs.share_prefixes)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [] if device.type == "cpu" else [device]
+        closed = [*self._mixers.parts, *self._compiled_parts]
+        check = Probe(self.model, closed, self._probed_run, self._sizes)
         try:
-            with torch.random.fork_rng(devices, device_type=device.type):
-                found = probe(self._probed_run, rows, self._sizes.least, inputs.share_prefixes, device)
-                if most_of(self._groups, found is not None, device):
-                    named = None if found is None or self._groups else first_part(self.model, self._probed_run, found, self._sizes)
-                    raise self._variant(found, named)
+            # calls of attention that the self-check notes are those of the batch
+            with torch.random.fork_rng(devices, device_type=device.type), passes.noting():
+                found = check.difference(rows, inputs.share_prefixes, device)
         finally:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
+        if most_of(self._groups, found is not None, device):
+            raise self._variant(found or Difference("a part, on another rank,", None, 0, 0))
         self._probed.add(path)
 
     def _probed_run(self, inputs: PackedInputs) -> tuple[Tensor, Tensor | None]:
@@ -425,21 +435,23 @@ class Replayable:
         ids = pad(targets, (0, rows.shape[0] - targets.shape[0]))
         return hidden.detach(), packed_log_probs(rows, head, ids, logits=logits)[: targets.shape[0]].detach()
 
-    def _variant(self, found: Difference | None, named: tuple[str, nn.Module] | None) -> ReplayError:
-        part, remedy = "a part", "Find it with a model of one layer"
-        if named is not None:
-            part, kind = f"{named[0] or 'a part'} ({type(named[1]).__name__})", type(named[1]).__name__
-            remedy = "Replace it"
-            if re.search("Expert|Moe|MoE|Router", kind):
-                remedy = 'Choose another product of experts, such as set_experts_implementation("grouped_mm")'
-            elif any(named[1] is inner for mixer in self._mixers.parts() for inner in mixer.modules()):
-                remedy = "Install the kernels of its layers that carry state"
-        elif found is not None and found.in_head:
-            part, remedy = "the output layer", "Pass ReplayOptions(keep=0)"
-        seen, count = (0, 0) if found is None else (found.seen, found.count)
-        numbers = "log-probs" if found is not None and found.in_head else "numbers"
+    def _variant(self, found: Difference) -> ReplayError:
+        part, numbers, remedy = found.part, "tokens", "Replace it"
+        if found.kind is not None:
+            part, carrying = f"{part} ({found.kind.__name__})", {type(mixer) for mixer in self._mixers.parts}
+            if found.kind in carrying:
+                remedy = "Install the kernels of its layers that carry state, of which replay.mixers tells"
+            elif re.search("Expert|Moe|MoE|MOE", found.kind.__name__):
+                remedy = 'Choose other products of experts, as by set_experts_implementation("batched_mm")'
+        elif part == HEAD:
+            numbers, remedy = "log-probs", "Pass ReplayOptions(keep=0)"
         return Refusal.VARIANT(
-            part=part, model=type(self.model).__name__, seen=seen, count=count, numbers=numbers, remedy=remedy
+            part=part,
+            model=type(self.model).__name__,
+            seen=found.seen,
+            count=found.numbers,
+            numbers=numbers,
+            remedy=remedy,
         )
 
     def _routed(self, routes: RoutedExperts | None) -> dict[str, Any]:

@@ -261,8 +261,8 @@ class Refusal(Enum):
     # ---------------------------------------------------------------- the same bits in every packing
 
     VARIANT = (
-        "invariant=True, but bits of {part} of {model} depend on the packing: {seen} of {count} {numbers} of a row differ "
-        "from those of this row alone",
+        "invariant=True, but bits of {part} of {model} depend on the packing: {seen} of {count} {numbers} of a row "
+        "differ from those of this row alone",
         "the same bits in every packing",
         "{remedy}, or leave invariant out",
     )

@@ -26,7 +26,7 @@ from maskpack.replay.media import Media
 
 _BOUNDS = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "prefix_tree", "context_group"),
-    *(experts.NAME, mixers.KEYWORD),
+    *(experts.NAME, mixers.KEYWORD, "invariant"),
 )
 """What replay passes to the text layers."""
 
