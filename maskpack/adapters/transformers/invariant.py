@@ -220,7 +220,7 @@ def _digests(given: Any, tokens: int, total: int) -> Iterator[Tensor]:
     elif isinstance(given, Tensor) and not given.is_nested:
         dim = _dim_of(given, total)
         if dim is not None:
-            rows = bits(given.movedim(dim, 0)[:tokens]).flatten(1)
+            rows = bits(given.movedim(dim, 0)[:tokens].reshape(tokens, -1))
             odd = 2 * torch.arange(rows.shape[1], device=rows.device, dtype=torch.int64) + 1
             yield (rows * odd).sum(1)
 
@@ -235,16 +235,22 @@ def _dim_of(x: Tensor, tokens: int) -> int | None:
 
 class Products:
     """Compares products of T tokens with those of fewer tokens, the first time that a pass has T: libraries choose
-    kernels by the sizes. Of each kind and shape of part it takes the first, with its own tensors."""
+    kernels by the sizes. Of each kind and shape of part it takes the first, with its own tensors.
 
-    def __init__(self, base: nn.Module, mixers: Iterable[nn.Module], compiled: Iterable[nn.Module], least: int) -> None:
+    Attributes:
+        known: (T, path) of which all products were the same.
+    """
+
+    def __init__(
+        self, model: nn.Module, mixers: Iterable[nn.Module], compiled: Iterable[nn.Module], least: int
+    ) -> None:
         """Parts of mixers are left out. Of `compiled` parts the whole is compared."""
-        self._least, self._known = least, set[Any]()
+        self._least, self.known = least, set[Any]()
         self._compiled = {id(part) for part in compiled}
         within = {id(inner) for part in mixers for inner in list(part.modules())}
         within |= {id(inner) for part in compiled for inner in list(part.modules())[1:]}
         kinds: dict[Any, tuple[str, nn.Module]] = {}
-        parts: list[tuple[str, nn.Module]] = list(cast("Any", base).named_modules())
+        parts: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
         for name, part in parts:
             is_compiled = id(part) in self._compiled
             weights = [tuple(weight.shape) for weight in part.parameters(recurse=is_compiled)]
@@ -257,7 +263,7 @@ class Products:
     def compared(self, tokens: int, path: Any, compare: bool) -> Generator[list[tuple[str, Tensor]]]:
         """Gives the name and the number of differing outputs of each part that ran meanwhile, if T is new."""
         found: list[tuple[str, Tensor]] = []
-        if not compare or tokens <= self._least or (tokens, path) in self._known:
+        if not compare or tokens <= self._least or (tokens, path) in self.known:
             yield found
             return
         handles: list[Any] = []
@@ -269,7 +275,6 @@ class Products:
         finally:
             for handle in handles:
                 handle.remove()
-        self._known.add((tokens, path))
 
     def _compare(
         self, name: str, tokens: int, found: list[tuple[str, Tensor]], part: nn.Module, args: Any, kwargs: Any, out: Any

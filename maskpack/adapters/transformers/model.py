@@ -371,12 +371,15 @@ class Replayable:
         tokens that is new are compared with those of fewer tokens."""
         before = inputs.input_ids.shape[1]
         total = self._sizes.total(before)
-        with self._products.compared(total, self._path(inputs), compare) as differing:
+        path = self._path(inputs)
+        with self._products.compared(total, path, compare) as differing:
             states = self._run(inputs.with_tail(total), None, more)
         names = [name for name, count in differing if int(count)]  # seldom: where T is new
         if compare and most_of(self._groups, len(names), inputs.input_ids.device):
             part, fewer = names[0] if names else "a part on another rank", self._sizes.least
             raise Refusal.INVARIANT_SIZE(part=part, model=type(self.model).__name__, tokens=total, fewer=fewer)
+        if compare:
+            self._products.known.add((total, path))
         return states[:before]
 
     @functools.cached_property
@@ -389,7 +392,7 @@ class Replayable:
 
     @functools.cached_property
     def _products(self) -> Products:
-        return Products(self._base, self._mixers.parts, self._compiled_parts, self._sizes.least)
+        return Products(self.model, self._mixers.parts, self._compiled_parts, self._sizes.least)
 
     def _path(self, inputs: PackedInputs) -> tuple[Any, ...]:
         """What decides which kernels run, beside the number of tokens."""
