@@ -107,10 +107,14 @@ class _Passed(NamedTuple):
 class Probe:
     """Replays rows of random ids in several packings, and compares bits with those of each row alone."""
 
-    def __init__(self, model: nn.Module, closed: Iterable[nn.Module], run: Run, sizes: Sizes) -> None:
-        """Hooks are not set within `closed` parts: mixers, which run on groups of rows, and compiled ones."""
+    def __init__(
+        self, model: nn.Module, output: nn.Module | None, closed: Iterable[nn.Module], run: Run, sizes: Sizes
+    ) -> None:
+        """Hooks are not set within `closed` parts: mixers, which run on groups of rows, and compiled ones; nor on the
+        output layer, which is refused if it has hooks."""
         self._run, self._sizes = run, sizes
         within = {id(inner) for part in closed for inner in list(part.modules())[1:]}
+        within |= set[int]() if output is None else {id(inner) for inner in output.modules()}
         parts: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
         self._parts = {name: part for name, part in parts if id(part) not in within}
 

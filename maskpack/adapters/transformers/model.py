@@ -414,7 +414,7 @@ class Replayable:
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [] if device.type == "cpu" else [device]
         closed = [*self._mixers.parts, *self._compiled_parts]
-        check = Probe(self.model, closed, self._probed_run, self._sizes)
+        check = Probe(self.model, self._output, closed, self._probed_run, self._sizes)
         try:
             # calls of attention that the self-check notes are those of the batch
             with torch.random.fork_rng(devices, device_type=device.type), passes.noting():
