@@ -190,9 +190,9 @@ class Probe:
 def _given(rows: list[list[int]], shares: bool, device: torch.device) -> PackedInputs:
     """All but the first token of a row are its response."""
     width = max(map(len, rows))
-    ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(2))
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.int64, device="cpu") for _ in range(2))
     for number, row in enumerate(rows):
-        ids[number, : len(row)] = torch.tensor(row)
+        ids[number, : len(row)] = torch.tensor(row, device="cpu")
         mask[number, : len(row)] = 1
     fields = {"input_ids": ids, "attention_mask": mask, "responses": ids[:, 1:], "response_mask": mask[:, 1:]}
     options = ReplayOptions(share_prefixes=shares, min_shared=4)
