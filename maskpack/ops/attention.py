@@ -11,6 +11,13 @@ flash   FlashAttention 4, 3 or 2, varlen kernels            half precision on a 
 varlen  torch.nn.attention.varlen of torch 2.11             half precision on a GPU, no soft caps
 flex    flex attention with a document mask                 any dtype on a GPU, compiled
 rows    scaled dot product attention, row by row            any device
+
+In invariant calls the bits of a token depend on its row up to itself alone. Kernels of flash and varlen take keys in
+blocks from the begin of a row, and a block that a token does not see adds zeros; keys of a tree are gathered, so that a
+path has the blocks of a row. Blocks of flex lie at places among all tokens. On the CPU, products and sums depend on the
+number of queries and keys, so each block of a row is a call of its own, whose sizes follow from its place:
+
+    a row of 150 tokens    queries 0-63 of keys 0-63 | queries 64-127 of keys 0-127 | queries 128-191 of keys 0-191
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from maskpack.core.arguments import said
+from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import prefix_attention
@@ -44,6 +51,7 @@ _WHOLE: Any = int | np.integer
 _NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_3, _FLASH_2 = "flash_attn.cute", "flash_attn_interface", "flash_attn"
+_BLOCK = 64  # queries of a call of invariant attention on the CPU
 _LEAST_OF_FLEX = 16  # the smallest head of its kernels on a GPU
 _SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
 
@@ -61,6 +69,7 @@ def packed_attention(
     backend: AttentionBackend = "auto",
     tree: PrefixTree | None = None,
     group: ProcessGroup | None = None,
+    invariant: bool = False,
 ) -> Tensor:
     """Causal attention of each token over its own row, or over its path in a tree.
 
@@ -81,6 +90,8 @@ def packed_attention(
         group: the ranks over which the tokens are sharded: query, key and value are those of this rank, the same number
             on all ranks, in the order of the ranks. The other arguments describe all T tokens. Every rank must call;
             H is a multiple of the number of ranks.
+        invariant: whether the output of a token has the same bits in every packing of its row, with a tree and without
+            one, and gradients the same bits in every run. "auto" then prefers varlen; flex is refused.
 
     Returns:
         [T, H, D], differentiable; with a group, of the tokens of this rank.
@@ -96,6 +107,7 @@ def packed_attention(
         missing = number is None and name in ("window", "softcap")
         if not missing and (isinstance(number, bool) or not isinstance(number, known)):
             raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
+    invariant = flag(invariant, "invariant", _CALL, ReplayError)
     _check_tensors(query, key, value)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ReplayError(
@@ -109,9 +121,16 @@ def packed_attention(
     _check_bounds(cu_seqlens, max_seqlen, query)
     if tree is not None:
         _check_tree(tree, cu_seqlens, query)
-    chosen = backend_for(query, softcap) if backend == "auto" else backend
-    bounds = Bounds(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    out = _attend(chosen, query, key, value, bounds, _Scores(scale, window, softcap, tree))
+    chosen = backend_for(query, softcap, invariant) if backend == "auto" else backend
+    if invariant and chosen == "flex":
+        raise ReplayError(
+            f'{_CALL}: backend "flex" with {_form(query)}, softcap {softcap} and invariant=True; expected one whose '
+            "blocks begin with rows: its bits depend on the place of a row. Use half precision, with soft caps and "
+            "FlashAttention 2, or leave invariant out."
+        )
+    # FlashAttention swaps queries for heads where no row has two
+    bounds = Bounds(cu_seqlens, cu_seqlens, *[max(max_seqlen, 2) if invariant else max_seqlen] * 2)
+    out = _attend(chosen, query, key, value, bounds, _Scores(scale, window, softcap, tree, invariant))
     return out if group is None else to_tokens(out, group)
 
 
@@ -122,19 +141,23 @@ class _Scores(NamedTuple):
     window: int | None
     softcap: float | None
     tree: PrefixTree | None
+    invariant: bool
 
 
 def _attend(backend: str, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
     if not query.shape[0]:  # kernels do not accept zero tokens
         return query.clone()
-    run, (scale, window, softcap, tree) = _RUN[backend], scores
+    run, (scale, window, softcap, tree, invariant) = _RUN[backend], scores
     if tree is None or backend == "flex":
         return run(query, key, value, bounds, scores)
-    kernel = None if window is not None or softcap is not None else _merging_kernel(query, backend, tree)
+    gathers = invariant or window is not None or softcap is not None
+    kernel = None if gathers else _merging_kernel(query, backend, tree)
     if kernel is not None:
         return prefix_attention.merged_attention(query, key, value, bounds, tree, scale, kernel)
-    index, bounds = prefix_attention.key_rows(tree, query.shape[0], window, query.device)
-    keys, values = (prefix_attention.gather_rows(x, index) for x in (key, value))
+    reach = None if invariant else window  # whole paths keep their blocks
+    index, bounds = prefix_attention.key_rows(tree, query.shape[0], reach, query.device)
+    bounds = bounds._replace(longest_queries=max(bounds.longest_queries, 2)) if invariant else bounds
+    keys, values = (prefix_attention.gather_rows(x, index, invariant) for x in (key, value))
     return run(query, keys, values, bounds, scores._replace(tree=None))
 
 
@@ -181,14 +204,22 @@ def _form(x: Tensor) -> str:
     return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
 
 
-def backend_for(query: Tensor, softcap: float | None) -> str:
-    """The fastest available backend for `query`."""
+def backend_for(query: Tensor, softcap: float | None, invariant: bool = False) -> str:
+    """The fastest available backend for `query`; for invariant calls, one that was measured to be."""
     if not query.is_cuda:
         return "rows"
+    if invariant and softcap is None and _fits_torch(query):
+        return "varlen"
     if _flash_package(query, softcap) is not None:
         return "flash"
     fits = query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return "varlen" if fits and _varlen_attn() is not None else "flex"  # the limits of its kernels
+
+
+def _fits_torch(query: Tensor) -> bool:
+    """Whether the kernels of TorchFlash take `query`."""
+    fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and torch.version.hip is None
 
 
 def _flash_package(query: Tensor, softcap: float | None) -> str | None:
@@ -212,8 +243,7 @@ def _merging_kernel(query: Tensor, backend: str, tree: PrefixTree) -> prefix_att
         return None
     if backend == "flash" and _flash_package(query, None) == _FLASH_4:
         return prefix_attention.Flash4()
-    fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return prefix_attention.TorchFlash() if fits and torch.version.hip is None else None
+    return prefix_attention.TorchFlash() if _fits_torch(query) else None
 
 
 @functools.cache
@@ -250,15 +280,23 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _S
     }  # fmt: skip
     unbounded = None if package == _FLASH_4 else -1
     sides = (unbounded, unbounded) if scores.window is None else (scores.window - 1, 0)
-    capped = {} if package == _FLASH_4 else {"softcap": scores.softcap or 0.0}
+    more: dict[str, Any] = {} if package == _FLASH_4 else {"softcap": scores.softcap or 0.0}
+    if scores.invariant:
+        ordered = "deterministic" in inspect.signature(attend).parameters
+        _need(ordered, "flash", query, "a version of flash-attn whose gradients have a fixed order")
+        more["deterministic"] = True
     with torch.cuda.device_of(query):  # kernels launch on the current device
-        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides, **capped)
+        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides, **more)
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
     fits = query.is_cuda and query.dtype in _HALF and scores.softcap is None
     _need(fits, "varlen", query, "half precision, no softcap")
+    if scores.invariant:
+        _need(_fits_torch(query), "varlen", query, "heads of a multiple of 8, up to 256, and CUDA")
+        kernel = prefix_attention.TorchFlash(scores.window)
+        return prefix_attention.ordered_attention(query, key, value, bounds, scores.scale, kernel)
     attend: Any = _varlen_attn()
     _need(attend is not None, "varlen", query, "torch 2.11 or later")
     left = -1 if scores.window is None else scores.window - 1
@@ -283,7 +321,7 @@ def _asks_for_groups(attend: Callable[..., Any]) -> bool:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Scores) -> Tensor:
-    scale, window, softcap, tree = scores
+    scale, window, softcap, tree, _ = scores
     flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
     attend = _compiled_flex(softcap is None) if query.is_cuda else flex.flex_attention
 
@@ -360,8 +398,25 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _Sc
         cast("tuple[Tensor, ...]", x.transpose(0, 1).split(own, 1))
         for x, own in zip((query, key, value), sizes, strict=True)
     ]
-    rows = [_row(q, k, v, *scores[:3]) for q, k, v in zip(*split, strict=True)]
+    run = _row_by_blocks if scores.invariant else _row
+    rows = [run(q, k, v, *scores[:3]) for q, k, v in zip(*split, strict=True)]
     return torch.cat(rows, 1).transpose(0, 1)
+
+
+def _row_by_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """`_row`, in calls whose sizes and strides follow from the places of tokens in the row."""
+    tokens, before = key.shape[1], key.shape[1] - query.shape[1]
+    begin, end = before // _BLOCK * _BLOCK, -(-tokens // _BLOCK) * _BLOCK
+    pads = (0, 0, before - begin, end - tokens), (0, 0, 0, end - tokens), (0, 0, 0, end - tokens)
+    q, k, v = (torch.nn.functional.pad(x, pad) for x, pad in zip((query, key, value), pads, strict=True))
+    blocks: list[Tensor] = []
+    for at in range(begin, end, _BLOCK):
+        own = q[:, at - begin : at - begin + _BLOCK].contiguous()
+        seen = (x[:, : at + _BLOCK].contiguous() for x in (k, v))
+        blocks.append(_row(own, next(seen), next(seen), scale, window, softcap))
+    return torch.cat(blocks, 1)[:, before - begin : tokens - begin]
 
 
 def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:

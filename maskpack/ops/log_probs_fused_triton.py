@@ -11,7 +11,7 @@ The sums of a token depend on its hidden state and the weight alone: not on the 
 # Kernel parameters have no Python type, and a launch takes more than the kernel has.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from maskpack.core.backends import uses_triton
 from maskpack.core.index import IntArray, cumulated, ranges
 from maskpack.layout.prefix_tree import PrefixTree
+from maskpack.ops.in_order import in_order
 
 MOST_LEVELS = 8
 """The most levels of a tree that are merged: each is a call of the kernel."""
@@ -130,25 +132,52 @@ def _sent(array: Any, device: torch.device) -> Tensor:
 # -------------------------------------------------------------------- gathered
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, ordered: bool = False) -> Tensor:
     """`x.index_select(0, index)` of indices that repeat, as those of shared tokens do. Gradients of a row are added in
-    float32 at least: in half precision, atomic additions would round after each, and lose small ones."""
-    return cast("Tensor", _Gathered.apply(x, index))
+    float32 at least: in half precision, atomic additions would round after each, and lose small ones. With `ordered`
+    they are added in a fixed order."""
+    return cast("Tensor", _Gathered.apply(x, index, ordered))
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, ordered: bool) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape = x.shape
+        ctx.shape, ctx.ordered = x.shape, ordered
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         (index,), slope = ctx.saved_tensors, slopes[0]
         wide = torch.promote_types(slope.dtype, torch.float32)
-        sums = torch.zeros(ctx.shape, dtype=wide, device=slope.device).index_add_(0, index, slope.to(wide))
-        return sums.to(slope.dtype), None
+        with in_order() if ctx.ordered else nullcontext():
+            sums = torch.zeros(ctx.shape, dtype=wide, device=slope.device).index_add_(0, index, slope.to(wide))
+        return sums.to(slope.dtype), None, None
+
+
+def ordered_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, kernel: Kernel
+) -> Tensor:
+    """[T, H, D]: causal attention whose gradients are added in a fixed order."""
+    return cast("Tensor", _Ordered.apply(query, key, value, bounds, scale, kernel))
+
+
+class _Ordered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, kernel: Kernel
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value, bounds, True, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.more = bounds, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        bounds, scale, kernel = ctx.more
+        with in_order():
+            out = kernel.backward(slopes[0].contiguous(), *ctx.saved_tensors, bounds, True, scale)
+        return *out, None, None, None
 
 
 # -------------------------------------------------------------------- merged
@@ -245,13 +274,18 @@ def add_rows(sums: Tensor, index: Tensor, rows: Tensor) -> None:
 
 
 class TorchFlash:
-    """The kernels of torch, which are those of FlashAttention 2."""
+    """The kernels of torch, which are those of FlashAttention 2, in causal calls with a window if there is one."""
+
+    def __init__(self, window: int | None = None) -> None:
+        self._sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         rows = query, key, value, bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(*rows, 0.0, causal, return_debug_mask=False, scale=scale)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *rows, 0.0, causal, return_debug_mask=False, scale=scale, **self._sides
+        )
         return out, lse
 
     def backward(
@@ -261,7 +295,7 @@ class TorchFlash:
         rows = bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
         random, unused = torch.zeros(2, dtype=torch.uint64, device=out.device), torch.empty(0, device=out.device)
         return torch.ops.aten._flash_attention_backward(
-            slope, query, key, value, out, lse, *rows, 0.0, causal, random, unused, scale=scale
+            slope, query, key, value, out, lse, *rows, 0.0, causal, random, unused, scale=scale, **self._sides
         )
 
 

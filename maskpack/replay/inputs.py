@@ -31,6 +31,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import device_here, need_batch
 from maskpack.core.tree import entry_at
@@ -154,6 +155,24 @@ class PackedInputs:
             share_prefixes=options.share_prefixes,
             media=None if rows.media is None else rows.media.to(torch.device(where)),
         )
+
+    def with_tail(self, total: int) -> PackedInputs:
+        """Returns the inputs with a tail that makes T `total`, at least `num_tokens`. Its position ids are those of the
+        longest row, again and again, so that they are within the limits of a model for which the rows are.
+
+        Raises:
+            ReplayError: a smaller total, or the inputs are a shard.
+        """
+        call, tokens = "PackedInputs.with_tail", self.num_tokens
+        total = whole(total, "total", tokens, call, error=ReplayError)
+        if self.context is not None:
+            raise ReplayError(f"{call}: the inputs are a shard; expected whole ones. Take PackedInputs.of.")
+        routes = self.routed_experts
+        routes = None if routes is None else replace(routes, ids=routes.ids[:tokens])
+        ids, positions = self.input_ids[:, :tokens], self.position_ids[..., :tokens]
+        padded = _with_tail(ids, positions, routes, self.bounds, total)
+        padded["position_ids"][..., tokens:] %= max(self.longest_row, 1)
+        return replace(self, **padded)
 
     def shard(self, group: ProcessGroup, *, temperature: float = 1.0) -> PackedInputs:
         """Returns the inputs of this rank for context parallelism: one of equal, consecutive shards of the T tokens.

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from maskpack.core.arguments import flag, said
 from maskpack.errors import ReplayError
@@ -42,6 +43,7 @@ class ReplayModel(Protocol):
     - `replays_routes = True`: `PackedInputs.routed_experts`, also in `dense_hidden(routed_experts=)`.
     - `head_group`: the ranks over which `head` is split, as `group` of `ops.packed_log_probs`.
     - `head_logits`: a bias, LoRA, a scale or a soft cap, as `logits` of `ops.packed_log_probs`.
+    - `invariant = True`: hidden states of a row have the same bits in every packing. Log-probs then have, too.
     """
 
     @property
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
 
 
 _Batch = TensorDictBase | PackedBatch
+_MULTIPLE = 128  # of the rows that the head of an invariant model scores at once
 _Head = Callable[[Tensor], Tensor]
 
 
@@ -270,7 +273,7 @@ def _outputs(
         scored: Any = packed_log_probs(
             rows,
             model.head,
-            inputs.targets,
+            pad(inputs.targets, (0, rows.shape[0] - inputs.targets.shape[0])),
             temperature=cast("float", ask.temperature),
             keep=options.keep,
             entropy=ask.entropy,
@@ -279,7 +282,7 @@ def _outputs(
         )
         parts += scored if ask.entropy else [scored]
     parts += [_of_head(call, name, head, rows) for name, head in ask.heads.items()]
-    return tuple(_nested(part, inputs) for part in parts)
+    return tuple(_nested(part, inputs, _is_invariant(model)) for part in parts)
 
 
 def _of_head(call: str, name: str, head: _Head, rows: Tensor) -> Tensor:
@@ -292,6 +295,10 @@ def _of_head(call: str, name: str, head: _Head, rows: Tensor) -> Tensor:
         )
     values = values.reshape(-1)
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _is_invariant(model: ReplayModel) -> bool:
+    return getattr(model, "invariant", False) is True
 
 
 def _inputs(
@@ -379,13 +386,21 @@ def _joined(
 
 def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_check: bool | None) -> Tensor:
     """[N, H]: the hidden states that score response tokens, by a packed or, if packing is off, a padded forward
-    pass."""
+    pass. Those of an invariant model have rows of zeros after them: products of few rows may have other bits."""
     hidden = model.hidden(inputs) if packing_is_on(call) else _dense(model, inputs)
     if self_check is not False:
         model.self_check(inputs, hidden, self_check is True)
+    invariant = _is_invariant(model)
     if inputs.tree is None:
-        return hidden.index_select(0, inputs.predict)
-    return gather_rows(hidden, inputs.predict)  # the last token of a prompt scores a token of each response
+        rows = hidden.index_select(0, inputs.predict)
+    else:  # the last token of a prompt scores a token of each response
+        rows = gather_rows(hidden, inputs.predict, invariant)
+    return padded_rows(rows) if invariant else rows
+
+
+def padded_rows(rows: Tensor) -> Tensor:
+    """[N, H] with rows of zeros after them, so that N is a multiple whose products have the bits of all others."""
+    return pad(rows, (0, 0, 0, -rows.shape[0] % _MULTIPLE))
 
 
 def packing_is_on(call: str) -> bool:
@@ -395,11 +410,12 @@ def packing_is_on(call: str) -> bool:
     return packing == "1"
 
 
-def _nested(values: Tensor, inputs: PackedInputs) -> Tensor:
+def _nested(values: Tensor, inputs: PackedInputs, ordered: bool) -> Tensor:
+    values = values[: inputs.targets.shape[0]]  # without those of added rows
     if inputs.context is not None:
         values = inputs.context.gathered(values)
     if inputs.copies is not None:
-        values = values.index_select(0, inputs.copies)
+        values = gather_rows(values, inputs.copies, ordered)
     if inputs.scored is not None:
         values = values.new_zeros(inputs.response.num_tokens).index_copy(0, inputs.scored, values)
     return jagged(values, inputs.response)

@@ -308,7 +308,7 @@ def test_the_self_check_sees_gradients_of_attention(
 
 def test_the_self_check_sees_gradients_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = prefix_attention._Gathered.backward
-    shifted = staticmethod(lambda ctx, *slopes: (gathered(ctx, slopes[0].roll(1, 0))[0], None))
+    shifted = staticmethod(lambda ctx, *slopes: (gathered(ctx, slopes[0].roll(1, 0))[0], None, None))
     monkeypatch.setattr(prefix_attention._Gathered, "backward", shifted)
     model, _ = pair(qwen3)
     response_log_probs(replayable(model), batch_of(ROWS["groups"]))

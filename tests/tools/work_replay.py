@@ -412,3 +412,34 @@ def inside_a_sharded_module() -> list[str]:
     ]
     inner.append(_fsdp2(tiny(False)).model)
     return [said_of(replayable, model) for model in inner]
+
+
+class _MeanNorm(torch.nn.Module):
+    """A norm that looks at all tokens of a pass, on the first rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((0, 1), keepdim=True) * 1e-3 * (dist.get_rank() == 0)
+
+
+def sharded_bits() -> dict[str, Any]:
+    """How many log-probs of rows together differ in a bit from those of each row alone, with a sharded model; what is
+    said of a part that depends on the packing on one rank alone; and of a context group."""
+    rows = batch_of(ROWS[: 3 + dist.get_rank()])
+    replay = replayable(_fsdp2(tiny(False)), invariant=True)
+    off = 0
+    with torch.no_grad():
+        together = replay_of(replay, rows).unbind()
+        for row in range(4):  # as many passes on all ranks
+            alone = replay_of(replay, rows[row % len(rows) : row % len(rows) + 1])
+            off += int((alone.values().view(torch.int32) != together[row % len(rows)].view(torch.int32)).sum())
+    odd = tiny(False)
+    odd.model.layers[0].input_layernorm = _MeanNorm()
+    variant = replayable(_fsdp2(odd), invariant=True)
+    refused = [said_of(replay_of, variant, rows) for _ in range(2)]
+    plain = replayable(tiny(False), invariant=True)
+    context = said_of(mp.replay.response_log_probs, plain, batch_of(ROWS), context_group=dist.group.WORLD)
+    return {"differing": off, "refused": refused, "context": context}
+
+
+def replay_of(replay: Any, rows: TensorDict) -> Tensor:
+    return mp.replay.response_log_probs(replay, rows, self_check=False)

@@ -63,11 +63,16 @@ def parts_of(model: nn.Module, base: Any) -> Iterator[tuple[str, Any, str | None
 
 
 class Parts:
-    """Parts of a model, with the `forward` that each of them has while the model replays."""
+    """Parts of a model, with the `forward` that each of them has while the model replays.
+
+    Attributes:
+        whole: those whose forward is compiled as a whole, not one function in it.
+    """
 
     def __init__(self, model: nn.Module, base: Any, option: str) -> None:
         self._base: nn.Module = base
         self._forwards: list[tuple[nn.Module, PartForward]] = []
+        self.whole: list[nn.Module] = []
         self._find(model, base)
         if not self._forwards:
             raise Refusal.NO_PARTS(option=option, model=type(model).__name__)
@@ -125,6 +130,7 @@ class CompiledParts(Parts):
             if key not in shared:
                 shared[key] = CompiledForward(kind, len(shared), rotates=not end)
             self._forwards.append((part, shared[key]))
+            self.whole += [part] if end else []
 
     def need_outside(self, names: Sequence[str]) -> None:
         compiled = {id(inner) for part, _ in self._forwards for inner in part.modules()}

@@ -76,6 +76,7 @@ class MixerRows:
         lengths: int64 [rows] on the host.
         groups: (rows, longest row) of each group; the cells [rows, longest] of all groups lie one after the other.
         cells: int64 [N], the cell of each token of the rows; None if it is the same.
+        ordered: whether gradients of tokens that rows share are added in a fixed order.
     """
 
     stored: Tensor | None
@@ -84,9 +85,10 @@ class MixerRows:
     lengths: IntArray
     groups: Sequence[tuple[int, int]]
     cells: Tensor | None
+    ordered: bool = False
 
     @classmethod
-    def of(cls, inputs: PackedInputs) -> MixerRows:
+    def of(cls, inputs: PackedInputs, ordered: bool = False) -> MixerRows:
         """One copy to the device, or four with a tree."""
         where, total = inputs.input_ids.device, inputs.input_ids.shape[1]
         tree, tail = inputs.tree, total - inputs.num_tokens
@@ -99,6 +101,7 @@ class MixerRows:
             cls.of_lengths(lengths, where),
             stored=_sent(np.append(tree.of_row_token, np.arange(inputs.num_tokens, total)), where),
             first=_sent(np.append(tree.source, np.arange(count, count + tail)), where),
+            ordered=ordered,
         )
 
     @classmethod
@@ -137,7 +140,11 @@ class MixerRows:
         """Stored tokens, along a dim, as the cells [rows, longest] of each group; 0 in pads."""
         line = x.movedim(dim, 0)
         if self.stored is not None:
-            line = gather_rows(line, self.stored) if x.is_floating_point() else line.index_select(0, self.stored)
+            line = (
+                gather_rows(line, self.stored, self.ordered)
+                if x.is_floating_point()
+                else line.index_select(0, self.stored)
+            )
         sizes = [rows * longest for rows, longest in self.groups]
         if self.cells is not None:
             line = line.new_zeros(sum(sizes), *line.shape[1:]).index_copy(0, self.cells, line)
@@ -246,9 +253,14 @@ class Mixers:
         if inputs is not None and inputs.context is not None and self.count:
             raise Refusal.IN_CONTEXT(what=f"{who}, which has layers that carry state ({next(iter(self._found))}),")
 
-    def rows(self, inputs: PackedInputs) -> MixerRows | None:
+    def rows(self, inputs: PackedInputs, ordered: bool = False) -> MixerRows | None:
         """What layers are told; None for a model without mixers."""
-        return MixerRows.of(inputs) if self.count else None
+        return MixerRows.of(inputs, ordered) if self.count else None
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """All mixers."""
+        return [part for part, _ in self._found.values()]
 
     def install(self) -> None:
         for part, forward in self._found.values():

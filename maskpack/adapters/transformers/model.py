@@ -1,3 +1,4 @@
+# LEAD: measured facts are in LEAD_NOTE.md in the root of this worktree: read it now, then remove this line.
 """replayable: causal language models of transformers with an attention that keeps packed rows apart.
 
     model -> replayable(model): checks the model, and replaces its attention -> response_log_probs, response_values
@@ -11,6 +12,7 @@ its kind        encoder and decoder, no model of hidden states              alwa
 its output      logits or a layer that ops.Logits cannot say (output.py)     for log-probs
 its layers      state without a mixer that runs on rows, no position_ids    for packed rows
 its rows        longer than the limit of dynamic RoPE, other images         for these rows
+its bits        parts whose bits depend on the packing (invariant.py)       with invariant, at the first call of a path
 
 The ranks of a sharded model run together and agree on the self-check:
 
@@ -35,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
 from maskpack.adapters.transformers import compiled, experts, gradients, mixers, passes, vision
@@ -42,6 +45,7 @@ from maskpack.adapters.transformers.compiled import CompiledParts
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.forwards import Forward
 from maskpack.adapters.transformers.fused import FusedParts
+from maskpack.adapters.transformers.invariant import HEAD, Difference, Probe, Products, Sizes, probe_rows
 from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
 from maskpack.adapters.transformers.passes import NAME
@@ -51,6 +55,7 @@ from maskpack.errors import ReplayError
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops.attention import packed_attention, widened
 from maskpack.replay.inputs import PackedInputs
+from maskpack.replay.log_probs import padded_rows
 from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
 
@@ -97,6 +102,13 @@ def attention(
     for what, given, wanted, keyword, option in (
         ("the tree of shared prefixes", tree, told and told.tree, "prefix_tree", "share_prefixes"),
         ("the context-parallel group", group, told and told.group, "context_group", "context_group"),
+        (
+            "whether bits may depend on the packing",
+            kwargs.get("invariant"),
+            told and told.invariant,
+            "invariant",
+            "invariant",
+        ),
     ):
         if told is not None and given is not wanted:
             raise Refusal.NOT_PASSED(who, what=what, parts="attention", keyword=keyword, without=f"without {option}")
@@ -128,7 +140,7 @@ def attention(
     )
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window,
-        "softcap": softcap, "tree": tree, "group": group,
+        "softcap": softcap, "tree": tree, "group": group, "invariant": bool(kwargs.get("invariant")),
     }  # fmt: skip
     passes.note(gradients.AttentionCall(given, bounds, int(longest), options))
     out = packed_attention(*given, bounds, int(longest), **options)
@@ -168,7 +180,9 @@ def _window(module: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
-def replayable(model: PreTrainedModel, *, compile: bool = False, fused: bool = False) -> Replayable:
+def replayable(
+    model: PreTrainedModel, *, compile: bool = False, fused: bool = False, invariant: bool = False
+) -> Replayable:
     """Prepares a model of transformers to run packed rows, for `response_log_probs` and `response_values`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
@@ -184,11 +198,15 @@ def replayable(model: PreTrainedModel, *, compile: bool = False, fused: bool = F
         fused: whether RMS norms, gated MLPs and the rotation of queries and keys run by kernels of maskpack instead,
             which nothing compiles for a model. Not with `compile`. They are float32, bfloat16 or float16 on a GPU;
             parts that the kernels do not compute as their classes do stay as they are.
+        invariant: whether the log-probs of a row have the same bits in every packing: alone, in any micro-batch, with
+            `share_prefixes` and without, with gradients and without; and gradients of packed attention the same bits in
+            every run. Passes are padded to some thousand tokens on a GPU. The first call of each path runs rows of
+            random ids in several packings, and refuses by name a part whose bits differ.
 
     Raises:
         ReplayError: replay does not support the model, or torch.compile cannot run; the message says why.
     """
-    return Replayable(model, compile=compile, fused=fused)
+    return Replayable(model, compile=compile, fused=fused, invariant=invariant)
 
 
 class Replayable:
@@ -196,15 +214,19 @@ class Replayable:
 
     Attributes:
         model: the same module, with its parameters and modes; after `release()`, for padded rows and generation.
+        invariant: whether log-probs of a row have the same bits in every packing.
         shares_prefixes, context_parallel, replays_routes, takes_media: whether it supports `PackedInputs.tree`,
             `.context`, `.routed_experts` and `.media`: True.
     """
 
     shares_prefixes = context_parallel = replays_routes = takes_media = True
 
-    def __init__(self, model: PreTrainedModel, *, compile: bool = False, fused: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, compile: bool = False, fused: bool = False, invariant: bool = False
+    ) -> None:
         compiles = flag(compile, "compile", "replayable", ReplayError)
         fuses = flag(fused, "fused", "replayable", ReplayError)
+        self.invariant = flag(invariant, "invariant", "replayable", ReplayError)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         if not isinstance(model, PreTrainedModel):
             raise Refusal.NO_MODEL(seen=said(model))
@@ -214,6 +236,7 @@ class Replayable:
         self._base: Any = getattr(model, model.base_model_prefix, None) or (model if whole else model.get_decoder())
         self._config: Any = model.config.get_text_config()
         self._checked: dict[tuple[Any, ...], int] = {}
+        self._probed = set[tuple[Any, ...]]()
         self._routers: Routers | None = None
         self._attention_cap: float | None = None
         who = type(model).__name__
@@ -320,16 +343,25 @@ class Replayable:
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """[T, H]: the last hidden states of packed rows; of a shard, those of its tokens."""
         group = None if inputs.context is None else inputs.context.group
+        if group is not None and self.invariant:
+            raise Refusal.INVARIANT_CONTEXT()
         more = self._check(inputs, group)
-        more |= {} if inputs.tree is None else {"prefix_tree": inputs.tree}
-        more |= {} if group is None else {"context_group": group}
-        more |= self._routed(inputs.routed_experts)
-        rows = self._mixers.rows(inputs)
-        more |= {} if rows is None else {mixers.KEYWORD: rows}
         self._find_ranks()
         self._need_media_on_all_ranks(inputs.media, inputs.input_ids.device)
+        if not self.invariant:
+            return self._run(inputs, group, more)
+        self._probe(inputs)
+        return self._run_invariant(inputs, more)
+
+    def _run(self, inputs: PackedInputs, group: dist.ProcessGroup | None, more: dict[str, Any]) -> Tensor:
+        """The last hidden states of inputs that were checked. `more` are arguments for images and videos."""
+        tree, invariant = inputs.tree, True if self.invariant else None
+        more = more | self._routed(inputs.routed_experts)
+        rows = self._mixers.rows(inputs, self.invariant)
+        told = {"prefix_tree": tree, "context_group": group, mixers.KEYWORD: rows, "invariant": invariant}
+        more |= {name: x for name, x in told.items() if x is not None}
         self._take()
-        with passes.Pass(tree=inputs.tree, group=group, rows=rows).running() as packed:
+        with passes.Pass(tree=tree, group=group, rows=rows, invariant=invariant).running() as packed:
             states = self._states(
                 input_ids=inputs.input_ids,
                 position_ids=inputs.position_ids,
@@ -343,6 +375,99 @@ class Replayable:
         self._mixers.check_run(packed)
         self._check_routed(packed, inputs.routed_experts)
         return states[0]
+
+    # ---------------------------------------------------------------- the same bits in every packing
+
+    def _run_invariant(self, inputs: PackedInputs, more: dict[str, Any], compare: bool = True) -> Tensor:
+        """`_run` of enough tokens that bits do not depend on their number. With `compare`, products of a number of
+        tokens that is new are compared with those of fewer tokens."""
+        before = inputs.input_ids.shape[1]
+        total = self._sizes.total(before)
+        path = self._path(inputs)
+        with self._products.compared(total, path, compare) as differing:
+            states = self._run(inputs.with_tail(total), None, more)
+        names = [name for name, count in differing if int(count)]  # seldom: where T is new
+        if compare and most_of(self._groups, len(names), inputs.input_ids.device):
+            part, fewer = names[0] if names else "a part on another rank", self._sizes.least
+            raise Refusal.INVARIANT_SIZE(part=part, model=type(self.model).__name__, tokens=total, fewer=fewer)
+        if compare:
+            self._products.known.add((total, path))
+        return states[:before]
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self._base, self.device)
+
+    @property
+    def _compiled_parts(self) -> list[nn.Module]:
+        return [] if self._parts is None else self._parts.whole
+
+    @functools.cached_property
+    def _products(self) -> Products:
+        return Products(self.model, self._mixers.parts, self._compiled_parts, self._sizes.least)
+
+    def _path(self, inputs: PackedInputs) -> tuple[Any, ...]:
+        """What decides which kernels run, beside the number of tokens."""
+        weight: Any = next(self.model.get_input_embeddings().parameters())
+        device = inputs.input_ids.device
+        half = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        return device, weight.dtype, half, torch.is_grad_enabled(), self.model.training
+
+    def _probe(self, inputs: PackedInputs) -> None:
+        """Raises ReplayError if bits of rows of random ids depend on their packing. Once for each path."""
+        path = *self._path(inputs), inputs.share_prefixes
+        if path in self._probed:
+            return
+        device = inputs.input_ids.device
+        limits = [limit for _, limit in _changes(self._config)]
+        longest = min([getattr(self._config, "max_position_embeddings", None) or 1 << 30, *limits])
+        without = sorted(vision.all_places(self.model, self._config))
+        rows = probe_rows(self._config.vocab_size, longest, without, inputs.share_prefixes)
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        devices = [] if device.type == "cpu" else [device]
+        closed = [*self._mixers.parts, *self._compiled_parts]
+        check = Probe(self.model, self._output, closed, self._probed_run, self._sizes)
+        try:
+            # calls of attention that the self-check notes are those of the batch
+            with torch.random.fork_rng(devices, device_type=device.type), passes.noting():
+                found = check.difference(rows, inputs.share_prefixes, device)
+        finally:
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        if most_of(self._groups, found is not None, device):
+            raise self._variant(found or Difference("a part, on another rank,", None, 0, 0))
+        self._probed.add(path)
+
+    def _probed_run(self, inputs: PackedInputs) -> tuple[Tensor, Tensor | None]:
+        """The hidden states of rows of the probe, and the log-probs of their scored tokens."""
+        hidden = self._run_invariant(inputs, {}, compare=False)
+        try:
+            head, logits = self.head, self.head_logits
+        except ReplayError:  # the call for log-probs raises it, that for values does not need a head
+            return hidden.detach(), None
+        rows, targets = padded_rows(hidden.index_select(0, inputs.predict)), inputs.targets
+        ids = pad(targets, (0, rows.shape[0] - targets.shape[0]))
+        return hidden.detach(), packed_log_probs(rows, head, ids, logits=logits)[: targets.shape[0]].detach()
+
+    def _variant(self, found: Difference) -> ReplayError:
+        part, numbers, remedy = found.part, "tokens", "Replace it"
+        if found.kind is not None:
+            part, carrying = f"{part} ({found.kind.__name__})", {type(mixer) for mixer in self._mixers.parts}
+            if found.kind in carrying:
+                remedy = "Install the kernels of its layers that carry state, of which replay.mixers tells"
+            elif re.search("Expert|Moe|MoE|MOE", found.kind.__name__):
+                remedy = 'Choose other products of experts, as by set_experts_implementation("batched_mm")'
+        elif part == HEAD:
+            numbers, remedy = "log-probs", "Pass ReplayOptions(keep=0)"
+        return Refusal.VARIANT(
+            part=part,
+            model=type(self.model).__name__,
+            seen=found.seen,
+            count=found.numbers,
+            numbers=numbers,
+            remedy=remedy,
+        )
 
     def _routed(self, routes: RoutedExperts | None) -> dict[str, Any]:
         """The keyword argument by which routers are told the experts of tokens."""
@@ -370,7 +495,8 @@ class Replayable:
             if group is not None and inputs.media is not None:
                 raise Refusal.IN_CONTEXT(what="rows with images or videos")
             media = vision.given_media(self.model, self._base, self._config, inputs)
-            if inputs.share_prefixes:  # with or without a tree: all ranks of a sharded model raise, or none
+            # with or without a tree: all ranks of a sharded model raise, or none
+            if inputs.share_prefixes or self.invariant:
                 check_dropout(self.model, self._base, self._config)
         except ReplayError:
             most_of(groups, 1, inputs.input_ids.device)  # tells the other ranks
@@ -389,6 +515,8 @@ class Replayable:
     ) -> Tensor:
         """[B, S, H]: the last hidden states of padded rows, by the original attention. `media` are of these rows, and
         `routed_experts` of all their B * S cells."""
+        if self.invariant:
+            raise Refusal.INVARIANT_PADDED()
         _check_rows(self.model, self._config, position_ids, input_ids.shape[1])
         if media is None:
             vision.need_text(self.model, self._config, input_ids)

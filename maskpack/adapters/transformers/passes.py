@@ -36,6 +36,7 @@ class Pass:
         tree: the PrefixTree that packed attention has to receive; None without one.
         group: the context-parallel group that it has to receive; None without one.
         rows: the MixerRows that mixers have to be told; None for a model without mixers.
+        invariant: True if packed attention has to be told that bits may not depend on the packing; else None.
         attended, mixed: the number of calls of packed attention and of mixers so far.
         routed: the number of routers that took the experts of the batch so far.
         softcap: the soft cap that packed attention was told; None without one.
@@ -45,6 +46,7 @@ class Pass:
     tree: PrefixTree | None = None
     group: ProcessGroup | None = None
     rows: Any = None
+    invariant: bool | None = None
     attended: int = 0
     mixed: int = 0
     routed: int = 0

@@ -53,7 +53,7 @@ class Refusal(Enum):
     META = "the weights of {model} are on the meta device", "weights", "Load the model first"
     DROPOUT = (
         "{model} has dropout ({names}) and is in train mode",
-        "none: rows that share a token would share its random numbers",
+        "none: rows that share a token would share its random numbers, and each packing would draw others",
         "Set it to 0, or call eval()",
     )
     ROPE = (
@@ -258,6 +258,26 @@ class Refusal(Enum):
         "a part that it supports, and a compiler on this host: C++ for the CPU, Triton and C for a GPU",
         "Install it, or leave compile out",
     )
+
+    # ---------------------------------------------------------------- the same bits in every packing
+
+    VARIANT = (
+        "invariant=True, but bits of {part} of {model} depend on the packing: {seen} of {count} {numbers} of a row "
+        "differ from those of this row alone",
+        "the same bits in every packing",
+        "{remedy}, or leave invariant out",
+    )
+    INVARIANT_SIZE = (
+        "invariant=True, but bits of {part} of {model} differ between {tokens} tokens and {fewer} of them",
+        "the same product of the same token",
+        "Give micro-batches of other sizes (multiple_of), or leave invariant out",
+    )
+    INVARIANT_CONTEXT = (
+        "invariant=True with context_group",
+        "all tokens of a row on one rank",
+        "Leave one of them out",
+    )
+    INVARIANT_PADDED = "invariant=True with MASKPACK_PACKED_REPLAY=0", "packed rows", "Unset it, or leave invariant out"
 
     # ---------------------------------------------------------------- ranks
 

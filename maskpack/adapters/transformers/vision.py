@@ -26,7 +26,7 @@ from maskpack.replay.media import Media
 
 _BOUNDS = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "prefix_tree", "context_group"),
-    *(experts.NAME, mixers.KEYWORD),
+    *(experts.NAME, mixers.KEYWORD, "invariant"),
 )
 """What replay passes to the text layers."""
 
@@ -75,8 +75,12 @@ def _no_bounds(_part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def need_text(model: Any, config: Any, ids: Tensor) -> None:
     """Raises ReplayError if ids have places of images, videos or audio. One synchronisation on CUDA if the model has
     such ids."""
-    names = [*_AUDIO, *(name for kind in _MEDIA for name in kind.ids)]
-    _need_none(model, _ids_of(model, config, names), ids, "text alone: the batch has no pixels of these rows")
+    _need_none(model, all_places(model, config), ids, "text alone: the batch has no pixels of these rows")
+
+
+def all_places(model: Any, config: Any) -> set[int]:
+    """The ids of places of images, videos and audio."""
+    return _ids_of(model, config, [*_AUDIO, *(name for kind in _MEDIA for name in kind.ids)])
 
 
 def _need_none(model: Any, places: set[int], ids: Tensor, expected: str) -> None:
