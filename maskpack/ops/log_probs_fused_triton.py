@@ -12,6 +12,7 @@ The sums of a token depend on its hidden state and the weight alone: not on the 
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
