@@ -19,9 +19,9 @@ _before: tuple[bool, bool] = (False, False)
 
 @contextmanager
 def in_order() -> Generator[None]:
-    """Operations launched meanwhile add in a fixed order where torch can. The setting belongs to the process, so
-    operations of other threads may do so, too; the last of several to leave restores it. A process that is
-    deterministic anyway stays as it is."""
+    """Operations launched meanwhile add in a fixed order, and raise RuntimeError if torch cannot. The setting belongs to
+    the process, and so to other threads meanwhile; the last of several to leave restores it. A process that is
+    deterministic anyway stays as it is, unless it only warns."""
     global _asking, _before
     with _lock:
         if not _asking:
@@ -29,8 +29,8 @@ def in_order() -> Generator[None]:
                 torch.are_deterministic_algorithms_enabled(),
                 torch.is_deterministic_algorithms_warn_only_enabled(),
             )
-            if not _before[0]:
-                torch.use_deterministic_algorithms(True, warn_only=True)
+            if _before != (True, False):
+                torch.use_deterministic_algorithms(True)  # the backward pass of flash attention ignores warn_only
         _asking += 1
     try:
         yield
