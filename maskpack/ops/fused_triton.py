@@ -23,8 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ELEMENTS, _PROGRAMS = 4096, 1024
-"""Of a block; and of partial sums of the gradients of a weight."""
+_ELEMENTS, _WIDE = 4096, 2048
+"""Of a block of rows up to this wide; wider ones have blocks of two rows."""
+_PROGRAMS, _SUMS = 2048, 1 << 23
+"""The most partial sums of the gradients of a weight, and their numbers in all."""
 WIDEST = 16_384
 _EXACT = {"enable_fp_fusion": False}
 
@@ -127,14 +129,15 @@ class _Normalize(torch.autograd.Function):
 def _launch_norm(x: Tensor, weight: Tensor, y: Any, grad: Any, dx: Any, how: tuple[float, float, bool]) -> Any:
     width, (eps, offset, rounds) = x.shape[-1], how
     rows, block = x.numel() // width, _power(width)
-    each = max(1, _ELEMENTS // block)
-    loops = 1 if grad is None else max(1, triton.cdiv(rows, each * _PROGRAMS))
+    each, warps = (_ELEMENTS // block, 4) if block <= _WIDE else (2, 8) if block <= 2 * _WIDE else (1, 16)
+    most = min(_PROGRAMS, _SUMS // block)
+    loops = 1 if grad is None else max(1, triton.cdiv(rows, each * most))
     programs = triton.cdiv(rows, each * loops)
     sums = None if grad is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         if rows:
             _norm[(programs,)](x, weight, y, grad, dx, sums, rows, width, eps, loops, offset, rounds, grad is not None,
-                               each, block, num_warps=16 if block > 4096 else 8, **_EXACT)  # fmt: skip
+                               each, block, num_warps=warps, **_EXACT)  # fmt: skip
     return sums
 
 

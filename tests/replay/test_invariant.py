@@ -286,7 +286,10 @@ def test_products_of_experts_with_few_tokens_are_refused(experts: str) -> None:
 
 def test_layers_that_carry_state_are_refused() -> None:
     """They run on groups of rows, whose sizes depend on the packing."""
-    refused(replayable(pair(qwen35)[0], invariant=True), "model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)")
+    replay = replayable(pair(qwen35)[0], invariant=True)
+    for options in ({}, {"options": SHARE}):
+        with pytest.raises(ReplayError, match="Qwen3_5GatedDeltaNet: invariant=True, but it runs by groups of padded"):
+            response_log_probs(replay, batch_of([[5, 6, 7], [8, 9]]), self_check=False, **options)
 
 
 def test_without_a_tail_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,8 @@ class MixerRows:
         lengths: int64 [rows] on the host.
         groups: (rows, longest row) of each group; the cells [rows, longest] of all groups lie one after the other.
         cells: int64 [N], the cell of each token of the rows; None if it is the same.
-        ordered: whether gradients of tokens that rows share are added in a fixed order.
+        ordered: whether bits may not depend on the packing: gradients of tokens that rows share are added in a fixed
+            order, and no layer runs by groups of padded rows.
     """
 
     stored: Tensor | None
@@ -96,7 +97,7 @@ class MixerRows:
         count = int(offsets[-1]) if offsets.size else 0
         lengths = np.append(np.diff(offsets), tail) if tail else np.diff(offsets)
         if tree is None:
-            return cls.of_lengths(lengths, where, inputs.cu_seqlens)
+            return replace(cls.of_lengths(lengths, where, inputs.cu_seqlens), ordered=ordered)
         return replace(
             cls.of_lengths(lengths, where),
             stored=_sent(np.append(tree.of_row_token, np.arange(inputs.num_tokens, total)), where),
@@ -350,6 +351,8 @@ class MixerForward(Forward):
         if running is not None:
             running.mixed += 1
         by_bounds = self._keeps_rows_apart(part, given)
+        if rows.ordered and not by_bounds:
+            raise Refusal.INVARIANT_ROWS(self._who, way=self.way)
         return self._by_bounds(part, given, rows) if by_bounds else self._by_rows(part, given, rows)
 
     def _given(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: MixerRows) -> dict[str, Any]:

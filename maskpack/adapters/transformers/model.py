@@ -134,9 +134,10 @@ def attention(
     # values of multi-head latent attention are narrower: zeros add nothing
     size = max(query.shape[-1], value.shape[-1])
     given = (
-        widened(query[0].transpose(0, 1).to(dtype), size),
-        widened(key[0].transpose(0, 1).to(dtype), size),
-        widened(value[0].transpose(0, 1), size),
+        # squeezed, because the gradient of x[0] is a copy
+        widened(query.squeeze(0).transpose(0, 1).to(dtype), size),
+        widened(key.squeeze(0).transpose(0, 1).to(dtype), size),
+        widened(value.squeeze(0).transpose(0, 1), size),
     )
     options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling, "window": sliding_window,
@@ -374,7 +375,7 @@ class Replayable:
         self._attention_cap = packed.softcap
         self._mixers.check_run(packed)
         self._check_routed(packed, inputs.routed_experts)
-        return states[0]
+        return states.squeeze(0)
 
     # ---------------------------------------------------------------- the same bits in every packing
 

@@ -277,6 +277,11 @@ class Refusal(Enum):
         "all tokens of a row on one rank",
         "Leave one of them out",
     )
+    INVARIANT_ROWS = (
+        "invariant=True, but it runs by groups of padded rows ({way}), whose bits depend on their lengths",
+        "a layer whose kernels keep rows apart",
+        "Install its kernels, or leave invariant out",
+    )
     INVARIANT_PADDED = "invariant=True with MASKPACK_PACKED_REPLAY=0", "packed rows", "Unset it, or leave invariant out"
 
     # ---------------------------------------------------------------- ranks
