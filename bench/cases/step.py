@@ -8,7 +8,7 @@ advantages, and its gradients, summed over micro-batches of a token budget.
     ... and scored tokens    the same with the head on the tokens alone that score responses: not in verl, but what one
                              could write
     ours                     response_log_probs; compiled with compile=True, fused with fused=True, shared with
-                             share_prefixes
+                             share_prefixes, kept with keep= of all bytes
 
 All but padded attend by the same kernel, torch's varlen FlashAttention 2; all checkpoint their layers. Heads that this
 machine does not have, or that fail, are named on stderr and have a row "missing". Weights and tokens are random,
@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,7 +47,8 @@ from maskpack.planning import MicroBatchPlan, plan_micro_batches
 from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 FORWARD, BOTH = "forward", "forward + backward"
-PADDED, OURS = "padded", "ours"
+PADDED, OURS, FUSED = "padded", "ours", "ours, fused"
+_ALL = 1 << 62  # bytes: all distributions are kept, as flash-attn's cross entropy keeps all logits
 LIGER, SCORED = "with Liger's layers", "and scored tokens"
 _HEADS = (heads.FLASH, heads.VERL_TORCH, heads.VERL_TRITON, heads.VERL_LIGER)
 _LIGER_HEADS = (heads.FLASH, heads.VERL_LIGER)
@@ -163,7 +165,7 @@ class Models:
     def _ours(self) -> dict[str, dict[str, Any]]:
         # On the CPU, compile=True would compile C++, which takes longer than all else.
         compiled = {"compile": self.device.type == "cuda"}
-        return {OURS: {}, f"{OURS}, compiled": compiled, f"{OURS}, fused": {"fused": True}}
+        return {OURS: {}, f"{OURS}, compiled": compiled, FUSED: {"fused": True}}
 
     def _varlen(self) -> Any:
         model: Any = self.shape.model(self.device)
@@ -253,9 +255,12 @@ class Stage:
                 works[f"packed, {name}, {LIGER}"] = self._packed(models.liger, models.heads[name])
                 works[f"packed, {name}, {LIGER} {SCORED}"] = self._packed(models.liger, models.heads[name], True)
         for name, replay in models.ours.items():
-            for shares in (False, True):
-                own = name + (" and shared" if "," in name else ", shared") * shares
-                works[own] = Work(replay.model, lambda replay=replay, shares=shares: self._ours(replay, shares))
+            keeps: tuple[int | None, ...] = (None, _ALL) if name == FUSED else (None,)
+            for shares, keep in itertools.product((False, True), keeps):
+                own = name + ", kept" * (keep is not None)
+                own += (" and shared" if "," in own else ", shared") * shares
+                options = ReplayOptions(share_prefixes=shares, keep=keep)
+                works[own] = Work(replay.model, lambda replay=replay, options=options: self._ours(replay, options))
         return {name: work for name, work in works.items() if name not in models.missing}
 
     def _padded(self) -> Iterator[Step]:
@@ -287,8 +292,8 @@ class Stage:
 
         return Work(model, steps)
 
-    def _ours(self, replay: Replayable, shares: bool) -> Iterator[Step]:
-        plan, options = self.plans[shares], ReplayOptions(share_prefixes=shares)
+    def _ours(self, replay: Replayable, options: ReplayOptions) -> Iterator[Step]:
+        plan = self.plans[options.share_prefixes]
         for rows, part in zip(plan.micro_batches, plan.apply(self.nested), strict=True):
             log_probs: Any = response_log_probs(replay, part, options=options)
             yield log_probs.values(), part["advantages"].values(), rows

@@ -19,8 +19,8 @@ _before: tuple[bool, bool] = (False, False)
 
 @contextmanager
 def in_order() -> Generator[None]:
-    """Operations launched meanwhile add in a fixed order, and raise RuntimeError if torch cannot. The setting is that of
-    the process, and of other threads meanwhile; the last of several to leave restores it. A process that is
+    """Operations launched meanwhile add in a fixed order, and raise RuntimeError if torch cannot. The setting is that
+    of the process, and of other threads meanwhile; the last of several to leave restores it. A process that is
     deterministic anyway stays as it is, unless it only warns."""
     global _asking, _before
     with _lock:
