@@ -345,7 +345,8 @@ def _seen(stage: Stage, work: Work) -> dict[int, Tensor]:
     seen: dict[int, Tensor] = {}
     for log_probs, advantages, rows in work.steps():
         stage.loss(log_probs, advantages).backward()
-        parts = log_probs.detach().float().split([int(stage.responses[row]) for row in rows])
+        parts: Any = log_probs.detach().float()
+        parts = parts.split([int(stage.responses[row]) for row in rows])
         seen |= dict(zip(map(int, rows), parts, strict=True))
     return seen
 

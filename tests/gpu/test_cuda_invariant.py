@@ -1,5 +1,5 @@
-"""invariant=True on CUDA, in half precision: log-probs of a row are the same bits alone and in random micro-batches, with
-shared prefixes and gradients, and gradients the same bits twice. What cannot is refused."""
+"""invariant=True on CUDA, in half precision: log-probs of a row are the same bits alone and in random micro-batches,
+with shared prefixes and gradients, and gradients the same bits in every run. What cannot is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batch_of(lengths: list[int]) -> TensorDict:
     return TensorDict(given, [rows]).to("cuda")
 
 
-def bits(log_probs: Tensor) -> list[Tensor]:
+def bits(log_probs: Any) -> list[Tensor]:
     return [row.detach().view(torch.int32).clone() for row in log_probs.unbind()]
 
 
@@ -66,7 +66,7 @@ def test_log_probs_do_not_depend_on_the_packing(kind: str, options: dict[str, bo
         for rows in np.array_split(order, rng.integers(1, 5)):
             with torch.set_grad_enabled(learns):
                 more: dict[str, Any] = {"options": SHARED} if shares else {}
-                seen = response_log_probs(replay, batch[rows.tolist()], **more)
+                seen: Any = response_log_probs(replay, batch[rows.tolist()], **more)
             assert seen.requires_grad == learns
             assert all(torch.equal(x, want[row]) for x, row in zip(bits(seen), rows, strict=True)), (turn, rows)
 
