@@ -50,8 +50,9 @@ def batch_of(lengths: list[int]) -> TensorDict:
     return TensorDict(given, [rows]).to("cuda")
 
 
-def bits(log_probs: Any) -> list[Tensor]:
-    return [row.detach().view(torch.int32).clone() for row in log_probs.unbind()]
+def bits(log_probs: Tensor) -> list[Tensor]:
+    rows: Any = log_probs.unbind()
+    return [row.detach().view(torch.int32).clone() for row in rows]
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"compile": True}], ids=["eager", "fused", "compiled"])
@@ -66,7 +67,7 @@ def test_log_probs_do_not_depend_on_the_packing(kind: str, options: dict[str, bo
         for rows in np.array_split(order, rng.integers(1, 5)):
             with torch.set_grad_enabled(learns):
                 more: dict[str, Any] = {"options": SHARED} if shares else {}
-                seen: Any = response_log_probs(replay, batch[rows.tolist()], **more)
+                seen: Tensor = response_log_probs(replay, batch[rows.tolist()], **more)
             assert seen.requires_grad == learns
             assert all(torch.equal(x, want[row]) for x, row in zip(bits(seen), rows, strict=True)), (turn, rows)
 
