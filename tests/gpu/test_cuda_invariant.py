@@ -3,7 +3,7 @@ with shared prefixes and gradients, and gradients the same bits in every run. Wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -67,7 +67,7 @@ def test_log_probs_do_not_depend_on_the_packing(kind: str, options: dict[str, bo
         for rows in np.array_split(order, rng.integers(1, 5)):
             with torch.set_grad_enabled(learns):
                 more: dict[str, Any] = {"options": SHARED} if shares else {}
-                seen: Tensor = response_log_probs(replay, batch[rows.tolist()], **more)
+                seen = cast("Tensor", response_log_probs(replay, batch[rows.tolist()], **more))
             assert seen.requires_grad == learns
             assert all(torch.equal(x, want[row]) for x, row in zip(bits(seen), rows, strict=True)), (turn, rows)
 
