@@ -189,6 +189,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(driver, "_active", Target(request.param))
     launches: Any = importlib.import_module("maskpack.layout.launch_triton")
     monkeypatch.setattr(launches.Launch, "again", lambda self, programs, arguments: False)
+    monkeypatch.setattr(launches, "_remembered", lambda compiled: None)
     return forms
 
 

@@ -26,18 +26,18 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from bench.cases.replay_cpu import PADDED, SHARED, cut
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import once
 from bench.harness.registry import case
 from bench.harness.report import Row, times
-from bench.workloads.models import TINY, Counts, Shape, log_normal_lengths, padded_batch
+from bench.workloads.models import TINY, Counts, Shape, cut, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs, response_outputs, response_values
 
-TRIMMED, SORTED, TWO, ONE = "trimmed", "trimmed, sorted", "two passes", "one pass"
+PADDED, TRIMMED, SORTED = "padded", "trimmed", "trimmed, sorted"
+TWO, ONE, SHARED = "two passes", "one pass", "shared"
 WIDTHS, FILL, GROUP, PADDED_ROWS = (96, 416), 0.3, 4, 4
 SHAPE = Shape(128, 4, 4, 2, 32, 384, 2048)
 _APART = 1e-4

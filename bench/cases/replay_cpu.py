@@ -28,7 +28,7 @@ from bench.harness.registry import case
 from bench.harness.report import Row, times
 from bench.rivals.attention import padded_log_probs
 from bench.workloads import batch_of
-from bench.workloads.models import TINY, Counts, Shape
+from bench.workloads.models import TINY, Counts, Shape, cut
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import plan_micro_batches
@@ -133,17 +133,6 @@ def run(
         for step in (FORWARD, BOTH):
             report += _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
     return report
-
-
-def cut(part: TensorDict) -> TensorDict:
-    """The columns between the first and the last token of any row."""
-    p = part["prompts"].shape[1]
-    columns = part["attention_mask"].any(0).nonzero()
-    begin, end = int(columns[0]), int(columns[-1]) + 1
-    cut = {name: part[name][:, begin:end] for name in ("input_ids", "attention_mask", "position_ids")}
-    return TensorDict(
-        {**cut, "prompts": part["prompts"][:, begin:], "responses": part["responses"][:, : end - p]}, part.batch_size
-    )
 
 
 @torch.no_grad()

@@ -128,6 +128,17 @@ def log_normal_lengths(rows: int, widths: tuple[int, int], fill: float, group: i
     return prompts.repeat(group)[:rows], log_normal(random, rows, 1.0, fill * widths[1], widths[1])
 
 
+def cut(part: TensorDict) -> TensorDict:
+    """The columns between the first and the last token of any row."""
+    p = part["prompts"].shape[1]
+    columns = part["attention_mask"].any(0).nonzero()
+    begin, end = int(columns[0]), int(columns[-1]) + 1
+    cut = {name: part[name][:, begin:end] for name in ("input_ids", "attention_mask", "position_ids")}
+    return TensorDict(
+        {**cut, "prompts": part["prompts"][:, begin:], "responses": part["responses"][:, : end - p]}, part.batch_size
+    )
+
+
 def padded_batch(prompts: Counts, responses: Counts, widths: tuple[int, int], vocabulary: int) -> TensorDict:
     """Prompts padded on the left, responses on the right, by the last id of the vocabulary; the others at random."""
     column, random = np.arange(sum(widths)), np.random.default_rng(1)

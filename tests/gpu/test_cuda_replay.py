@@ -114,6 +114,9 @@ def test_attention_is_as_good_as_each_row_alone(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_of_other_sizes_and_dtypes(backend: str, dtype: torch.dtype, size: int) -> None:
+    some = torch.empty(1, 1, size, dtype=dtype, device=DEVICE)
+    if backend == "flash" and attention._flash_package(some, None) is None:
+        pytest.skip("the flash-attn that is installed has no such heads")
     check_attention(backend, [33, 1, 140], (4, 2), size, dtype)
 
 
