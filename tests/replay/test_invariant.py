@@ -28,7 +28,7 @@ invariant = pytest.importorskip("maskpack.adapters.transformers.invariant")
 replayable = adapter.replayable
 
 SHARE = ReplayOptions(share_prefixes=True, min_shared=1)
-PACKINGS = 50
+PACKINGS = 16
 DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
