@@ -5,16 +5,14 @@
     backward  a range of the vocabulary at a time  pieces of logits -> their gradient [block, range] -> both matrix
               and in it a block of tokens          products, summed in float32
 
-              range    range    of kept tokens, the forward pass stores the probabilities [K, V] within each slice in
-    block     kept     kept     the dtype of hidden (`stored`); the logits of other tokens are computed again, in
-    block     again    again    float32. If all are kept, their gradient replaces them, and there is one block
-
-All pieces are written to one float32 buffer that stays in the cache of a GPU, where the next kernel reads it. Slices of
-the vocabulary are the same for all calls, and products have whole tiles of rows, so a token has the same bits wherever
-it stands. The gradient of the logits is rounded to the dtype of the weight before the products. Each row of the
-weight's gradient is one sum over all tokens, rounded once. Between the products, logits are processed by a Triton
-kernel or by the plain torch below, which specifies it. A bias and LoRA are one more product, of two thin float32
-matrices (`_Thin`), that is added to each piece.
+A piece is a tile in the registers of the kernel that multiplies (log_probs_fused_triton.py), or it is written to one
+float32 buffer that stays in the cache of a GPU, where the next kernel reads it (log_probs_triton.py; in plain torch
+below, which specifies it). Slices of the vocabulary are the same for all calls, and products have whole tiles of rows,
+so a token has the same bits wherever it stands. The gradient of the logits is rounded to the dtype of the weight before
+the products. Each row of the weight's gradient is one sum over all tokens, rounded once. If memory is given to `keep`
+all tokens, the forward pass stores the probabilities [T, V] within each slice in the dtype of hidden (`stored`), and
+their gradient replaces them; otherwise the logits are computed again. A bias and LoRA are one more product, of two thin
+float32 matrices (`_Thin`), that is added to each piece.
 """
 
 from __future__ import annotations
@@ -132,10 +130,10 @@ def packed_log_probs(
 
     Logits are accumulated and reduced in float32, so the result is more exact than plain torch in half precision. The
     backward pass rounds their gradient to the dtype of `hidden` once; it is exact for tokens with a probability near 1,
-    too. It computes logits again in float32, except those of the tokens that fit into `keep`: three matrix products
-    instead of four for these. Besides its results and the kept bytes, the forward pass allocates about 0.05 GiB, the
-    backward pass 0.25 GiB and a float32 [T, H]; with all tokens kept on a GPU, it works in their memory. Under
-    torch.compile the call is a graph break.
+    too. It computes logits again in float32, unless all tokens fit into `keep`: four matrix products, or three. Besides
+    its results and the kept bytes, the forward pass allocates about 0.2 GiB for 32,768 tokens, the backward pass 0.25
+    GiB and a float32 [T, H]; with all tokens kept on a GPU, it works in their memory. Under torch.compile the call is a
+    graph break.
 
     With `group`, the head is split by rows over the ranks of the group, as in vocabulary-parallel layers. All ranks
     call with the same hidden states and ids, each with its own slice of the weight, and all get the same results. They
@@ -153,10 +151,10 @@ def packed_log_probs(
         token_ids: [T] int64 or int32, in [0, V): the token that each hidden state scores. For a causal model it is the
             next token; this function does not shift.
         temperature: the logits are divided by it; above 0.
-        keep: bytes that the forward pass may keep for the backward pass, in which the distributions [K, V] of the first
-            K tokens are stored in the dtype of `hidden`. By default as many as the weight has, so that up to H tokens
-            are all kept; 0 keeps nothing. Nothing is kept without gradients, nor in float32 and float64, whose
-            gradients would lose digits.
+        keep: bytes that the forward pass may keep for the backward pass. If they hold the distributions [T, V] of all
+            tokens in the dtype of `hidden`, these are kept, otherwise nothing. By default as many as the weight has, so
+            that up to H tokens are kept. Nothing is kept without gradients, nor in float32 and float64, whose gradients
+            would lose digits.
         entropy: whether to return the entropy too.
         backend: "auto" uses Triton kernels on a GPU and torch elsewhere; or "torch", or "triton".
         group: the ranks over which the vocabulary is split; None if `lm_head_weight` is the whole head.
@@ -492,7 +490,7 @@ class Parts(NamedTuple):
 def _forward(
     layer: _Layer, thin: _Thin | None, ids: Tensor, how: _How, kept: Tensor, mask: SamplingMask | None
 ) -> Parts:
-    """The parts of all slices. Stores the probabilities of the first tokens in `kept` [K, V]."""
+    """The parts of all slices. Stores the probabilities in `kept` [T, V], if it has rows."""
     hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
     tokens, vocabulary, wide = hidden.shape[0], weight.shape[0], _wide(hidden.dtype)
     parts = Parts.of(tokens, vocabulary, (how.entropy, how.statistics), wide, hidden.device, how.width)

@@ -43,7 +43,7 @@ class ReplayOptions:
             token and layer, or k times -1 where the router chooses; it always does at the last token of a row, on which
             no log-prob depends. `layers` are those of the model, or those that have a router. Tokens are shared only if
             these are equal, too. One more synchronisation on CUDA.
-        keep: as for `ops.packed_log_probs`, which reduces logits in float32, a chunk of tokens at a time: the memory in
+        keep: as for `ops.packed_log_probs`, which reduces logits in float32, a piece at a time: the memory in
             bytes that may make its backward pass faster.
 
     Raises:
