@@ -120,13 +120,13 @@ def test_twenty_steps_are_those_of_trl(tmp_path, models):
 def test_compiled_parts(tmp_path, models, monkeypatch):
     """With checkpointed layers and a reference model; TRL's own pass of the self-check runs them as they are."""
     ran = []
-    run = compiled.PartForward._run
+    run = compiled.CompiledForward._run
 
     def seen(self, *args, **kwargs):
         ran.append(self._who)
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(compiled.PartForward, "_run", seen)
+    monkeypatch.setattr(compiled.CompiledForward, "_run", seen)
     padded = work.trained(GRPOTrainer, tmp_path / "0", models(), max_steps=4, **REUSED)
     assert not ran
     ours = work.trained(

@@ -86,6 +86,7 @@ def packed(
     min_shared: int = MIN_SHARED,
     self_check: bool | None = None,
     compile: bool = False,
+    fused: bool = False,
     mismatch_limit: MismatchLimit | None = None,
 ) -> type[_Trainer]:
     """Makes a subclass of GRPOTrainer or RLOOTrainer that computes log-probs and entropies from packed rows; or of
@@ -100,6 +101,7 @@ def packed(
             never; None: the first time for each model, and the first time that rows share a prefix.
         compile: whether norms, MLPs and rotary embeddings run under torch.compile in packed passes, as `replayable`
             compiles them. Several times fewer kernels are launched, and small models wait mostly for launches.
+        fused: whether they run by kernels of maskpack instead, as with `replayable(fused=True)`.
         mismatch_limit: how far old log-probs may be from those of the sampler, on the rows of all ranks.
 
     Returns:
@@ -116,7 +118,8 @@ def packed(
         LayoutError: min_shared is no integer from 1.
     """
     if is_async(trainer_class):
-        if (share_prefixes, min_shared, self_check, compile, mismatch_limit) != (True, MIN_SHARED, None, False, None):
+        options = share_prefixes, min_shared, self_check, compile, fused, mismatch_limit
+        if options != (True, MIN_SHARED, None, False, False, None):
             raise ReplayError(
                 f"{_CALL}: {trainer_class.__name__} with options of packed; expected none, because this trainer has "
                 "packed rows and attention of its own, of which packed makes the rows. Leave the options out."
@@ -160,7 +163,10 @@ def packed(
             min_shared=whole(min_shared, "min_shared", 1, _CALL),
         ),
         "_self_check": None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
-        "_compile": flag(compile, "compile", _CALL, ReplayError),
+        "_parts": {
+            "compile": flag(compile, "compile", _CALL, ReplayError),
+            "fused": flag(fused, "fused", _CALL, ReplayError),
+        },
         "_limit": mismatch_limit,
     }
     name = trainer_class.__name__  # it is in TRL's metrics
@@ -245,7 +251,7 @@ class _PackedTrainer:
 
     _packing: ClassVar[ReplayOptions]
     _self_check: ClassVar[bool | None]
-    _compile: ClassVar[bool]
+    _parts: ClassVar[dict[str, bool]]
     _limit: ClassVar[MismatchLimit | None]
     accelerator: Any
     args: Any
@@ -264,7 +270,7 @@ class _PackedTrainer:
         try:
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None and self._refused is None:
-                    made.append(_Inside(_causal_lm(self, model), compile=self._compile))
+                    made.append(_Inside(_causal_lm(self, model), **self._parts))
                     made[-1].check_head()
         except ReplayError as error:
             self._refused = str(error)
