@@ -121,7 +121,7 @@ class Mismatch:
             apart.append(f"{seen['non_finite']:.0f} of {seen['tokens']:.0f} differences are not finite")
         row, position, rollout, own = self._read[len(_SUMS) :][: len(_PLACE)]
         message = (
-            f"{_CALL}: the log-probs of the trainer are not those of the rollout: {', '.join(apart)}. Row {row:.0f}, "
+            f"{_CALL}: the log-probs of the trainer are not those of the rollout: {'; '.join(apart)}. Row {row:.0f}, "
             f"position {position:.0f} is furthest apart: {rollout:.6g} by the rollout, {own:.6g} by the trainer. "
             "Compare weights, temperature and precision of both, or set another limit."
         )

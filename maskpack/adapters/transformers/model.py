@@ -184,7 +184,7 @@ def _window(module: nn.Module) -> int | None:
 def replayable(
     model: PreTrainedModel, *, compile: bool = False, fused: bool = False, invariant: bool = False
 ) -> Replayable:
-    """Prepares a model of transformers to run packed rows, for `response_log_probs` and `response_values`.
+    """Prepares a model of transformers to run packed rows, for `response_outputs`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
     layers again (gradient checkpointing). The next replay replaces it again. A model without an output layer

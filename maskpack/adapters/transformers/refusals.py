@@ -69,7 +69,7 @@ class Refusal(Enum):
     NOT_RECEIVED = (
         "the {part} did not receive {keywords}",
         "the bounds of packed rows",
-        "Call response_log_probs or response_values, or give the model its own forward back before it runs on padded "
+        "Call response_outputs, or give the model its own forward back before it runs on padded "
         "rows or generates: replayable(model).release()",
     )
     ATTENTION = (
