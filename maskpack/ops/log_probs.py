@@ -767,7 +767,7 @@ def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -
 def _padded(x: Tensor, step: int) -> Tensor:
     """The rows of `x`, and zeros up to a multiple of `step`."""
     missing = -len(x) % step
-    return torch.cat([x, x.new_zeros((missing, x.shape[1]))]) if missing else x
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x  # torch.cat would heed autocast
 
 
 def _wide_rows(tokens: int) -> list[slice]:

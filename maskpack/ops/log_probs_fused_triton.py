@@ -145,7 +145,8 @@ def fits(hidden: Tensor, weight: Tensor) -> bool:
     if hidden.dtype not in (torch.float16, torch.bfloat16) or not hidden.shape[1] or not weight.shape[0]:
         return False
     aligned = all(
-        x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0 for x in (hidden, weight)
+        x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+        for x in (hidden, weight)
     )
     return aligned and _descriptor() is not None and (not hidden.is_cuda or _has_accelerator(hidden.device))
 

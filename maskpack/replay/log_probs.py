@@ -287,7 +287,9 @@ def _outputs(
 
 def _of_head(call: str, name: str, head: _Head, rows: Tensor) -> Tensor:
     """[N]: what a head makes of hidden states [N, H]."""
-    values = head(rows)
+    values: Any = head(rows)
+    if not isinstance(values, Tensor):
+        raise ReplayError(f"{call}: {name} made {said(values)}; expected a tensor. Return one value for each row.")
     if tuple(values.shape) not in ((rows.shape[0],), (rows.shape[0], 1)):
         raise ReplayError(
             f"{call}: {name} made {tuple(values.shape)} of hidden states {tuple(rows.shape)}; expected "
@@ -370,7 +372,7 @@ def _of_each(call: str, plan: Any, batch: TensorDictBase | PackedBatch, replay: 
             except ReplayError as error:
                 named = f"{rows[:8]}{' and more' if len(rows) > 8 else ''}"
                 raise ReplayError(f"in the micro-batch of rows {named} of the batch: {error}") from error
-    return out
+    return out or [replay(batch)]  # a batch without rows
 
 
 def _joined(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -222,8 +223,10 @@ class _Tokens(NamedTuple):
                         f"{_CALL}: {name} has rows of other lengths than log_probs; expected the same. Nest both under "
                         "the response."
                     )
-            places = torch.arange(own.values().shape[0], device=device)
-            rows = torch.bucketize(places, offsets[1:], right=True)
+            # values may go on beyond the last row
+            places = torch.arange(min(x.values().shape[0] for x in given.values()), device=device)
+            inside = places < offsets[-1]
+            rows = torch.bucketize(places, offsets[1:], right=True).clamp_(max=max(own.shape[0] - 1, 0))
             positions = places - offsets[rows]
         elif mask is None:
             raise ReplayError(
@@ -232,8 +235,10 @@ class _Tokens(NamedTuple):
             )
         else:
             rows, positions = (x.flatten().contiguous() for x in _grid(own))
+            inside = torch.ones_like(rows, dtype=torch.bool)
         flat = {name: (x.values() if x.is_nested else x.flatten()).detach().to(device) for name, x in given.items()}
-        on = torch.ones_like(rows, dtype=torch.bool) if mask is None else flat["mask"] != 0
+        flat = {name: x[: rows.shape[0]] for name, x in flat.items()}
+        on = inside if mask is None else inside & (flat["mask"] != 0)
         numbers = flat["rollout_log_probs"].double(), flat["log_probs"].double()
         return cls(*numbers, on, rows, positions, own.shape[0])
 
@@ -249,5 +254,5 @@ def _shown(x: Tensor) -> str:
 
 
 def _need_number(value: Any, name: str, call: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
         raise ReplayError(f"{call}: {name} is {said(value)}; expected a number from 0. Give one.")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import DEVICE, IS_GPU, kernel_marks
-from torch import Tensor
+from torch import Tensor, nn
 
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
@@ -166,7 +166,53 @@ def test_parts_that_compute_something_else_stay_as_they_are(counted: Counter[str
         trials = Counter(counted)
         again = response_log_probs(replayable(second), batch_of())
     assert torch.equal(seen.values(), again.values())
-    assert trials == {"normalize": 4, "gate": 2, "rotate": 1}  # one for each variant
+    assert trials == {"normalize": 4, "gate": 4, "rotate": 1}  # for each variant; of gates small and large numbers
+
+
+class _Gated(nn.Module):
+    """An MLP that clamps its gate, and drops numbers while it learns."""
+
+    def __init__(self, limit: float = 0.0, rate: float = 0.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.limit, self.dropout_rate = limit, rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate = gate.clamp(max=self.limit) if self.limit else gate
+        hidden = nn.functional.silu(gate) * up
+        return self.down_proj(nn.functional.dropout(hidden, self.dropout_rate, self.training))
+
+
+class _ShiftedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(16)), nn.Parameter(torch.zeros(16)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() + self.bias
+
+
+@on_the_host
+@torch.no_grad()
+def test_parts_of_one_class_may_be_different_functions(counted: Counter[str]) -> None:
+    """A limit of one instance, one beyond small numbers, dropout after an evaluation, a bias that was 0."""
+    run: Any = fused._Mlp(_Gated.forward)
+    x = 300 * torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    for part in (_Gated(), _Gated(limit=16.0), _Gated(limit=900.0), _Gated()):
+        torch.testing.assert_close(run._run(part, x), part(x), rtol=1e-5, atol=1e-2)
+    assert counted["gate"]
+    dropping = _Gated(rate=0.5).eval()
+    torch.testing.assert_close(run._run(dropping, x), dropping(x), rtol=1e-5, atol=1e-2)
+    dropping.train()
+    torch.manual_seed(1)
+    seen = run._run(dropping, x)
+    torch.manual_seed(1)
+    assert torch.equal(seen, dropping(x))
+    norm, of_norm = _ShiftedNorm(), fused._Norm(_ShiftedNorm.forward)
+    for _ in range(2):
+        assert torch.equal(of_norm._run(norm, x), norm(x))
+        norm.bias.add_(1)
 
 
 @on_the_host

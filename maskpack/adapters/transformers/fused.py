@@ -61,11 +61,16 @@ class FusedForward(PartForward):
     def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def _variant(self, key: Any, trial: Callable[[], Trial]) -> Any:
-        """The first variant with which the kernel gives what the forward of the class gives, or None."""
+    def _variant(self, part: Any, like: Tensor, key: Any, trial: Callable[[], Trial]) -> Any:
+        """The first variant with which the kernel gives what the forward of the class gives, or None. Parts with other
+        numbers among their attributes, such as a limit or the mode, are other functions."""
+        held: dict[str, Any] = {} if part is None else vars(part)
+        numbers = (item for item in held.items() if item[0] != "layer_idx" and isinstance(item[1], int | float | str))
+        key = like.device, like.dtype, key, tuple(numbers)
         if key not in self._variants:
             own, kernel, variants = trial()
-            with torch.no_grad():
+            # a trial draws nothing that the model would have drawn
+            with torch.no_grad(), torch.random.fork_rng([like.device] if like.is_cuda else []):
                 try:
                     wanted = own()
                 except Exception as error:
@@ -80,7 +85,8 @@ class _Norm(FusedForward):
     def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
         weight: Any = getattr(part, "weight", None)
         eps: Any = getattr(part, "variance_epsilon", getattr(part, "eps", None))
-        if not kwargs and len(args) == 1 and isinstance(eps, float) and _fit(args[0], weight):
+        alone = all(x is None or name == "weight" for name, x in (part._parameters | part._buffers).items())
+        if not kwargs and len(args) == 1 and alone and isinstance(eps, float) and _fit(args[0], weight):
             x, width, kernels = args[0], args[0].shape[-1], _kernels()
 
             def trial() -> Trial:
@@ -91,7 +97,7 @@ class _Norm(FusedForward):
                 return lambda: self._own(twin, rows), lambda how: kernels.normalize(rows, other, eps, *how), variants
 
             if weight.shape == (width,) and width <= kernels.WIDEST:
-                how = self._variant((x.dtype, x.device, width, eps), trial)
+                how = self._variant(part, x, width, trial)
                 if how is not None:
                     return kernels.normalize(x, weight, eps, *how)
         return self._own(part, *args, **kwargs)
@@ -99,17 +105,24 @@ class _Norm(FusedForward):
 
 class _Mlp(FusedForward):
     def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 1 and _fit(args[0]):
+        if not kwargs and len(args) == 1 and _fit(args[0]) and not _draws(part):
             x, kernels = args[0], _kernels()
 
             def trial() -> Trial:
-                gate, up = _random(x, 2, 3, 64).float().mul_(4)
-                layers: dict[str, Callable[[Tensor], Tensor]]
-                layers = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
-                twin = _twin(part, _modules={**part._modules, **layers})
-                return lambda: self._own(twin, gate), lambda gelu: kernels.gate(gate, up, gelu), (False, True)
+                # small numbers, and some beyond the limits that classes clamp at
+                pairs = [_random(x, 2, 3, 64).float().mul_(scale).unbind() for scale in (4, 4e3)]
 
-            gelu = self._variant(x.device, trial)
+                def own(gate: Tensor, up: Tensor) -> Tensor:
+                    layers: dict[str, Callable[[Tensor], Tensor]]
+                    layers = {"gate_proj": lambda _: gate, "up_proj": lambda _: up, "down_proj": lambda x: x}
+                    return self._own(_twin(part, _modules={**part._modules, **layers}), gate)
+
+                def kernel(gelu: bool) -> tuple[Tensor, ...]:
+                    return tuple(kernels.gate(*pair, gelu) for pair in pairs)
+
+                return lambda: tuple(own(*pair) for pair in pairs), kernel, (False, True)
+
+            gelu = self._variant(part, x, None, trial)
             if gelu is not None:
                 gate, up = part.gate_proj(x), part.up_proj(x)
                 if _fit(gate, up) and gate.shape == up.shape:
@@ -127,7 +140,7 @@ class _Attention(FusedForward):
         self._replaying = rotating(own, self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 4 and _fit(*args):
+        if not kwargs and len(args) == 4 and _fit(*args):  # of the function that rotates, not of the layer
             (q, k, cos, sin), kernels = args, _kernels()
 
             def trial() -> Trial:
@@ -137,7 +150,7 @@ class _Attention(FusedForward):
             width, table = q.shape[-1], (1, q.shape[-2], q.shape[-1])
             heads = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1 and q.shape[2:] == k.shape[2:]
             tables = cos.shape == sin.shape == table and not (cos.requires_grad or sin.requires_grad)
-            if heads and tables and width % 2 == 0 and self._variant((q.dtype, q.device, width), trial):
+            if heads and tables and width % 2 == 0 and self._variant(None, q, width, trial):
                 return kernels.rotate(q, k, cos, sin)
         return self._rotate(*args, **kwargs)
 
@@ -155,6 +168,14 @@ def _fit(*tensors: Any) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and x.dtype == first.dtype and x.numel() for x in tensors) and (
         first.dtype in _CLOSE and (uses_triton(first.device) or interpreted())
     )
+
+
+def _draws(part: Any) -> bool:
+    """Whether a part may drop numbers: a trial might by chance drop none."""
+    held: dict[str, Any] = vars(part)
+    rates = [rate for name, rate in held.items() if "drop" in name and isinstance(rate, int | float)]
+    rates += [getattr(layer, "p", 0) for layer in part.modules() if "Dropout" in type(layer).__name__]
+    return part.training and any(rates)
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:

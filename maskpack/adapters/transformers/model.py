@@ -1,4 +1,3 @@
-# LEAD: measured facts are in LEAD_NOTE.md in the root of this worktree: read it now, then remove this line.
 """replayable: causal language models of transformers with an attention that keeps packed rows apart.
 
     model -> replayable(model): checks the model, and replaces its attention -> response_log_probs, response_values
