@@ -64,7 +64,7 @@ class FusedForward(PartForward):
     def _variant(self, part: Any, like: Tensor, key: Any, trial: Callable[[], Trial]) -> Any:
         """The first variant with which the kernel gives what the forward of the class gives, or None. Parts with other
         numbers among their attributes, such as a limit or the mode, are other functions."""
-        held: dict[str, Any] = {} if part is None else vars(part)
+        held = {} if part is None else cast("dict[str, Any]", vars(part))
         numbers = (item for item in held.items() if item[0] != "layer_idx" and isinstance(item[1], int | float | str))
         key = like.device, like.dtype, key, tuple(numbers)
         if key not in self._variants:
@@ -172,7 +172,7 @@ def _fit(*tensors: Any) -> bool:
 
 def _draws(part: Any) -> bool:
     """Whether a part may drop numbers: a trial might by chance drop none."""
-    held: dict[str, Any] = vars(part)
+    held = cast("dict[str, Any]", vars(part))
     rates = [rate for name, rate in held.items() if "drop" in name and isinstance(rate, int | float)]
     rates += [getattr(layer, "p", 0) for layer in part.modules() if "Dropout" in type(layer).__name__]
     return part.training and any(rates)
