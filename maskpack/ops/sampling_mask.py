@@ -73,4 +73,5 @@ def check_sampling_mask(mask: Any, tokens: int, vocabulary: int, device: torch.d
                 f"{_CALL}: ids of sampling_mask lie in [{int(ids.min())}, {int(ids.max())}]; expected "
                 f"[0, {vocabulary}), the rows of lm_head_weight. Leave padding out."
             )
-    return ids.long().contiguous(), offsets.long().contiguous()
+    # not checked on a GPU: at least nothing else is read
+    return ids.long().contiguous(), offsets.long().clamp(0, len(ids)).contiguous()

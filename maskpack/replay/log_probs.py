@@ -133,7 +133,8 @@ def response_outputs(
         ReplayError: as `response_log_probs` and `response_values`; or nothing is asked for.
     """
     call = "response_outputs"
-    if flag(entropy, "entropy", call, ReplayError) and not flag(log_probs, "log_probs", call, ReplayError):
+    scores = flag(log_probs, "log_probs", call, ReplayError)
+    if flag(entropy, "entropy", call, ReplayError) and not scores:
         raise ReplayError(f"{call}: entropy without log_probs; expected both. Pass log_probs=True.")
     heads = {} if heads is None else heads
     if not isinstance(cast("Any", heads), Mapping):
@@ -264,7 +265,9 @@ def _outputs(
             )
     if plan is not None:
         again = partial(_outputs, call, model, ask=ask, plan=None, self_check=self_check, group=group, options=options)
-        return _joined(call, plan, _of_each(call, plan, batch, again), batch, options)
+        outs = _of_each(call, plan, batch, again)
+        with torch.no_grad():  # a batch without rows has no micro-batches
+            return _joined(call, plan, outs, batch, options) if outs else again(batch)
     same = {name: getattr(ask, name) for name in ("temperature", "log_probs", "entropy")}
     inputs = _inputs(call, model, batch, options, group, {**same, "heads": len(ask.heads), "self_check": self_check})
     rows = _scoring_rows(call, model, inputs, self_check)
@@ -372,7 +375,7 @@ def _of_each(call: str, plan: Any, batch: TensorDictBase | PackedBatch, replay: 
             except ReplayError as error:
                 named = f"{rows[:8]}{' and more' if len(rows) > 8 else ''}"
                 raise ReplayError(f"in the micro-batch of rows {named} of the batch: {error}") from error
-    return out or [replay(batch)]  # a batch without rows
+    return out
 
 
 def _joined(

@@ -3,6 +3,7 @@ program in float64. Triton kernels run on a GPU, or on the host under TRITON_INT
 
 from __future__ import annotations
 
+import importlib
 import math
 import weakref
 from collections.abc import Callable
@@ -370,6 +371,42 @@ def test_kept_tokens_have_the_gradients_of_all_outputs(narrow: None, use: str, b
         assert relative(got, want) < 2e-3
 
 
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Of half precision by the weight alone, in aligned memory; forward, and again backward if nothing is kept."""
+    fused = importlib.import_module("maskpack.ops.log_probs_fused_triton")
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs Hopper")
+    ran: list[str] = []
+    for name in ("reduce_rows", "differentiate"):
+        own = getattr(fused, name)
+        monkeypatch.setattr(fused, name, lambda *given, own=own, name=name: (ran.append(name), own(*given)))
+
+    def runs(dtype: torch.dtype, width: int = 16, **more: Any) -> list[str]:
+        hidden, weight, ids = inputs(5, width, 300, dtype, device=DEVICE)
+        ran.clear()
+        packed_log_probs(
+            hidden.requires_grad_(), weight.requires_grad_(), ids, backend=backend, **more
+        ).sum().backward()
+        return ran
+
+    half = torch.float16
+    assert runs(half, keep=0) == ["reduce_rows", "differentiate"]
+    assert runs(half, keep=0, logits=Logits(softcap=3.0, scale=0.5)) == ["reduce_rows", "differentiate"]
+    assert runs(half, keep=1 << 30) == ["reduce_rows"]
+    assert runs(torch.float32) == runs(half, 12) == []
+    assert runs(half, logits=Logits(torch.zeros(300, device=DEVICE))) == []
+    mask = torch.arange(5, device=DEVICE), torch.arange(6, device=DEVICE)
+    assert runs(half, sampling_mask=mask) == []
+
+
+def test_autocast_to_another_dtype_changes_nothing() -> None:
+    hidden, weight, ids = inputs(5, 8, 30, torch.float16)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = packed_log_probs(hidden, weight, ids)
+    assert torch.equal(seen, packed_log_probs(hidden, weight, ids))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("keep", [0, 1 << 30])
 def test_a_kept_graph_can_be_walked_twice(narrow: None, products_of: None, keep: int, backend: Any) -> None:
@@ -613,8 +650,9 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, backend: Any, columns:
             assert torch.allclose(parts.squares[number, 1:4].double()[rows], (2 * below).exp().sum(1), rtol=1e-5)
 
 
-def test_slices_are_combined() -> None:
-    """Some are -inf, all that is left of some rows is in one of them; as one softmax."""
+def test_slices_are_combined(narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tokens at once. Some are -inf, all that is left of some rows is in one of them; as one softmax."""
+    monkeypatch.setattr(module, "SLICE", 4096)
     logits = 3 * torch.randn(7, 11_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits[1, :4096] = logits[2, 4096:] = logits[3, :10_999] = -math.inf
     logits[4, 9000] = 900.0

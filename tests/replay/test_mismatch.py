@@ -132,6 +132,17 @@ def test_three_hundred_jagged_batches() -> None:
         check(compare(*pair, jagged(on, lengths)), listed(rollout, own, inside & on), on.shape[0], 0.2)
 
 
+def test_values_after_the_last_row_are_no_tokens() -> None:
+    values, offsets = -torch.rand(8), torch.tensor([0, 2, 2, 6])
+    longer, other = (torch.nested.nested_tensor_from_jagged(x, offsets) for x in (values, values[:7] + 1))
+    values[6:] = 900.0
+    for pair in ((longer, other), (other, longer)):
+        seen = compare(*pair)
+        assert seen.metrics("")["tokens"] == 6
+        assert seen.metrics("")["abs_max"] == pytest.approx(1)
+        assert seen.row_abs_max.tolist() == pytest.approx([1, 0, 1])
+
+
 def test_the_same_log_probs_are_exactly_0_apart() -> None:
     log_probs = -torch.rand(3, 9)
     out = compare(log_probs, log_probs.clone(), torch.ones(3, 9)).metrics("")

@@ -13,7 +13,7 @@ from test_replay import CASES, FORMS, Sums, all_forms, batch_of
 from test_scored_tokens import SPLIT, rows_of, split
 from torch import Tensor
 
-from maskpack.errors import ReplayError
+from maskpack.errors import PlanError, ReplayError
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import ReplayOptions, ResponseOutputs, response_log_probs, response_outputs, response_values
 
@@ -86,6 +86,16 @@ def test_plans_restore_the_order_of_rows() -> None:
     assert not seen.heads["value"].requires_grad
 
 
+def test_a_plan_of_no_rows() -> None:
+    """Gives what there is of no rows, without gradients; and is not for other batches."""
+    batch, plan = batch_of(*CASES["both"]), plan_micro_batches([], 8)
+    out = response_outputs(Sums(), batch[:0], plan=plan, entropy=True, heads=HEADS)
+    assert all(part.shape[0] == part.values().numel() == 0 for part in parts_of(out))
+    assert not any(part.requires_grad for part in parts_of(out))
+    with pytest.raises(PlanError):
+        response_outputs(Sums(), batch, plan=plan)
+
+
 def test_only_what_is_asked_for() -> None:
     model, batch = Counted(), batch_of(*CASES["both"])
     seen = response_outputs(Headless(model), batch, log_probs=False, heads=HEADS)
@@ -126,6 +136,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"heads": {"value": lambda hidden: hidden[:, :2]}},
         "heads['value'] made (20, 2) of hidden states (20, 4); expected (20,) or (20, 1)",
     ),
+    "no tensor": ({"heads": {"value": lambda hidden: 1.0}}, "heads['value'] made 1.0; expected a tensor"),
+    "no flag for log-probs": ({"log_probs": "yes"}, "log_probs is 'yes'; expected True or False"),
     "no flag": ({"entropy": "yes"}, "entropy is 'yes'; expected True or False"),
     "no plan": ({"plan": 3, "heads": HEADS}, "plan is 3; expected a MicroBatchPlan"),
 }

@@ -459,7 +459,7 @@ class Replayable:
             elif re.search("Expert|Moe|MoE|MOE", found.kind.__name__):
                 remedy = 'Choose other products of experts, as by set_experts_implementation("batched_mm")'
         elif part == HEAD:
-            numbers, remedy = "log-probs", "Pass ReplayOptions(keep=0)"
+            numbers, remedy = "log-probs", "On a GPU, use half precision, without a bias and LoRA of that layer"
         return Refusal.VARIANT(
             part=part,
             model=type(self.model).__name__,

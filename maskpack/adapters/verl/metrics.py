@@ -11,6 +11,7 @@ import functools
 import importlib
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from maskpack.adapters.verl.protocol import PackedProto, decompress, renewed, tensors_of
 from maskpack.core.tree import flatten
 from maskpack.dispatch.timeline import PREFIX
-from maskpack.errors import ReplayError
+from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.packed.payload import Payload, PayloadReport, measured, once, raw_bytes
 from maskpack.replay.mismatch import MismatchLimit, compare
 
@@ -87,10 +88,11 @@ def note_mismatch(data: Any, limit: MismatchLimit | None) -> None:
         return
     try:
         seen = compare(*fields, limit=limit).metrics("maskpack/rollout_mismatch/")
-    except ReplayError:
-        if limit is None:  # fields of other shapes
-            return
-        raise
+    except ReplayError as error:
+        if limit is not None:
+            raise
+        warnings.warn(f"maskpack/rollout_mismatch is not measured: {error}", MaskpackWarning, stacklevel=2)
+        return
     with _guard:
         _mismatch.clear()
         _mismatch.update(seen)
