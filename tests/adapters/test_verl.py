@@ -767,7 +767,7 @@ def test_the_mismatch_of_rollout_and_trainer_is_a_metric(group):
     finally:
         verl.configure(group, usual)
     data.batch["old_log_probs"] = data.batch["old_log_probs"][:, :, None].clone()
-    with pytest.warns(MaskpackWarning, match="rollout_mismatch is not measured: compare: "):
+    with pytest.warns(mp.errors.MaskpackWarning, match="rollout_mismatch is not measured: compare: "):
         group.packed_seen(data)
     assert not any("mismatch" in name for name in verl.take_metrics())
 

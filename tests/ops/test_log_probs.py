@@ -385,10 +385,9 @@ def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) 
     def runs(dtype: torch.dtype, width: int = 16, **more: Any) -> list[str]:
         hidden, weight, ids = inputs(5, width, 300, dtype, device=DEVICE)
         ran.clear()
-        packed_log_probs(
-            hidden.requires_grad_(), weight.requires_grad_(), ids, backend=backend, **more
-        ).sum().backward()
-        return ran
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        packed_log_probs(*leaves, ids, backend=backend, **more).sum().backward()
+        return [*ran]
 
     half = torch.float16
     assert runs(half, keep=0) == ["reduce_rows", "differentiate"]
