@@ -399,6 +399,29 @@ def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) 
     assert runs(half, sampling_mask=mask) == []
 
 
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+def test_fused_products_with_a_cap_are_differentiated(backend: Any) -> None:
+    """In the range in which the cap bends, with every output."""
+    hidden, weight, ids = inputs(150, 16, 700, torch.float16, device=DEVICE)
+    hidden = (3 * hidden).requires_grad_()
+    layer, slopes = Logits(softcap=2.0, scale=0.7), slopes_of(150)[0].to(DEVICE)
+
+    def gradients_of(log_p: Tensor, *seen: Tensor) -> Tensor:
+        log_probs, entropy, sum_p2 = seen or (
+            log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(1), log_p.exp().square().sum(1)
+        )  # fmt: skip
+        return ((log_probs - 0.5 * entropy + 9 * sum_p2).double() * slopes).sum()
+
+    seen = packed_log_probs(
+        hidden, weight.requires_grad_(), ids, logits=layer, temperature=0.8, statistics=True, backend=backend
+    )
+    got = torch.autograd.grad(gradients_of(hidden, *seen[:3]), (hidden, weight))
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    log_p = (2.0 * torch.tanh(0.7 * (leaves[0] @ leaves[1].T) / 2.0) / 0.8).log_softmax(1)
+    for x, y in zip(got, torch.autograd.grad(gradients_of(log_p), leaves), strict=True):
+        assert relative(x, y) < 2e-3
+
+
 def test_autocast_to_another_dtype_changes_nothing() -> None:
     hidden, weight, ids = inputs(5, 8, 30, torch.float16)
     with torch.autocast("cpu", torch.bfloat16):

@@ -202,7 +202,7 @@ def test_parts_of_one_class_may_be_different_functions(counted: Counter[str]) ->
     for part in (_Gated(), _Gated(limit=16.0), _Gated(limit=900.0), _Gated()):
         torch.testing.assert_close(run._run(part, x), part(x), rtol=1e-5, atol=1e-2)
     assert counted["gate"]
-    dropping = _Gated(rate=1e-3).eval()  # so seldom that a trial would drop nothing
+    dropping = _Gated(rate=1e-3).eval()  # a trial may drop nothing
     torch.testing.assert_close(run._run(dropping, x), dropping(x), rtol=1e-5, atol=1e-2)
     dropping.train()
     x = torch.randn(4000, 16)

@@ -63,7 +63,8 @@ class FusedForward(PartForward):
 
     def _variant(self, part: Any, like: Tensor, key: Any, trial: Callable[[], Trial]) -> Any:
         """The first variant with which the kernel gives what the forward of the class gives, or None. Parts with other
-        numbers among their attributes, such as a limit or the mode, are other functions."""
+        numbers among their attributes, such as a limit or the mode, are other functions. A trial sees dropout even if
+        it drops nothing, because it scales what it leaves."""
         held = {} if part is None else cast("dict[str, Any]", vars(part))
         numbers = (item for item in held.items() if item[0] != "layer_idx" and isinstance(item[1], int | float | str))
         key = like.device, like.dtype, key, tuple(numbers)
@@ -105,7 +106,7 @@ class _Norm(FusedForward):
 
 class _Mlp(FusedForward):
     def _run(self, part: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs and len(args) == 1 and _fit(args[0]) and not _draws(part):
+        if not kwargs and len(args) == 1 and _fit(args[0]):
             x, kernels = args[0], _kernels()
 
             def trial() -> Trial:
@@ -168,14 +169,6 @@ def _fit(*tensors: Any) -> bool:
     return all(type(x) in (Tensor, nn.Parameter) and x.dtype == first.dtype and x.numel() for x in tensors) and (
         first.dtype in _CLOSE and (uses_triton(first.device) or interpreted())
     )
-
-
-def _draws(part: Any) -> bool:
-    """Whether a part may drop numbers: a trial might by chance drop none."""
-    held = cast("dict[str, Any]", vars(part))
-    rates = [rate for name, rate in held.items() if "drop" in name and isinstance(rate, int | float)]
-    rates += [getattr(layer, "p", 0) for layer in part.modules() if "Dropout" in type(layer).__name__]
-    return part.training and any(rates)
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
