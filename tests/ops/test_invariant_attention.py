@@ -59,6 +59,18 @@ def test_a_tree_has_the_bits_of_whole_rows(window: int | None, softcap: float | 
         assert torch.equal(seen[path], attended([x[path] for x in qkv], [len(path)], **how))
 
 
+def test_a_tree_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge of parts rounds once for each."""
+    merged: list[Any] = []
+    monkeypatch.setattr(attention, "_merging_kernel", lambda *_: "kernel")
+    monkeypatch.setattr(prefix_attention, "merged_attention", lambda query, *_: merged.append(query) or query)
+    tree = PrefixTree.from_ids(np.array([1, 2, 3, 1, 2, 4]), np.array([0, 3, 6]), min_shared=1)
+    qkv = tensors(tree.num_tokens, torch.float32)
+    for invariant in (True, False):
+        attended(qkv, tree.nodes.counts.tolist(), tree=tree, invariant=invariant)
+        assert len(merged) == (not invariant)
+
+
 def test_flex_is_refused() -> None:
     with pytest.raises(ReplayError, match=r'backend "flex" with .* invariant=True; expected one whose blocks begin'):
         attended(tensors(5, torch.float32), [5], invariant=True, backend="flex")
