@@ -405,7 +405,7 @@ def test_fused_products_with_a_cap_are_differentiated(backend: Any) -> None:
     hidden, weight, _ = inputs(150, 16, 700, torch.float16, device=DEVICE)
     ids = (hidden @ weight.T).argmax(1)
     hidden.requires_grad_()
-    layer, slopes = Logits(softcap=6.0, scale=0.7), slopes_of(150)[0].to(DEVICE)
+    layer, slopes = Logits(softcap=9.0, scale=0.7), slopes_of(150)[0].to(DEVICE)
 
     def gradients_of(log_p: Tensor, *seen: Tensor) -> Tensor:
         log_probs, entropy, sum_p2 = seen or (
@@ -418,7 +418,7 @@ def test_fused_products_with_a_cap_are_differentiated(backend: Any) -> None:
     )
     got = torch.autograd.grad(gradients_of(hidden, *seen[:3]), (hidden, weight))
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    log_p = (6.0 * torch.tanh(0.7 * (leaves[0] @ leaves[1].T) / 6.0) / 0.8).log_softmax(1)
+    log_p = (9.0 * torch.tanh(0.7 * (leaves[0] @ leaves[1].T) / 9.0) / 0.8).log_softmax(1)
     assert float(log_p.max(1)[0].exp().max()) > 0.2
     for x, y in zip(got, torch.autograd.grad(gradients_of(log_p), leaves), strict=True):
         assert relative(x, y) < 2e-3
