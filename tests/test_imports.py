@@ -21,7 +21,7 @@ HEAVY |= {"skyrl", "openrlhf"}
 HEAVY |= {"hypothesis", "pytest"}
 
 PACKAGES = ("errors", "core", "layout", "fields", "ops", "nesting", "packed", "views", "planning", "dispatch", "replay")
-PACKAGES += ("adapters", "tools", "testing")
+PACKAGES += ("store", "adapters", "tools", "testing")
 """Lowest first: a package imports only those before it."""
 NO_TORCH = {f"planning.{name}" for name in ("balance", "costs", "loss_weights", "packing", "plan", "prefixes", "ranks")}
 """Modules that work with numbers alone, as does what they import of `core`."""

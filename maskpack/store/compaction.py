@@ -1,0 +1,123 @@
+"""Segments without the rows that were deleted: small chunks become larger ones, and what nothing refers to goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from maskpack.core.index import IntArray
+from maskpack.errors import StorageError
+from maskpack.packed.batch import PackedBatch
+from maskpack.store.contents import Contents, NewRecord
+from maskpack.store.records import BLOB, DELETE, PICKED
+from maskpack.store.rows import deleted_rows, spans_of, tags_of
+from maskpack.store.segments import START, Chunk, Segment
+from maskpack.store.writer import Writer, random_number
+
+_MOST = 256
+"""Rows of a chunk that is made of smaller ones."""
+
+
+def compact(contents: Contents, writer: Writer, least: float) -> int:
+    """Writes closed segments again of which deleted rows are at least a share `least`. Returns the bytes that were
+    freed."""
+    freed = 0
+    for place, segment in enumerate(contents.segments[:-1]):
+        if segment.damages or _dead_bytes(contents, segment) < max(least * (segment.end - START), 1):
+            continue
+        try:
+            for chunk in segment.chunks:
+                chunk.verify()
+        except StorageError as error:
+            contents.warn(f"{segment.name} is not compacted: {error}")
+            continue
+        frame = replace(segment.frame, key=random_number())
+        new = Segment(contents.folder, frame, frame.header())
+        writer.replace(segment, new, _records(contents, segment))
+        contents.segments[place] = new
+        contents.reindex()
+        freed += segment.end - new.end
+    return freed
+
+
+def _dead_bytes(contents: Contents, segment: Segment) -> int:
+    """The bytes of deleted rows."""
+    dead = 0
+    for chunk in segment.chunks:
+        record = chunk.record
+        if record.has_rows:
+            live = int(np.count_nonzero(contents.index.live(chunk.rows)))
+            dead += (record.end - record.at) * (record.count - live) // record.count
+    return dead
+
+
+def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
+    """The records that are left of a segment."""
+    index = contents.index
+    blobs = {
+        digest
+        for chunk in index.chunks
+        if "blobs" in chunk.parsed and index.live(chunk.rows).any()
+        for digest in chunk.parsed["blobs"].values()
+    }
+    own = [number for number, chunk in enumerate(index.chunks) if chunk.segment is old]
+    held = _Held(contents)
+    for chunk in old.chunks:
+        record = chunk.record
+        if record.kind == DELETE:  # of rows whose bytes are in other segments
+            rows = deleted_rows(chunk)
+            at = index.stored(rows)
+            rows = rows[(at >= 0) & ~np.isin(at, own)]
+            if rows.size:
+                yield NewRecord(DELETE, 0, 0, {}, [spans_of(rows).tobytes()])
+        elif record.kind == BLOB:
+            if chunk.parsed["digest"] in blobs:
+                yield NewRecord(BLOB, 0, 0, chunk.parsed, [chunk.payload()])
+        elif (live := index.live(chunk.rows)).any():
+            count = int(np.count_nonzero(live))
+            if not held.takes(chunk, count):
+                yield from held.joined()
+            if count == record.count >= _MOST:
+                yield from held.joined()
+                yield NewRecord(record.kind, record.first, record.count, chunk.parsed, [chunk.payload()])
+            else:
+                held.add(chunk, chunk.rows[live])
+    yield from held.joined()
+
+
+@dataclass
+class _Held:
+    """Chunks that are written as one: with the same schema, widths and names of tags, so that each row stays as it
+    was."""
+
+    contents: Contents
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    rows: list[IntArray] = field(default_factory=list[IntArray])
+
+    def takes(self, chunk: Chunk, count: int) -> bool:
+        if not self.chunks:
+            return True
+        first, packed = self.contents.packed(self.chunks[0]), self.contents.packed(chunk)
+        alike = first.schema == packed.schema and first.frames == packed.frames
+        tags: Sequence[Any] = [[*one.parsed.get("tags", {})] for one in (self.chunks[0], chunk)]
+        return alike and tags[0] == tags[1] and sum(map(len, self.rows)) + count <= _MOST
+
+    def add(self, chunk: Chunk, rows: IntArray) -> None:
+        self.chunks.append(chunk)
+        self.rows.append(rows)
+
+    def joined(self) -> Iterator[NewRecord]:
+        if not self.chunks:
+            return
+        pairs = list(zip(self.chunks, self.rows, strict=True))
+        packed = PackedBatch.cat([self.contents.packed(chunk).take(chunk.place(rows)) for chunk, rows in pairs])
+        tags = [tags_of(chunk, chunk.place(rows)) for chunk, rows in pairs]
+        numbers = np.concatenate(self.rows)
+        head: dict[str, Any] = {"rows": spans_of(numbers).tolist()}
+        if tags[0]:
+            head["tags"] = {name: [value for own in tags for value in own[name]] for name in tags[0]}
+        self.chunks, self.rows = [], []
+        yield from self.contents.records(packed, PICKED, int(numbers[0]), head)

@@ -1,0 +1,186 @@
+"""Files of a log. Everything that is written to a disk goes through the functions of this module.
+
+write, sync, cut      of an open file
+publish, remove       of a folder: a file appears whole, or not at all
+LocalFolder           reads by mmap;  RemoteFolder: by fsspec
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+
+_SMALL = 1 << 16
+"""Buffers below this many bytes are written together."""
+_OPEN = 128
+"""Mapped files that a folder keeps open."""
+PART = ".part"
+"""The end of the name of a file that is not complete."""
+
+
+def write(file: int, at: int, buffers: Iterable[Any]) -> int:
+    """Writes buffers one after the other from a place in a file on; returns where they end. Raises OSError."""
+    small = bytearray()
+
+    def flush(data: Any) -> None:
+        nonlocal at
+        line = memoryview(data).cast("B")
+        while line.nbytes:
+            done = os.pwrite(file, line, at)
+            at, line = at + done, line[done:]
+
+    for buffer in buffers:
+        line = memoryview(buffer)
+        if line.nbytes < _SMALL:
+            small += line
+            continue
+        if small:
+            flush(bytes(small))
+            small.clear()
+        flush(line)
+    if small:
+        flush(bytes(small))
+    return at
+
+
+def sync(file: int) -> None:
+    """Returns when what was written, and the size, are on the disk. Raises OSError."""
+    getattr(os, "fdatasync", os.fsync)(file)
+
+
+def cut(file: int, size: int) -> None:
+    """Ends a file after `size` bytes, on the disk, too."""
+    os.ftruncate(file, size)
+    os.fsync(file)
+
+
+def create(path: Path) -> int:
+    """A new file to write to; an old one of that name is emptied."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+
+def publish(path: Path, buffers: Iterable[Any]) -> None:
+    """Writes a file that appears under its name when all of it is on the disk."""
+    part = path.with_name(path.name + PART)
+    file = create(part)
+    try:
+        write(file, 0, buffers)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    rename(part, path)
+
+
+def rename(part: Path, path: Path) -> None:
+    """Gives a file its name, in the place of an old one."""
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in a folder are on the disk."""
+    with contextlib.suppress(PermissionError):  # not every system can open a folder
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+class Replaced(Exception):
+    """A file was replaced by another of its name, or is gone."""
+
+
+class Folder(Protocol):
+    """Files by name. Missing files raise FileNotFoundError."""
+
+    def names(self) -> set[str]: ...
+    def size(self, name: str) -> int: ...
+    def read(self, name: str, begin: int, end: int, header: bytes = b"") -> bytes:
+        """The bytes of a part; fewer where the file ends. Raises Replaced if the file begins with another header."""
+        ...
+
+    def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
+        """A part, which is read when it is used. Raises Replaced if the file begins with another header."""
+        ...
+
+
+class LocalFolder:
+    """A folder of this machine. Views are mapped: a replaced file lives as long as views of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._maps: dict[bytes, mmap.mmap] = {}
+
+    def names(self) -> set[str]:
+        return set(os.listdir(self.root))
+
+    def size(self, name: str) -> int:
+        return os.stat(self.root / name).st_size
+
+    def read(self, name: str, begin: int, end: int, header: bytes = b"") -> bytes:
+        with _there(self.root / name, bool(header)) as file:
+            if os.pread(file.fileno(), len(header), 0) != header:
+                raise Replaced(name)
+            return os.pread(file.fileno(), end - begin, begin)
+
+    def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
+        held = self._maps.get(header)
+        if held is None or len(held) < end:  # new, or it has grown
+            with _there(self.root / name, True) as file:
+                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if held[: len(header)] != header:
+                raise Replaced(name)
+            while len(self._maps) >= _OPEN:
+                self._maps.pop(next(iter(self._maps)), None)
+            self._maps[header] = held
+        return memoryview(held)[begin:end]
+
+
+def _there(path: Path, replaced: bool) -> Any:
+    try:
+        return open(path, "rb", buffering=0)
+    except FileNotFoundError as error:
+        if replaced:
+            raise Replaced(path.name) from error
+        raise
+
+
+class RemoteFolder:
+    """A folder that fsspec reads."""
+
+    def __init__(self, url: str) -> None:
+        self.fs, self.root = fsspec.core.url_to_fs(url)  # type: ignore[reportUnknownMemberType]
+        self.fs: Any
+        self.root: str
+
+    def names(self) -> set[str]:
+        self.fs.invalidate_cache(self.root)
+        there: list[str] = self.fs.ls(self.root, detail=False) if self.fs.exists(self.root) else []
+        return {name.rpartition("/")[2] for name in there}
+
+    def size(self, name: str) -> int:
+        return self.fs.size(f"{self.root}/{name}")
+
+    def read(self, name: str, begin: int, end: int, header: bytes = b"") -> bytes:
+        return self.fs.cat_file(f"{self.root}/{name}", start=begin, end=end)
+
+    def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
+        return memoryview(self.read(name, begin, end))
+
+    def write(self, name: str, parts: Iterable[bytes]) -> None:
+        """Writes a file; where the file system allows it, the file appears whole."""
+        self.fs.makedirs(self.root, exist_ok=True)
+        with self.fs.open(f"{self.root}/{name}", "wb") as file:
+            for part in parts:
+                file.write(part)

@@ -1,0 +1,286 @@
+"""The one process that writes to a log: records behind the last one, a sync, then the acknowledgement."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import uuid
+import weakref
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from maskpack.errors import StorageError
+from maskpack.store import disk
+from maskpack.store.contents import LOCK, LOG, TAIL, Contents, NewRecord, Tail, log_json
+from maskpack.store.records import HEADER, Record, crc_of, json_bytes, padded
+from maskpack.store.segments import Chunk, Frame, Segment, index_name, segment_name
+
+_log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Writes to a log. One thread at a time calls it; a thread of its own syncs later.
+
+    Attributes:
+        failed: why nothing can be written any more, or None.
+    """
+
+    def __init__(self, root: Path, name: str, interval: float | None, segment_bytes: int) -> None:
+        """`interval` is the number of seconds until a sync; None syncs at once."""
+        self.root = root
+        self.failed: str | None = None
+        self._name = name
+        self._interval = interval
+        self._segment_bytes = segment_bytes
+        self._synced = 0
+        self._timer: threading.Timer | None = None
+        self._turn = threading.RLock()
+        self._pid = os.getpid()
+        self._files: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._files)
+        root.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        try:
+            names = set(os.listdir(root))
+            if LOG not in names:
+                if any(other.endswith(".seg") for other in names):
+                    raise StorageError(
+                        f"RolloutLog: {name} has segments and no {LOG}; expected a log. Restore it from a backup."
+                    )
+                disk.publish(root / LOG, [log_json(random_number())])
+            for other in names:
+                if other.endswith(disk.PART):
+                    disk.remove(root / other)
+            self._files[TAIL] = os.open(root / TAIL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except BaseException:
+            _close_all(self._files)
+            raise
+
+    def _lock(self) -> None:
+        self._files[LOCK] = lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            who = os.pread(lock, 64, 0).decode(errors="replace")
+            _close_all(self._files)
+            raise StorageError(
+                f"RolloutLog: {self._name} is written to by another RolloutLog ({who}); expected one writer. Pass "
+                'mode="r", or close the other one.'
+            ) from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
+
+    def resume(self, contents: Contents) -> None:
+        """Cuts off what is torn, and opens the last segment or a new one."""
+        self.contents = contents
+        closed = {number for number in range(len(contents.segments)) if (self.root / index_name(number)).exists()}
+        for segment in contents.segments[:-1]:
+            if segment.frame.number not in closed and not segment.damages:
+                self._write_index(segment)
+        last = contents.segments[-1] if contents.segments else None
+        if last is not None and last.end and last.frame.number not in closed:
+            file = self._open_last()
+            if os.fstat(file).st_size > last.end:
+                disk.cut(file, last.end)
+            disk.sync(file)
+        if last is None or last.damages or last.frame.number in closed:
+            self._synced = 0
+            self._begin_segment(0 if last is None else last.frame.number + 1)
+        else:
+            self._acknowledge()
+
+    # ---------------------------------------------------------------- records
+
+    def write(self, records: Iterable[NewRecord], next_row: int) -> None:
+        """Writes records behind the last one, all of them or none; syncs, acknowledges, and takes them into the index.
+        Raises StorageError."""
+        with self._turn:
+            segment, file = self.contents.segments[-1], self._files["segment"]
+            begin = at = segment.end
+            chunks: list[Chunk] = []
+            try:
+                for new in records:
+                    chunks.append(written(file, segment, at, new, self._synced))
+                    at = chunks[-1].record.end
+            except OSError as error:
+                self._undo(file, begin)
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                remedy = "Make room: delete rows and compact, or remove other files." if full else "Look at the disk."
+                raise StorageError(
+                    f"RolloutLog: {self._name} could not be written ({error}); expected room for the record. Nothing "
+                    f"was written. {remedy}"
+                ) from error
+            except BaseException:  # an object that cannot be written
+                self._undo(file, begin)
+                raise
+            known = len(segment.chunks)
+            segment.chunks += chunks
+            segment.end = at
+            self.contents.index.grow(next_row)
+            if self._interval is None:
+                self.sync()
+            else:
+                self._acknowledge()
+                self._sync_later(self._interval)
+            self.contents.index.add(segment, known)
+            if segment.end >= self._segment_bytes:
+                self._close_segment()
+
+    def _undo(self, file: int, begin: int) -> None:
+        try:
+            disk.cut(file, begin)
+        except OSError as error:
+            self.failed = f"the disk failed: {error}"
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk. Raises StorageError."""
+        with self._turn:
+            end = self.contents.segments[-1].end
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            try:
+                disk.sync(self._files["segment"])
+            except OSError as error:  # the kernel may have dropped pages that it could not write
+                self._fail(error)
+            self._synced = end
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Tells readers, and the next writer, what is there."""
+        last = self.contents.segments[-1]
+        tail = Tail(last.frame.number, last.end, self._synced, self.contents.index.next_row)
+        try:
+            disk.write(self._files[TAIL], 0, [tail.line(self.contents.log)])
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.failed = f"the disk failed: {error}"
+        raise StorageError(
+            f"RolloutLog: {self._name} could not be synced ({error}); expected what was written on the disk. Open the "
+            "log again: it looks which records are whole."
+        ) from error
+
+    def _sync_later(self, interval: float) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(interval, _sync_of, [weakref.ref(self)])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def sync_now(self) -> None:
+        """The later sync. An error is raised by the next call that writes."""
+        with self._turn:
+            if self._timer is not None and self._files and self.failed is None:
+                try:
+                    self.sync()
+                except StorageError as error:
+                    _log.error("%s", error)
+
+    # ---------------------------------------------------------------- segments
+
+    def _close_segment(self) -> None:
+        """Begins the next segment, and writes the index of the last one. Where the disk has no room, the last one is
+        used on, or walked when it is opened."""
+        self.sync()
+        segment = self.contents.segments[-1]
+        try:
+            self._begin_segment(segment.frame.number + 1)
+            self._write_index(segment)
+        except OSError as error:
+            _log.warning("%s: the next segment could not be begun: %s", self._name, error)
+
+    def _write_index(self, segment: Segment) -> None:
+        disk.publish(self.root / index_name(segment.frame.number), segment.index())
+
+    def _begin_segment(self, number: int) -> None:
+        frame = Frame(self.contents.log, number, random_number(), self.contents.index.next_row)
+        disk.publish(self.root / segment_name(number), [frame.header()])
+        segment = Segment(self.contents.folder, frame, frame.header())
+        self.contents.segments.append(segment)
+        self.contents.index.add(segment)
+        self._open_last()
+        self._acknowledge()
+
+    def _open_last(self) -> int:
+        """Opens the last segment to write to it."""
+        if "segment" in self._files:
+            os.close(self._files.pop("segment"))
+        last = self.contents.segments[-1]
+        self._files["segment"] = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
+        self._synced = last.end
+        return self._files["segment"]
+
+    def replace(self, old: Segment, new: Segment, records: Iterable[NewRecord]) -> None:
+        """Writes a segment again, in the place of an old one that is closed. Raises StorageError; the old one is there
+        then, or the new one."""
+        part = self.root / (old.name + disk.PART)
+        try:
+            file = disk.create(part)
+            try:
+                disk.write(file, 0, [new.header])
+                for record in records:
+                    new.chunks.append(written(file, new, new.end, record, 0))
+                    new.end = new.chunks[-1].record.end
+                disk.sync(file)
+            finally:
+                os.close(file)
+            # until the new index is there, the old one does not fit the segment, which is walked
+            disk.rename(part, self.root / old.name)
+            self._write_index(new)
+        except OSError as error:
+            self.failed = f"compaction failed: {error}"
+            raise StorageError(
+                f"RolloutLog: {part} could not be written ({error}); expected room for the rows that are left. No row "
+                "was lost. Make room, and open the log again."
+            ) from error
+
+    # ---------------------------------------------------------------- end
+
+    def why_not(self) -> str | None:
+        """Why this process cannot write; None if it can."""
+        if os.getpid() != self._pid:
+            return "it was opened by the process that this one is a fork of"
+        return self.failed
+
+    def close(self) -> None:
+        with self._turn:
+            if self._files and self.why_not() is None:
+                self.sync()
+            self.failed = self.failed or "it is closed"
+            _close_all(self._files)
+
+
+def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -> Chunk:
+    """Writes a record to a file. Raises OSError."""
+    line = json_bytes(new.head)
+    nbytes = sum(memoryview(part).nbytes for part in new.payload)
+    record = Record(new.kind, at, new.first, new.count, len(line), zlib.crc32(line), nbytes, 0, synced)
+    parts = [line.ljust(padded(len(line))), *new.payload, bytes(padded(nbytes) - nbytes)]
+    crc = crc_of(new.payload, lambda: disk.write(file, record.head_at, parts))
+    record = replace(record, crc=crc)
+    header = record.header(segment.frame.log)
+    disk.write(file, record.end - HEADER, [header])
+    disk.write(file, at, [header])
+    return Chunk(segment, record, line, verified=True)
+
+
+def random_number() -> int:
+    return uuid.uuid4().int >> 64
+
+
+def _close_all(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+def _sync_of(writer: weakref.ref[Writer]) -> None:
+    """Syncs for a writer that still is there."""
+    held = writer()
+    if held is not None:
+        held.sync_now()
