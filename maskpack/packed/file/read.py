@@ -3,6 +3,7 @@ belongs to, so that the batch can be decoded."""
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import re
@@ -20,6 +21,7 @@ from tensordict import NonTensorData, is_tensorclass
 
 from maskpack.core import abi, native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
+from maskpack.core.latest import Latest
 from maskpack.core.objects import Objects
 from maskpack.core.pads import ANY_ZERO, PER_ROW, Pad, PadValue, pad_tensor
 from maskpack.core.tree import Node
@@ -40,6 +42,7 @@ _MOST = 1 << 31
 _MOST_BYTES = 1 << 62
 _MOST_SPARE = 1 << 36
 """Bytes that rows of dictionaries may take beyond the rows that they stand for."""
+_forms: Latest[FieldForm] = Latest(256)
 _NO_BYTES = np.zeros(0, np.uint8)
 _OBJECTS: type[Any] = getattr(tensordict, "NonTensorDataBase", NonTensorData)
 """The class of Python objects in a TensorDict; tensordict 0.8 has one kind of them."""
@@ -223,6 +226,13 @@ class _MessageReader:
         return self._arrays[number]
 
     def _form(self, entry: Any) -> FieldForm:
+        """The form of a field; that of a tensor is remembered by its text, because files of one producer repeat it."""
+        if isinstance(entry, dict) and "dtype" in entry:
+            text = json.dumps(entry)
+            return _forms.get(text) or _forms.keep(text, self._new_form(entry))
+        return self._new_form(entry)
+
+    def _new_form(self, entry: Any) -> FieldForm:
         call = self._call
         path = self._path(_get(entry, "path", list, call))
         kind = _get(entry, "kind", str, call)
