@@ -102,6 +102,9 @@ class _Held:
             return True
         first, packed = self.contents.packed(self.chunks[0]), self.contents.packed(chunk)
         alike = first.schema == packed.schema and first.frames == packed.frames
+        if alike:  # an object for the whole batch stays one
+            both = PackedBatch.cat([first, packed])
+            alike = all(both.objects[path].depth == held.depth for path, held in packed.objects.items())
         tags: Sequence[Any] = [[*one.parsed.get("tags", {})] for one in (self.chunks[0], chunk)]
         return alike and tags[0] == tags[1] and sum(map(len, self.rows)) + count <= _MOST
 

@@ -118,7 +118,7 @@ class RowIndex:
         live = self.live()
         for name, value in wanted.items():
             known = self._tags.get(name, {})
-            several = isinstance(value, Collection | Tensor) and not isinstance(value, str)
+            several = isinstance(value, Collection | Tensor) and not isinstance(value, str | Mapping)
             values: Iterable[Any] = listed(value) if several else [value]
             found = [rows for one in values for rows in known.get(_key(plain(one, name, "where")), ())]
             has = np.zeros(self.next_row, np.bool_)

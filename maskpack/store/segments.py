@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from maskpack.core.index import IntArray, ranges
 from maskpack.errors import StorageError
 from maskpack.store.disk import Folder
-from maskpack.store.records import ALIGN, HEADER, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
+from maskpack.store.records import ALIGN, COPY, HEADER, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
 
 VERSION = 1
 _FILE = struct.Struct("<12sIQqQq12x")
@@ -155,18 +156,11 @@ class Segment:
         while at < until:
             record = _record_at(data, self.frame.log, at)
             if record is None:
-                found = _next_header(data, self.frame.log, at + ALIGN)
-                while found is not None and at >= durable and found.synced <= at:
-                    found = _next_header(data, self.frame.log, found.at + ALIGN)
-                if found is None and at >= durable:
+                if at >= durable and not _synced_later(data, self.frame.log, at):
                     break  # torn
-                end = until if found is None else found.at
-                if found is None:
-                    end = min(end, durable)
-                copy = parsed(data[end - HEADER : end], self.frame.log, at)
-                if copy is not None and copy.end == end:  # the header is damaged, and its copy is not
-                    record = copy
-                else:
+                record, end = _mended(data, self.frame.log, at)
+                if record is None:
+                    end = max(min(durable, until), at + ALIGN) if end is None else end
                     self.damages.append(Damage(at, end, row, None))
                     at = end
                     continue
@@ -184,7 +178,8 @@ class Segment:
                 try:
                     chunk.verify()
                 except StorageError:
-                    break  # torn
+                    if not _synced_later(data, self.frame.log, at):
+                        break  # torn
             self.chunks.append(chunk)
             at = record.end
             row = max(row, int(chunk.rows[-1]) + 1) if record.has_rows else row
@@ -238,12 +233,27 @@ def _record_at(data: memoryview, log: int, at: int) -> Record | None:
     return record if record is not None and record.end <= len(data) else None
 
 
-def _next_header(data: memoryview, log: int, at: int) -> Record | None:
-    """The first record that begins at `at` or later."""
-    line = np.frombuffer(data, np.uint32, len(data) // 4)[:: ALIGN // 4]
-    wanted = np.frombuffer(MAGIC, np.uint32)[0]
-    for place in np.flatnonzero(line[at // ALIGN :] == wanted).tolist():
-        record = _record_at(data, log, at + place * ALIGN)
-        if record is not None:
-            return record
-    return None
+def _headers(data: memoryview, log: int, at: int) -> Iterator[tuple[bytes, Record]]:
+    """The headers, and the copies of headers, that lie at `at` or behind it."""
+    line = np.frombuffer(data, np.uint32, len(data) // 4)[at // 4 :: ALIGN // 4]
+    kinds = {int.from_bytes(magic, "little"): magic for magic in (MAGIC, COPY)}
+    for place in np.flatnonzero(np.isin(line, list(kinds))).tolist():
+        magic, begin = kinds[int(line[place])], at + place * ALIGN
+        record = parsed(data[begin : begin + HEADER], log, begin, magic)
+        if record is not None and record.end <= len(data):
+            yield magic, record
+
+
+def _synced_later(data: memoryview, log: int, at: int) -> bool:
+    """Whether a record behind `at` was written when the one at `at` was on the disk."""
+    return any(record.synced > at for magic, record in _headers(data, log, at) if magic == MAGIC)
+
+
+def _mended(data: memoryview, log: int, at: int) -> tuple[Record | None, int | None]:
+    """The record at `at`, by the copy of its header; else where the next record begins."""
+    for magic, record in _headers(data, log, at):
+        if magic == COPY and record.at == at:
+            return record, None
+        if magic == MAGIC:
+            return None, record.at
+    return None, None

@@ -17,7 +17,7 @@ from pathlib import Path
 from maskpack.errors import StorageError
 from maskpack.store import disk
 from maskpack.store.contents import LOCK, LOG, TAIL, Contents, NewRecord, Tail, log_json
-from maskpack.store.records import HEADER, Record, crc_of, json_bytes, padded
+from maskpack.store.records import COPY, HEADER, Record, crc_of, json_bytes, padded
 from maskpack.store.segments import Chunk, Frame, Segment, index_name, segment_name
 
 _log = logging.getLogger(__name__)
@@ -264,9 +264,8 @@ def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -
     parts = [line.ljust(padded(len(line))), *new.payload, bytes(padded(nbytes) - nbytes)]
     crc = crc_of(new.payload, lambda: disk.write(file, record.head_at, parts))
     record = replace(record, crc=crc)
-    header = record.header(segment.frame.log)
-    disk.write(file, record.end - HEADER, [header])
-    disk.write(file, at, [header])
+    disk.write(file, record.end - HEADER, [record.header(segment.frame.log, COPY)])
+    disk.write(file, at, [record.header(segment.frame.log)])
     return Chunk(segment, record, line, verified=True)
 
 

@@ -1,0 +1,462 @@
+"""RolloutLog: what is appended is read again, bit for bit, by number and tag, by any process, after compaction."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import maskpack as mp
+from maskpack.errors import FieldError, LayoutError, MaskpackWarning, StorageError
+from maskpack.store import RolloutLog, disk
+from tests.samples import PAD, ROWS, assert_same, rollout, rows_of
+
+LINES = [(3, 5), (1, 2), (5, 6)]
+
+
+def opened(path, **options):
+    return RolloutLog(path, pad_token_id=PAD, **options)
+
+
+def batch_of(seed, rows=ROWS, **more):
+    return rollout(rows, seed=seed, **more)
+
+
+def same_rows(log, batches, rows):
+    """Rows of the log against those of a dict of one-row batches."""
+    for row in rows:
+        assert_same(mp.decompress(log.take([row])), batches[row])
+
+
+def kept(batches, numbers, batch):
+    for place, number in enumerate(numbers):
+        batches[number] = rows_of(batch, [place])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "log"
+
+
+def test_appended_rows_are_read_again(path):
+    first, second = batch_of(0), batch_of(1)
+    with opened(path) as log:
+        assert (len(log), log.next_row, log.rows.tolist()) == (0, 0, [])
+        assert log.append(first) == range(7)
+        assert log.append(mp.compress(second, pad_token_id=PAD)) == range(7, 14)
+        for held in (log, opened(path, mode="r")):
+            assert_same(mp.decompress(held[0:7]), first)
+            assert_same(mp.decompress(held.take(range(7, 14))), second)
+            assert_same(mp.decompress(held[[9, 8, 9]]), rows_of(second, [2, 1, 2]))
+            mixed = mp.decompress(held[np.array([13, 0, 7])])
+            for place, (batch, row) in enumerate([(second, 6), (first, 0), (second, 0)]):
+                assert_same(rows_of(mixed, [place]), rows_of(batch, [row]))
+    again = opened(path)
+    assert again.append(first) == range(14, 21)
+    assert_same(mp.decompress(again[20:13:-1]), rows_of(first, [*range(6, -1, -1)]))
+    assert again[20:12:-4].num_rows == 2
+
+
+def test_fields_are_chosen_before_rows_are_joined(path):
+    log = opened(path)
+    log.append(batch_of(0))
+    log.append(TensorDict({"reward": torch.arange(3.0)}, [3]))
+    with pytest.raises(LayoutError, match="not in every batch"):
+        log.take([0, 7])
+    with pytest.raises(FieldError):
+        log.take([7], "responses")
+    assert_same(mp.decompress(log.take([9, 7], "reward")), TensorDict({"reward": torch.tensor([2.0, 0.0])}, [2]))
+    assert log.take([]).num_rows == 0
+
+
+def test_widths_are_those_of_the_append(path):
+    log = opened(path)
+    narrow, wide = batch_of(0, LINES), batch_of(1, [*LINES, (9, 11)], prompt=9, response=11)
+    log.append(narrow)
+    log.append(wide)
+    assert_same(mp.decompress(log[0:3]), narrow)
+    assert_same(mp.decompress(log[3:7]), wide)
+    both = mp.decompress(log[[0, 3]])
+    assert both["responses"].shape[1] == wide["responses"].shape[1]
+
+
+def test_rows_by_tag(path):
+    log = opened(path)
+    log.append(batch_of(0, LINES), {"step": 1, "uid": ["a", "b", "a"], "done": [True, False, 1]})
+    log.append(batch_of(1, LINES), {"step": 2, "uid": ["b", "c", "c"]})
+    log.append(batch_of(2, LINES))
+    for held in (log, opened(path, mode="r")):
+        assert held.where(step=1).tolist() == [0, 1, 2]
+        assert held.where(step=[1, 2], uid="b").tolist() == [1, 3]
+        assert held.where(step=range(2, 9), uid={"c", "a"}).tolist() == [4, 5]
+        assert held.where(step=torch.tensor([2, 1])).size == held.where(step=np.array([1, 2])).size == 6
+        assert held.where(step=3).size == held.where(other=1).size == 0
+        assert held.where(done=True).tolist() == [0]
+        assert held.where(done=1).tolist() == [2]
+        assert held.where().tolist() == [*range(9)]
+        assert held.tags([5, 0, 7]) == {"step": [2, 1, None], "uid": ["c", "a", None], "done": [None, True, None]}
+    log.delete([1])
+    assert log.where(uid="b").tolist() == [3]
+
+
+def test_deleted_rows_are_gone(path):
+    batches = {}
+    log = opened(path)
+    kept(batches, log.append(batch := batch_of(0)), batch)
+    assert log.delete([2, 5, 2]) == 2
+    assert log.delete([2, 3]) == 1
+    assert log.delete(slice(5, 7)) == 1
+    reader = opened(path, mode="r")
+    for held in (log, reader):
+        assert held.rows.tolist() == [0, 1, 4]
+        assert len(held) == 3
+        with pytest.raises(FieldError, match="row 5 was deleted"):
+            held.take([0, 5])
+        same_rows(held, batches, [0, 1, 4])
+    with pytest.raises(FieldError, match="no row 7"):
+        log.delete([7])
+    log.close()
+    assert opened(path).append(batch_of(1)) == range(7, 14)
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_compaction_keeps_rows_numbers_and_tags(path, objects):
+    rng = random.Random(3)
+    batches, steps = {}, {}
+    log = opened(path, segment_bytes=1 << 14)
+    image = torch.arange(4000.0)
+    for step in range(30):
+        rows = [(rng.randrange(1, 6), rng.randrange(6)) for _ in range(rng.randrange(1, 6))]
+        batch = batch_of(step, rows)
+        if objects:
+            batch["image"] = NonTensorStack(*[{"x": image + row % 2, "n": step} for row in range(len(rows))])
+        numbers = log.append(batch, {"step": step, "row": [*range(len(rows))]})
+        kept(batches, numbers, batch)
+        steps |= dict.fromkeys(numbers, step)
+        if step % 3 == 2:
+            gone = rng.sample(sorted(batches), len(batches) // 2)
+            log.delete(gone)
+            for row in gone:
+                del batches[row]
+    reader = opened(path, mode="r")
+    before = reader.take(reader.rows[:1])
+    size = log.nbytes
+    freed = log.compact(0.0)
+    assert freed > 0
+    assert log.nbytes == size - freed
+    log.close()
+    for held in (reader, opened(path), opened(path, mode="r")):
+        assert held.rows.tolist() == sorted(batches)
+        same_rows(held, batches, batches)
+        assert held.tags(sorted(batches))["step"] == [steps[row] for row in sorted(batches)]
+        assert held.where(step=4).tolist() == [row for row in sorted(batches) if steps[row] == 4]
+        assert held.next_row == log.next_row
+        held.close()
+    assert_same(mp.decompress(before), batches[min(batches)])
+    again = opened(path)
+    again.delete(again.rows)
+    again.append(batch_of(99))
+    again.compact()
+    assert opened(path, mode="r").rows.tolist() == [*range(again.next_row - 7, again.next_row)]
+
+
+def test_arrays_of_objects_are_stored_once(path):
+    images = [torch.rand(64, 64) for _ in range(3)]
+    plain = opened(path)
+    for seed in range(4):
+        batch = batch_of(seed, LINES)
+        batch["images"] = NonTensorStack(*[{"pixels": images[(seed + row) % 3].clone()} for row in range(3)])
+        plain.append(batch)
+        same = rows_of(batch, [1])
+        assert_same(mp.decompress(plain.take([3 * seed + 1])), same)
+    assert plain.nbytes < 3 * images[0].nbytes + 40_000
+    plain.append(batch_of(9, LINES))
+    plain.close()
+    reader = opened(path, mode="r")
+    assert torch.equal(mp.decompress(reader.take([11], "images"))["images"][0]["pixels"], images[2])
+
+
+def test_objects_that_need_a_pickle(path):
+    log = opened(path)
+    batch = TensorDict({"x": torch.zeros(1), "o": NonTensorStack({1, 2})}, [1])
+    size = log.nbytes
+    with pytest.raises(mp.MaskpackError, match="allow_pickle"):
+        log.append(batch)
+    assert (log.nbytes, len(log), os.path.getsize(path / "000000.seg")) == (size, 0, size)
+    log.close()
+    trusting = opened(path, allow_pickle=True)
+    trusting.append(batch)
+    assert mp.decompress(trusting[[0]])["o"].tolist() == [{1, 2}]
+    assert mp.decompress(pickle.loads(pickle.dumps(trusting)).take([0]))["o"].tolist() == [{1, 2}]
+
+
+def test_one_writer(path):
+    log = opened(path)
+    with pytest.raises(StorageError, match="another RolloutLog"):
+        opened(path)
+    reader = pickle.loads(pickle.dumps(log))
+    with pytest.raises(StorageError, match='mode="r"'):
+        reader.append(mp.compress(batch_of(0), pad_token_id=PAD))
+    log.close()
+    with pytest.raises(StorageError, match="closed"):
+        log.append(mp.compress(batch_of(0), pad_token_id=PAD))
+    opened(path).append(batch_of(0))
+    assert len(reader) == 7
+
+
+def _seen(path, ready, go, out):
+    log = opened(path, mode="r")
+    ready.set()
+    go.wait(60)
+    out.put((log.rows.tolist(), mp.decompress(log[log.rows[-7:]], "responses")["responses"].sum().item()))
+
+
+def test_other_processes_read(path):
+    log = opened(path, segment_bytes=1 << 12)
+    context = multiprocessing.get_context("fork")
+    ready, go, out = context.Event(), context.Event(), context.Queue()
+    other = context.Process(target=_seen, args=(path, ready, go, out))
+    other.start()
+    ready.wait(60)
+    for seed in range(5):
+        log.append(batch_of(seed))
+    log.delete(range(14))
+    log.compact()
+    go.set()
+    rows, total = out.get(timeout=60)
+    other.join()
+    assert rows == [*range(14, 35)]
+    assert total == batch_of(4)["responses"].sum().item()
+
+
+def _append(path, out, log):
+    try:
+        log.append(batch_of(0))
+    except StorageError as error:
+        out.put(str(error))
+
+
+def test_a_fork_does_not_write(path):
+    log = opened(path)
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    other = context.Process(target=_append, args=(path, out, log))
+    other.start()
+    assert "a fork of" in out.get(timeout=60)
+    other.join()
+    assert log.append(batch_of(0)) == range(7)
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_backup(path, tmp_path, url):
+    target = f"memory://{tmp_path.name}-{url}" if url else tmp_path / "copy"
+    batches = {}
+    log = opened(path, segment_bytes=1 << 12)
+    for seed in range(4):
+        kept(batches, log.append(batch := batch_of(seed)), batch)
+    copied = log.back_up(target)
+    assert copied >= log.nbytes
+    assert log.back_up(target) < copied / 2
+    kept(batches, log.append(batch := batch_of(5)), batch)
+    log.delete([3])
+    log.compact(0.0)
+    log.back_up(target)
+    reader = opened(target, mode="r")
+    del batches[3]
+    assert reader.rows.tolist() == sorted(batches)
+    same_rows(reader, batches, batches)
+    if url:
+        with pytest.raises(LayoutError, match="not on this machine"):
+            opened(target)
+    else:
+        assert opened(target).append(batch_of(6)) == range(35, 42)
+    other = opened(tmp_path / "other")
+    with pytest.raises(StorageError, match="another log"):
+        other.back_up(target)
+
+
+def test_a_full_disk_loses_nothing(path, monkeypatch):
+    log = opened(path)
+    log.append(batch_of(0))
+    size, write, room = log.nbytes, disk.write, 3000
+
+    def full(file, at, buffers):
+        nonlocal room
+        for buffer in buffers:
+            line = memoryview(buffer).cast("B")[:room]
+            room -= line.nbytes
+            at = write(file, at, [line])
+            if line.nbytes < memoryview(buffer).nbytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return at
+
+    monkeypatch.setattr(disk, "write", full)
+    with pytest.raises(StorageError, match=r"No space left.*delete rows and compact"):
+        log.append(batch_of(1, LINES * 20))
+    monkeypatch.setattr(disk, "write", write)
+    assert (log.nbytes, len(log)) == (size, 7) == (os.path.getsize(path / "000000.seg"), 7)
+    assert log.append(batch_of(2)) == range(7, 14)
+    assert_same(mp.decompress(log[7:14]), batch_of(2))
+    assert log.damaged().size == 0
+
+
+def test_a_disk_that_fails_to_sync_stops_the_writer(path, monkeypatch):
+    log = opened(path)
+    log.append(batch_of(0))
+
+    def fails(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync", fails)
+        with pytest.raises(StorageError, match="could not be synced"):
+            log.append(batch_of(1))
+    with pytest.raises(StorageError, match="cannot be written to"):
+        log.append(batch_of(2))
+    log.close()
+    again = opened(path)
+    assert len(again) in (7, 14)
+    assert_same(mp.decompress(again[0:7]), batch_of(0))
+
+
+def test_interval_syncs_later(path, monkeypatch):
+    count = []
+    sync = disk.sync
+    monkeypatch.setattr(disk, "sync", lambda file: (count.append(1), sync(file)))
+    log = opened(path, fsync="interval", interval=3600)
+    count.clear()
+    for seed in range(3):
+        log.append(batch_of(seed))
+    assert not count
+    assert len(opened(path, mode="r")) == 21
+    log.sync()
+    assert len(count) == 1
+    log.append(batch_of(4))
+    log.close()
+    assert len(count) == 2
+
+
+def damaged(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_flipped_bit_is_an_error_of_its_chunk(path, tail):
+    log = opened(path)
+    for seed in range(3):
+        log.append(batch_of(seed))
+    size = log.nbytes // 3
+    log.close()
+    if not tail:
+        (path / "tail").unlink()
+    damaged(path / "000000.seg", 64 + size + size // 2)
+    log = opened(path)
+    assert log.damaged().tolist() == [*range(7, 14)]
+    for rows in ([7], slice(None)):
+        with pytest.raises(StorageError, match=r"rows 7 to 13 in 000000.seg, bytes"):
+            log.take(rows)
+    assert_same(mp.decompress(log[0:7]), batch_of(0))
+    assert_same(mp.decompress(log[14:21]), batch_of(2))
+    log.delete(range(7, 14))
+    assert log.damaged().size == 0
+
+
+def test_a_flipped_bit_in_a_header_is_mended(path):
+    log = opened(path)
+    for seed in range(3):
+        log.append(batch_of(seed))
+    log.close()
+    damaged(path / "000000.seg", 64 + 20)
+    log = opened(path)
+    for seed in range(3):
+        assert_same(mp.decompress(log[7 * seed : 7 * seed + 7]), batch_of(seed))
+
+
+def test_a_torn_end_is_cut_off(path):
+    log = opened(path)
+    log.append(batch_of(0))
+    end = log.nbytes
+    log.append(batch_of(1))
+    size = log.nbytes
+    log.close()
+    whole = (path / "000000.seg").read_bytes()
+    tail = (path / "tail").read_bytes()
+    for cut in sorted({end + 1, end + 64, (end + size) // 2, size - 64, size - 1}):
+        (path / "000000.seg").write_bytes(whole[:cut])
+        (path / "tail").unlink()
+        log = opened(path)
+        assert (len(log), log.nbytes) == (7, end)
+        assert log.append(batch_of(2)) == range(7, 14)
+        assert_same(mp.decompress(log[7:14]), batch_of(2))
+        log.close()
+        # the same bytes, of which the tail says that they were on the disk
+        (path / "000000.seg").write_bytes(whole[:cut])
+        (path / "tail").write_bytes(tail)
+        with pytest.warns(MaskpackWarning, match=r"000000.seg is damaged"):
+            log = opened(path)
+        assert_same(mp.decompress(log[0:7]), batch_of(0))
+        with pytest.raises(StorageError, match=r"row 7 was in 000000\.seg"):
+            log.take([7])
+        assert log.append(batch_of(2)) == range(14, 21)
+        log.close()
+        (path / "000001.seg").unlink()
+
+
+def test_missing_and_foreign_files(path, tmp_path):
+    log = opened(path, segment_bytes=1 << 12)
+    for seed in range(3):
+        log.append(batch_of(seed, LINES * 10))
+    log.close()
+    (path / "000001.seg").unlink()
+    with pytest.warns(MaskpackWarning, match=r"000001.seg is missing"):
+        log = opened(path)
+    assert log.damaged().tolist() == [*range(30, 60)]
+    assert_same(mp.decompress(log[60:90]), batch_of(2, LINES * 10))
+    log.close()
+    (path / "000000.idx").write_bytes(b"nothing")
+    with pytest.warns(MaskpackWarning):
+        assert opened(path).rows.size == 60
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StorageError, match="is no log"):
+        opened(tmp_path / "empty", mode="r")
+    (path / "log.json").unlink()
+    with pytest.raises(StorageError, match=r"no log\.json"):
+        opened(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda path: RolloutLog(3), LayoutError, "path is 3"),
+        (lambda path: RolloutLog(path, mode="w"), LayoutError, "mode is 'w'"),
+        (lambda path: RolloutLog(path, fsync=True), LayoutError, "fsync is True"),
+        (lambda path: RolloutLog(path, interval=0), LayoutError, "interval is 0"),
+        (lambda path: RolloutLog(path, segment_bytes=10), LayoutError, "segment_bytes is 10"),
+        (lambda path: RolloutLog(path, like=3), LayoutError, "like is 3"),
+        (lambda path: opened(path).append([1]), LayoutError, "the batch is a list"),
+        (lambda path: opened(path).append(batch_of(0), 3), LayoutError, "tags are 3"),
+        (lambda path: opened(path).append(batch_of(0), {1: 2}), LayoutError, "a tag is named 1"),
+        (lambda path: opened(path).append(batch_of(0), {"a": [1]}), LayoutError, "1 values for 7 rows"),
+        (lambda path: opened(path).append(batch_of(0), {"a": [{}] * 7}), LayoutError, 'tag "a" is a dict'),
+        (lambda path: opened(path).append(TensorDict({}, [])), LayoutError, "no rows"),
+        (lambda path: opened(path).take("a"), LayoutError, "rows are"),
+        (lambda path: opened(path).take([0]), FieldError, "no row 0"),
+        (lambda path: opened(path).take([True]), LayoutError, "rows are"),
+        (lambda path: opened(path).take([]), LayoutError, "has no rows"),
+        (lambda path: opened(path).where(a={"b": 1}), LayoutError, "tag"),
+        (lambda path: opened(path).compact(2), LayoutError, "least is 2"),
+        (lambda path: opened(path).back_up(None), LayoutError, "target is None"),
+    ],
+)
+def test_wrong_arguments(path, call, error, message):
+    with pytest.raises(error, match=message):
+        call(path)
