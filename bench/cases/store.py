@@ -1,0 +1,181 @@
+"""A log of packed rows on disk: append with a sync, open, rows by number, memory.
+
+The floor of an append is one write and one fsync of the same packed bytes; a user without maskpack has `torch.save` of
+the padded batch and an fsync, or TensorDict's `memmap`. The floor of reading is the decode of the same rows of batches
+in memory. Routed experts are counted at a size that fits the disk: what grows with rows is named beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from bench.harness.measure import interleaved, memory, progress, require_same, tensors, torch_threads
+from bench.harness.registry import case
+from bench.harness.report import Row, times
+from bench.workloads import PAD_ID, batch_of
+from maskpack import PackedBatch, compress, decompress
+from maskpack.store import RolloutLog
+
+_APPEND, _FLOOR = "append of packed rows, fsync", "one write and fsync of their bytes"
+_WHOLE, _SAVE, _MEMMAP = (
+    "append of the padded batch, fsync",
+    "torch.save of the padded batch, fsync",
+    "TensorDict.memmap",
+)
+_LATER, _FILE = "append of packed rows, interval", "PackedBatch.save to a new file"
+_LOG, _HELD = "take and decode, nested, from the log", "take and decode, nested, of batches in memory"
+
+
+@case(
+    "store",
+    help="a log of packed rows on disk: append, open, rows by number, memory",
+    on="cpu",
+    tiny={"rows": 16, "scale": 0.016, "many": 40, "rollouts": 3, "tokens": 64},
+    groups=("append", "rows", "experts"),
+)
+def run(
+    rows: int,
+    rounds: int,
+    *,
+    scale: float = 1.0,
+    many: int = 391,
+    rollouts: int = 38,
+    tokens: int = 120_000,
+    only: tuple[str, ...] | None = None,
+) -> list[Row]:
+    """`many` chunks of `rows` rows each make the large log: 100,096 rows by default."""
+    report: list[Row] = []
+    groups = only or ("append", "rows", "experts")
+    with torch_threads(1), tempfile.TemporaryDirectory() as folder:
+        if "append" in groups:
+            report += _append(Path(folder), rows, rounds, scale)
+        if "rows" in groups:
+            report += _rows(Path(folder), rows, rounds, scale, many)
+        if "experts" in groups:
+            report += _experts(Path(folder), rollouts, tokens)
+    return report
+
+
+def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
+    progress(f"store: append of {rows} rows")
+    batch = batch_of("reference", rows, scale=scale)
+    packed = compress(batch, pad_token_id=PAD_ID)
+    data = packed.to_bytes()
+    log = RolloutLog(folder / "always", pad_token_id=PAD_ID)
+    later = RolloutLog(folder / "interval", fsync="interval")
+    require_same("append", decompress(log[log.append(packed)]), batch)
+    floor = os.open(folder / "floor", os.O_CREAT | os.O_WRONLY)
+
+    def written() -> None:
+        os.write(floor, data)
+        os.fsync(floor)
+
+    def saved() -> None:
+        with open(folder / "saved.pt", "wb") as file:
+            torch.save(batch, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    works: dict[str, Callable[[], object]] = {
+        _FLOOR: written,
+        _APPEND: lambda: log.append(packed, {"step": 3}),
+        _LATER: lambda: later.append(packed, {"step": 3}),
+        _FILE: lambda: packed.save(folder / "one.safetensors"),
+        _WHOLE: lambda: log.append(batch, {"step": 3}),
+        _SAVE: saved,
+        _MEMMAP: lambda: batch.memmap(folder / "memmap"),
+    }
+    ms = interleaved(works, rounds)
+    os.close(floor)
+    log.close()
+    later.close()
+    name = f"append of {rows} rows, {len(data):,} bytes"
+    pairs = ((_APPEND, _FLOOR, "<= 1.3"), (_LATER, _FLOOR, None), (_SAVE, _WHOLE, None), (_MEMMAP, _WHOLE, None))
+    return times(name, ms, pairs)
+
+
+def _rows(folder: Path, rows: int, rounds: int, scale: float, many: int) -> list[Row]:
+    kinds = [
+        compress(batch_of("reference", 4 * rows, scale=scale)[at * rows :][:rows], pad_token_id=PAD_ID)
+        for at in range(4)
+    ]
+    progress(f"store: {many} chunks of {rows} rows")
+    with RolloutLog(folder / "many", fsync="interval") as log:
+        for chunk in range(many):
+            log.append(kinds[chunk % 4], {"step": chunk, "row": [*range(rows)]})
+        nbytes = log.nbytes
+    held = PackedBatch.cat([kinds[chunk % 4] for chunk in range(many)])
+    name = f"{many * rows:,} rows, {nbytes:,} bytes"
+    before = memory("RssAnon") + memory("RssFile")
+    begin = time.perf_counter()
+    log = RolloutLog(folder / "many", mode="r")
+    report = [Row(name, "open", 1e3 * (time.perf_counter() - begin), "ms", "<= 2000")]
+    begin = time.perf_counter()
+    found = log.where(step=many // 2)
+    report.append(Row(name, "first where", 1e3 * (time.perf_counter() - begin), "ms"))
+    report.append(
+        Row(name, "memory of the opened log", (memory("RssAnon") + memory("RssFile") - before) / 2**30, "GiB", "<= 1")
+    )
+    assert found.size == rows
+    rng = np.random.default_rng(0)
+    count = min(256, many * rows)
+    begin = time.perf_counter()
+    decompress(log.take(rng.permutation(many * rows)[:count]), format="nested")
+    report.append(Row(name, f"{count} scattered rows, first touch", 1e3 * (time.perf_counter() - begin), "ms"))
+    chosen = rng.permutation(many * rows)[:count]
+    require_same("take", decompress(log.take(chosen)), decompress(held.take(chosen)))
+    works: dict[str, Callable[[], object]] = {
+        _LOG: lambda: decompress(log.take(rng.permutation(many * rows)[:count]), format="nested"),
+        _HELD: lambda: decompress(held.take(rng.permutation(many * rows)[:count]), format="nested"),
+    }
+    report += times(f"{count} scattered rows of {name}", interleaved(works, rounds), ((_HELD, _LOG, ">= 0.8"),))
+    report.append(Row(name, "memory after reading, not mapped", memory("RssAnon") / 2**30, "GiB"))
+    return report
+
+
+def _experts(folder: Path, rollouts: int, tokens: int) -> list[Row]:
+    """Rollouts with the experts of 48 layers, 8 of 128 for each token, as one process appends and reads them."""
+    progress(f"store: {rollouts} rollouts of {tokens} tokens with routed experts")
+    rng = np.random.default_rng(0)
+    popular = rng.permuted(np.tile(np.arange(128), (48, 1)), axis=1)
+    log = RolloutLog(folder / "experts", fsync="interval")
+    padded, most = 0, 0
+    before = memory("RssAnon")
+    for seed in range(rollouts):
+        drawn = np.minimum(rng.geometric(0.03, (tokens, 48, 8)), 128) - 1
+        ids = np.take_along_axis(popular[None, :, :], drawn, 2).astype(np.uint8)
+        batch = TensorDict(
+            {
+                "input_ids": torch.from_numpy(rng.integers(1, 150_000, (1, tokens))),
+                "attention_mask": torch.ones(1, tokens, dtype=torch.int64),
+                "routed_experts": torch.from_numpy(ids)[None],
+            },
+            [1],
+        )
+        log.append(compress(batch, pad_token_id=0), {"uid": seed})
+        padded += sum(field.nbytes for field in tensors(batch))
+        del batch, drawn, ids
+        most = max(most, memory("RssAnon"))
+    log.close()
+    reader = RolloutLog(folder / "experts", mode="r")
+    begin = memory("RssAnon")
+    for row in reader.rows.tolist():
+        stage = reader.take([row], "routed_experts").narrow("routed_experts", 0, 6)
+        assert stage.num_rows == 1
+    name = f"{rollouts} rollouts of {tokens:,} tokens, experts of 48 layers"
+    grown = memory("RssAnon") - begin
+    return [
+        Row(name, "tensors", padded / 2**30, "GiB"),
+        Row(name, "log", reader.nbytes / 2**30, "GiB"),
+        Row(name, "memory of a writer, most", (most - before) / 2**30, "GiB"),
+        Row(name, "memory of a reader that cut 6 layers of each", grown / 2**30, "GiB"),
+        Row(name, "memory of the reader / tensors", max(grown, 1) / padded, "x", "<= 0.01"),
+    ]
