@@ -112,7 +112,7 @@ def _rows(folder: Path, rows: int, rounds: int, scale: float, many: int) -> list
         for chunk in range(many):
             log.append(kinds[chunk % 4], {"step": chunk, "row": [*range(rows)]})
         nbytes = log.nbytes
-    held = PackedBatch.cat([kinds[chunk % 4] for chunk in range(many)])
+    held = PackedBatch.cat([kinds[chunk % 4].own() for chunk in range(many)])  # bodies of their own, as in the log
     name = f"{many * rows:,} rows, {nbytes:,} bytes"
     before = memory("RssAnon") + memory("RssFile")
     begin = time.perf_counter()

@@ -198,14 +198,13 @@ class RolloutLog:
             if not contents.index.chunks:
                 raise LayoutError("RolloutLog.take: the log has no rows; expected some. Append a batch first.")
             return contents.packed(contents.index.chunks[-1], fields).take([])
-        picked = [contents.packed(chunk, fields).take(places) for chunk, places, _ in parts]
-        batch = PackedBatch.cat(picked)
-        order = np.concatenate([own for _, _, own in parts])
-        if bool((np.diff(order) > 0).all()):
-            return batch
-        back = np.empty(order.size, np.int64)
-        back[order] = np.arange(order.size)
-        return batch.take(back)
+        batches = [contents.packed(chunk, fields) for chunk, _, _ in parts]
+        index = np.empty(numbers.size, np.int64)
+        begin = 0
+        for batch, (_, places, own) in zip(batches, parts, strict=True):
+            index[own] = begin + places
+            begin += len(batch)
+        return PackedBatch.cat(batches).take(index)
 
     def damaged(self) -> IntArray:
         """int64 [n], rising: the rows that cannot be read any more. Reads the whole log."""
