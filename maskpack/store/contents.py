@@ -229,7 +229,7 @@ class Contents:
             line: Any = np.ascontiguousarray(array)
             dtype = line.dtype.str
             digest = hashlib.blake2b(line.data, digest_size=16, person=dtype.encode()).hexdigest()
-            if digest not in self.index.blobs and digest not in blobs.values():
+            if digest not in blobs.values() and not self._has(digest):
                 yield NewRecord(BLOB, 0, 0, {"digest": digest, "dtype": dtype}, [line])
             blobs[str(number)] = digest
             arrays[number] = array[:0]
@@ -238,13 +238,20 @@ class Contents:
         payload = [pieces.header, *(array for array in pieces.arrays if array.size)]
         yield NewRecord(kind, first, len(packed), head, payload)
 
+    def _has(self, digest: str) -> bool:
+        """Whether an array of Python objects is there, and whole."""
+        try:
+            return digest in self.index.blobs and self.index.blobs[digest].payload() is not None
+        except StorageError:
+            return False
+
     def damaged(self) -> IntArray:
         """int64 [n], rising: the rows that cannot be read. Reads everything."""
         bad = np.zeros(self.index.next_row, np.bool_)
         for segment in self.segments:
             for damage in segment.damages:
                 rows = np.arange(damage.first_row, bad.size if damage.end_row is None else damage.end_row)
-                bad[rows[self.index.stored(rows) < 0]] = True
+                bad[rows[self.index.lost(rows)]] = True
         for chunk in self.index.chunks:
             try:
                 chunk.verify()

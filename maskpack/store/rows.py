@@ -71,6 +71,10 @@ class RowIndex:
         """int64 [n], rising: the numbers of the rows that are there."""
         return np.flatnonzero(self.live())
 
+    def lost(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether rows were not deleted, and have no bytes."""
+        return (self._chunk[rows] < 0) & ~self._dead[rows]
+
     def stored(self, rows: IntArray) -> npt.NDArray[np.int64]:
         """The chunk that has the bytes of rows, deleted ones too; -1 for none."""
         return self._chunk[rows]
