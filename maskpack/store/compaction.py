@@ -11,7 +11,7 @@ import numpy as np
 from maskpack.core.index import IntArray
 from maskpack.errors import StorageError
 from maskpack.packed.batch import PackedBatch
-from maskpack.store.contents import Contents, NewRecord
+from maskpack.store.contents import Contents, NewRecord, deletion
 from maskpack.store.records import BLOB, DELETE, PICKED
 from maskpack.store.rows import deleted_rows, spans_of, tags_of
 from maskpack.store.segments import START, Chunk, Segment
@@ -72,7 +72,7 @@ def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
             at = index.stored(rows)
             rows = rows[(at >= 0) & ~np.isin(at, own)]
             if rows.size:
-                yield NewRecord(DELETE, 0, 0, {}, [spans_of(rows).tobytes()])
+                yield deletion(rows)
         elif record.kind == BLOB:
             if chunk.parsed["digest"] in blobs:
                 yield NewRecord(BLOB, 0, 0, chunk.parsed, [chunk.payload()])

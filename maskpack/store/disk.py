@@ -120,7 +120,7 @@ class LocalFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._maps: dict[bytes, mmap.mmap] = {}
+        self._maps: dict[tuple[str, bytes], mmap.mmap] = {}
 
     def names(self) -> set[str]:
         return set(os.listdir(self.root))
@@ -135,7 +135,9 @@ class LocalFolder:
             return os.pread(file.fileno(), end - begin, begin)
 
     def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
-        held = self._maps.get(header)
+        if end <= begin:
+            return memoryview(b"")
+        held = self._maps.get((name, header))
         if held is None or len(held) < end:  # new, or it has grown
             with _there(self.root / name, True) as file:
                 held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -143,7 +145,7 @@ class LocalFolder:
                 raise Replaced(name)
             while len(self._maps) >= _OPEN:
                 self._maps.pop(next(iter(self._maps)), None)
-            self._maps[header] = held
+            self._maps[name, header] = held
         return memoryview(held)[begin:end]
 
 

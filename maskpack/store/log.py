@@ -25,10 +25,10 @@ from maskpack.fields.options import kept_verify
 from maskpack.fields.registry import Key
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.store.compaction import compact
-from maskpack.store.contents import LOG, TAIL, Contents, NewRecord, Tail, log_json, log_number
+from maskpack.store.contents import LOG, TAIL, Contents, Tail, deletion, log_json, log_number
 from maskpack.store.disk import LocalFolder, RemoteFolder, Replaced
-from maskpack.store.records import DELETE, ROWS
-from maskpack.store.rows import RowIndex, checked_tags, spans_of, tags_of
+from maskpack.store.records import ROWS
+from maskpack.store.rows import RowIndex, checked_tags, tags_of
 from maskpack.store.segments import index_name
 from maskpack.store.writer import Writer
 
@@ -258,7 +258,7 @@ class RolloutLog:
                 index.parts(numbers)  # raises
             numbers = numbers[index.live(numbers)]
             if numbers.size:
-                writer.write([NewRecord(DELETE, 0, 0, {}, [spans_of(numbers).tobytes()])], index.next_row)
+                writer.write([deletion(numbers)], index.next_row)
             return int(numbers.size)
 
     def sync(self) -> None:

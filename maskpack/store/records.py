@@ -4,10 +4,11 @@
 
 `rows`    head {tags, blobs?, rows?}    payload: a packed batch as `PackedBatch.to_bytes` writes it
 `picked`  the same; its rows are those that the head lists
-`delete`  head {}                      payload: int64 pairs of a first row and a count
+`delete`  head {rows}                  payload: the same, int64 pairs of a first row and a count
 `blob`    head {digest, dtype}         payload: an array of a Python object, which rows refer to
 
-A bit that is flipped in a header is mended by its copy. A payload has a checksum: CRC-32 of the CRC-32 of each MiB.
+A bit that is flipped in a header is mended by its copy. The checksum of a header counts the place of its record, so that
+its copy, or a record within a payload, is not taken for another. A payload has a checksum: CRC-32 of the CRC-32 of each MiB.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Record:
     def header(self, log: int) -> bytes:
         sizes = self.head_nbytes, self.head_crc, self.nbytes, self.synced, self.crc
         line = _HEADER.pack(MAGIC, self.kind, log, self.first, self.count, *sizes)
-        return line + _CRC.pack(zlib.crc32(line))
+        return line + _CRC.pack(zlib.crc32(line, self.at & 0xFFFFFFFF))
 
 
 def padded(nbytes: int) -> int:
@@ -90,7 +91,7 @@ def parsed(line: Any, log: int, at: int) -> Record | None:
         magic != MAGIC
         or own != log
         or kind >= len(KINDS)
-        or _CRC.unpack_from(line, _HEADER.size)[0] != zlib.crc32(line[: _HEADER.size])
+        or _CRC.unpack_from(line, _HEADER.size)[0] != zlib.crc32(line[: _HEADER.size], at & 0xFFFFFFFF)
     ):
         return None
     return Record(kind, at, first, count, head_nbytes, head_crc, nbytes, crc, synced)

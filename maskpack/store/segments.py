@@ -20,12 +20,12 @@ import numpy as np
 from maskpack.core.index import IntArray, ranges
 from maskpack.errors import StorageError
 from maskpack.store.disk import Folder
-from maskpack.store.records import ALIGN, HEADER, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
+from maskpack.store.records import ALIGN, HEADER, KINDS, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
 
 VERSION = 1
 _FILE = struct.Struct("<12sIQqQq12x")
 _CRC = struct.Struct("<I")
-_SEGMENT, _INDEX = b"maskpack log", b"maskpack idx"
+_SEGMENT, INDEX = b"maskpack log", b"maskpack idx"
 START = _FILE.size + _CRC.size
 """Where the first record of a segment begins."""
 
@@ -113,9 +113,10 @@ class Chunk:
 
     def __str__(self) -> str:
         record = self.record
-        what = "an array of Python objects"
+        what = f"a record of kind {KINDS[record.kind]!r}"
         if record.has_rows:
-            what = f"the chunk of rows {self.rows[0]} to {self.rows[-1]}"
+            known = self.head is not None or record.kind == ROWS
+            what = f"the chunk of rows {record.first} to {self.rows[-1] if known else '?'}"
         return f"{what} in {self.segment.name}, bytes {record.at} to {record.end},"
 
 
@@ -145,7 +146,7 @@ class Segment:
         return self.folder.read(self.name, begin, end, self.header)
 
     def view(self, begin: int, end: int) -> memoryview:
-        return self.folder.view(self.name, self.frame.header(), begin, end)
+        return self.folder.view(self.name, self.header, begin, end)
 
     def walk(self, until: int, durable: int, end_row: int | None) -> None:
         """Reads the records behind those that are known, up to `until`. Records before `durable` were on the disk: if
@@ -155,11 +156,9 @@ class Segment:
         while at < until:
             record = _record_at(data, self.frame.log, at)
             if record is None:
-                found = _next_header(data, self.frame.log, at + ALIGN)
-                while found is not None and at >= durable and found.synced <= at:
-                    found = _next_header(data, self.frame.log, found.at + ALIGN)
-                if found is None and at >= durable:
+                if at >= durable and not (durable := _synced_later(data, self.frame.log, at)):
                     break  # torn
+                found = _next_header(data, self.frame.log, at + ALIGN)
                 end = until if found is None else found.at
                 if found is None:
                     end = min(end, durable)
@@ -175,19 +174,22 @@ class Segment:
             whole = zlib.crc32(head) == record.head_crc
             if record.has_rows and self.damages and self.damages[-1].end_row is None:
                 self.damages[-1] = replace(self.damages[-1], end_row=record.first)
-            if record.kind == PICKED and not whole and at < durable:  # nothing else tells which rows it has
-                self.damages.append(Damage(at, record.end, record.first, None))
-                at = record.end
-                continue
             chunk = Chunk(self, record, head if whole else None)
             if at >= durable:
                 try:
                     chunk.verify()
                 except StorageError:
-                    break  # torn
+                    if not (durable := _synced_later(data, self.frame.log, at)):
+                        break  # torn
+            if record.kind == PICKED and not whole:  # nothing else tells which rows it has
+                self.damages.append(Damage(at, record.end, record.first, None))
+                at = record.end
+                continue
             self.chunks.append(chunk)
             at = record.end
             row = max(row, int(chunk.rows[-1]) + 1) if record.has_rows else row
+        if at < durable:
+            self.damages.append(Damage(at, durable, row, None))
         if self.damages and self.damages[-1].end_row is None and end_row is not None:
             self.damages[-1] = replace(self.damages[-1], end_row=end_row)
         self.end = at
@@ -205,13 +207,13 @@ class Segment:
         heads = b"".join(chunk.head or b"" for chunk in self.chunks)
         counts = np.array([len(self.chunks), self.end], np.int64)
         parts = [counts.tobytes(), places.tobytes(), headers, heads]
-        return [self.frame.header(_INDEX), *parts, _CRC.pack(zlib.crc32(b"".join(parts)))]
+        return [self.frame.header(INDEX), *parts, _CRC.pack(zlib.crc32(b"".join(parts)))]
 
     def read_index(self, line: bytes) -> bool:
         """Takes the records from an index; false if it is not whole, or of another segment."""
         body = line[START : -_CRC.size]
         whole = len(body) >= 16 and _CRC.pack(zlib.crc32(body)) == line[-_CRC.size :]
-        if not whole or Frame.parsed(line[:START], _INDEX) != self.frame:
+        if not whole or Frame.parsed(line[:START], INDEX) != self.frame:
             return False
         count, self.end = np.frombuffer(body, np.int64, 2).tolist()
         places = np.frombuffer(body, np.int64, count, 16).tolist()
@@ -236,6 +238,14 @@ def index_name(number: int) -> str:
 def _record_at(data: memoryview, log: int, at: int) -> Record | None:
     record = parsed(data[at : at + HEADER], log, at)
     return record if record is not None and record.end <= len(data) else None
+
+
+def _synced_later(data: memoryview, log: int, at: int) -> int:
+    """How many bytes were on the disk when some record behind `at` was written, if these are more than `at`; or 0."""
+    found = _next_header(data, log, at + ALIGN)
+    while found is not None and found.synced <= at:
+        found = _next_header(data, log, found.at + ALIGN)
+    return 0 if found is None else min(found.synced, len(data))
 
 
 def _next_header(data: memoryview, log: int, at: int) -> Record | None:

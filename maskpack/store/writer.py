@@ -250,10 +250,12 @@ class Writer:
 
     def close(self) -> None:
         with self._turn:
-            if self._files and self.why_not() is None:
-                self.sync()
-            self.failed = self.failed or "it is closed"
-            _close_all(self._files)
+            try:
+                if "segment" in self._files and self.why_not() is None:
+                    self.sync()
+            finally:
+                self.failed = self.failed or "it is closed"
+                _close_all(self._files)
 
 
 def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -> Chunk:
