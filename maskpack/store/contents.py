@@ -247,6 +247,12 @@ class Contents:
         payload = [pieces.header, *(array for array in pieces.arrays if array.size)]
         yield NewRecord(kind, first, len(packed), head, payload)
 
+    def verify(self, chunk: Chunk) -> None:
+        """Reads a chunk, and the arrays of Python objects that it refers to. Raises StorageError if one is damaged."""
+        chunk.verify()
+        for digest in chunk.parsed.get("blobs", {}).values():
+            self.blob(digest, chunk)
+
     def _has(self, digest: str) -> bool:
         """Whether an array of Python objects is there, and whole."""
         try:
@@ -263,9 +269,7 @@ class Contents:
                 bad[rows[self.index.lost(rows)]] = True
         for chunk in self.index.chunks:
             try:
-                chunk.verify()
-                for digest in chunk.parsed.get("blobs", {}).values():
-                    self.blob(digest, chunk)
+                self.verify(chunk)
             except StorageError:
                 bad[chunk.rows[self.index.live(chunk.rows)]] = True
         return np.flatnonzero(bad)

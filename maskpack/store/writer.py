@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -191,12 +192,18 @@ class Writer:
         segment = self.contents.segments[-1]
         try:
             self._begin_segment(segment.frame.number + 1)
-            self._write_index(segment)
         except OSError as error:
             _log.warning("%s: the next segment could not be begun: %s", self._name, error)
+            return
+        self._write_index(segment)
 
     def _write_index(self, segment: Segment) -> None:
-        disk.publish(self.root / index_name(segment.frame.number), segment.index())
+        """Where the disk has no room, a segment has no index, and is walked when it is opened."""
+        name = index_name(segment.frame.number)
+        try:
+            disk.publish(self.root / name, segment.index())
+        except OSError as error:
+            _log.warning("%s: %s could not be written: %s", self._name, name, error)
 
     def _begin_segment(self, number: int) -> None:
         frame = Frame(self.contents.log, number, random_number(), self.contents.index.next_row)
@@ -218,7 +225,7 @@ class Writer:
 
     def replace(self, old: Segment, new: Segment, records: Iterable[NewRecord]) -> None:
         """Writes a segment again, in the place of an old one that is closed. Raises StorageError; the old one is there
-        then, or the new one."""
+        then."""
         part = self.root / (old.name + disk.PART)
         try:
             file = disk.create(part)
@@ -230,15 +237,19 @@ class Writer:
                 disk.sync(file)
             finally:
                 os.close(file)
-            # until the new index is there, the old one does not fit the segment, which is walked
-            disk.rename(part, self.root / old.name)
-            self._write_index(new)
         except OSError as error:
-            self.failed = f"compaction failed: {error}"
+            with contextlib.suppress(OSError):
+                disk.remove(part)
             raise StorageError(
                 f"RolloutLog: {part} could not be written ({error}); expected room for the rows that are left. No row "
-                "was lost. Make room, and open the log again."
+                "was lost. Make room."
             ) from error
+        try:
+            disk.rename(part, self.root / old.name)
+        except OSError as error:  # the old one is there, or the new one
+            self._fail(error)
+        # until the new index is there, the old one does not fit the segment, which is walked
+        self._write_index(new)
 
     # ---------------------------------------------------------------- end
 
