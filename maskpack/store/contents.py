@@ -108,9 +108,12 @@ class Contents:
             try:
                 self._load()
                 return
-            except (Replaced, FileNotFoundError):  # the writer has compacted a segment since it was listed
+            except (Replaced, FileNotFoundError) as error:  # the writer has compacted a segment since it was listed
                 if attempt == _ATTEMPTS - 1:
-                    raise
+                    raise StorageError(
+                        f"RolloutLog: {self.name} changes faster than it can be read ({error}); expected files that "
+                        "stay. Compact less often, or open it again."
+                    ) from error
 
     def _load(self) -> None:
         self._seen = tail = self._tail()
@@ -185,11 +188,10 @@ class Contents:
         known = len(last.chunks)
         try:
             last.walk(tail.written, tail.synced, tail.next_row)
+            self.index.add(last, known)
+            self._seen = tail
         except Replaced:
             self.load()
-            return
-        self.index.add(last, known)
-        self._seen = tail
 
     def reindex(self) -> None:
         """Makes the index anew, after segments were replaced."""
@@ -256,9 +258,12 @@ class Contents:
     def _has(self, digest: str) -> bool:
         """Whether an array of Python objects is there, and whole."""
         try:
-            return digest in self.index.blobs and self.index.blobs[digest].payload() is not None
+            if digest in self.index.blobs:
+                self.index.blobs[digest].payload()
+                return True
         except StorageError:
-            return False
+            pass
+        return False
 
     def damaged(self) -> IntArray:
         """int64 [n], rising: the rows that cannot be read. Reads everything."""

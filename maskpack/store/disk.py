@@ -1,7 +1,7 @@
 """Files of a log. Everything that is written to a disk goes through the functions of this module.
 
 write, sync, cut      of an open file
-publish, remove       of a folder: a file appears whole, or not at all
+publish, remove       of a folder: a file appears whole, or not at all;  make: the folder
 LocalFolder           reads by mmap;  RemoteFolder: by fsspec
 """
 
@@ -58,6 +58,14 @@ def cut(file: int, size: int) -> None:
     """Ends a file after `size` bytes, on the disk, too."""
     os.ftruncate(file, size)
     os.fsync(file)
+
+
+def make(folder: Path) -> None:
+    """Makes a folder, and those that it is in, on the disk, too."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def create(path: Path) -> int:

@@ -129,6 +129,7 @@ class Segment:
         header: its first bytes as they are on the disk.
         chunks: its records, in order.
         end: where the next record begins; 0 if the file is missing.
+    synced: how many of its bytes are known to be on the disk.
         damages: what is no record any more.
     """
 
@@ -137,6 +138,7 @@ class Segment:
     header: bytes
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     end: int = START
+    synced: int = START
     damages: list[Damage] = field(default_factory=list[Damage])
 
     @property
@@ -193,7 +195,7 @@ class Segment:
             self.damages.append(Damage(at, durable, row, None))
         if self.damages and self.damages[-1].end_row is None and end_row is not None:
             self.damages[-1] = replace(self.damages[-1], end_row=end_row)
-        self.end = at
+        self.end, self.synced = at, min(durable, at)
 
     def _next_row(self) -> int:
         last = next((chunk.rows for chunk in reversed(self.chunks) if chunk.record.has_rows), None)

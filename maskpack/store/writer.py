@@ -44,7 +44,8 @@ class Writer:
         self._pid = os.getpid()
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._files)
-        root.mkdir(parents=True, exist_ok=True)
+        _writers.add(self)
+        disk.make(root)
         self._lock()
         try:
             names = set(os.listdir(root))
@@ -85,9 +86,11 @@ class Writer:
                 self._write_index(segment)
         last = contents.segments[-1] if contents.segments else None
         if last is not None and last.end and last.frame.number not in closed:
-            file = self._open_last()
+            file = self._open(last)
             if os.fstat(file).st_size > last.end:
                 disk.cut(file, last.end)
+            # written again: pages that a failed sync could not write count as written
+            disk.write(file, last.synced, [last.read(last.synced, last.end)])
             disk.sync(file)
         if last is None or last.damages or last.frame.number in closed:
             self._synced = 0
@@ -119,16 +122,24 @@ class Writer:
             except BaseException:  # an object that cannot be written
                 self._undo(file, begin)
                 raise
-            known = len(segment.chunks)
+            index, known = self.contents.index, len(segment.chunks)
+            first = index.next_row
             segment.chunks += chunks
             segment.end = at
-            self.contents.index.grow(next_row)
-            if self._interval is None:
-                self.sync()
-            else:
-                self._acknowledge()
-                self._sync_later(self._interval)
-            self.contents.index.add(segment, known)
+            index.grow(next_row)
+            try:
+                if self._interval is None:
+                    self.sync()
+                else:
+                    self._acknowledge()
+                    self._sync_later(self._interval)
+            except StorageError:  # it is not there when the log is opened again
+                self._undo(file, begin)
+                del segment.chunks[known:]
+                segment.end, index.next_row = begin, first
+                raise
+            finally:
+                index.add(segment, known)
             if segment.end >= self._segment_bytes:
                 self._close_segment()
 
@@ -187,12 +198,13 @@ class Writer:
 
     def _close_segment(self) -> None:
         """Begins the next segment, and writes the index of the last one. Where the disk has no room, the last one is
-        used on, or walked when it is opened."""
-        self.sync()
+        used on. What was appended is acknowledged: if the disk fails, the next call that writes raises."""
         segment = self.contents.segments[-1]
         try:
+            if self._synced < segment.end:
+                self.sync()
             self._begin_segment(segment.frame.number + 1)
-        except OSError as error:
+        except (OSError, StorageError) as error:
             _log.warning("%s: the next segment could not be begun: %s", self._name, error)
             return
         self._write_index(segment)
@@ -209,19 +221,18 @@ class Writer:
         frame = Frame(self.contents.log, number, random_number(), self.contents.index.next_row)
         disk.publish(self.root / segment_name(number), [frame.header()])
         segment = Segment(self.contents.folder, frame, frame.header())
+        self._open(segment)
         self.contents.segments.append(segment)
         self.contents.index.add(segment)
-        self._open_last()
         self._acknowledge()
 
-    def _open_last(self) -> int:
-        """Opens the last segment to write to it."""
+    def _open(self, last: Segment) -> int:
+        """Opens a segment to write to it."""
+        file = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
         if "segment" in self._files:
             os.close(self._files.pop("segment"))
-        last = self.contents.segments[-1]
-        self._files["segment"] = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
-        self._synced = last.end
-        return self._files["segment"]
+        self._files["segment"], self._synced = file, last.end
+        return file
 
     def replace(self, old: Segment, new: Segment, records: Iterable[NewRecord]) -> None:
         """Writes a segment again, in the place of an old one that is closed. Raises StorageError; the old one is there
@@ -285,6 +296,18 @@ def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -
 
 def random_number() -> int:
     return uuid.uuid4().int >> 64
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Closes the files of a fork, which cannot write: as long as it has them, it has the lock, too."""
+    for writer in _writers:
+        _close_all(writer._files)  # type: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _close_all(files: dict[str, int]) -> None:
