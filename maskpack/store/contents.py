@@ -137,7 +137,7 @@ class Contents:
             elif not segment.read_index(index):
                 size = self.folder.size(segment.name)
                 until, durable = size, size
-                if number == last:  # its end may be torn
+                if number == last and number + 1 not in there:  # its end may be torn
                     known = tail if tail is not None and tail.segment == number else None
                     durable = START if known is None else known.synced
                     until = size if known is None or self.writes else known.written

@@ -103,14 +103,18 @@ class Chunk:
 
     def verify(self) -> None:
         """Reads the payload. Raises StorageError if it is not what was written."""
-        at, nbytes = self.record.payload_at, self.record.nbytes
-        lost = self.head is None and self.record.kind != DELETE  # whose payload says what its head said
-        if lost or crc_of_file(self.segment.read, at, at + nbytes) != self.record.crc:
+        if not self.is_whole():
             raise StorageError(
                 f"RolloutLog: {self} is damaged: its checksum differs; expected the bytes that were written. The other "
                 "records can be read. Restore the file from a backup, or delete these rows."
             )
         self.verified = True
+
+    def is_whole(self) -> bool:
+        """Reads the payload. The head of a deletion is not needed, as its payload says the same."""
+        at, nbytes = self.record.payload_at, self.record.nbytes
+        there = self.head is not None or self.record.kind == DELETE
+        return there and crc_of_file(self.segment.read, at, at + nbytes) == self.record.crc
 
     def __str__(self) -> str:
         record = self.record
@@ -179,11 +183,9 @@ class Segment:
                 self.damages[-1] = replace(self.damages[-1], end_row=record.first)
             chunk = Chunk(self, record, head if whole else None)
             if at >= durable:
-                try:
-                    chunk.verify()
-                except StorageError:
-                    if not (durable := _synced_later(data, self.frame.log, at)):
-                        break  # torn
+                chunk.verified = whole and chunk.is_whole()
+                if not chunk.verified and not (durable := _synced_later(data, self.frame.log, at)):
+                    break  # torn
             if record.kind == PICKED and not whole:  # nothing else tells which rows it has
                 self.damages.append(Damage(at, record.end, record.first, None))
                 at = record.end
