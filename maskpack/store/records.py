@@ -7,8 +7,8 @@
 `delete`  head {rows}                  payload: the same, int64 pairs of a first row and a count
 `blob`    head {digest, dtype}         payload: an array of a Python object, which rows refer to
 
-A bit that is flipped in a header is mended by its copy. The checksum of a header counts the place of its record, that of
-a payload is the CRC-32 of the CRC-32 of each MiB.
+A bit that is flipped in a header is mended by its copy. Its checksum counts the place of the record, so that no copy is
+taken for a record. A payload has a checksum: CRC-32 of the CRC-32 of each MiB.
 """
 
 from __future__ import annotations
