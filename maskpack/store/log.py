@@ -95,10 +95,10 @@ class RolloutLog:
         if remote and mode == "a":
             raise LayoutError(f'RolloutLog: {self.path!r} is not on this machine; expected a folder. Pass mode="r".')
         folder = RemoteFolder(self.path) if remote else LocalFolder(Path(self.path))
-        if isinstance(folder, LocalFolder) and mode == "a":
-            later = None if fsync == "always" else float(interval)
-            self._writer = Writer(folder.root, self.path, later, segment_bytes)
         try:
+            if isinstance(folder, LocalFolder) and mode == "a":
+                later = None if fsync == "always" else float(interval)
+                self._writer = Writer(folder.root, self.path, later, segment_bytes)
             self._contents = Contents(folder, self.path, mode == "a", self._allow_pickle)
             if self._writer is not None:
                 self._writer.resume(self._contents)

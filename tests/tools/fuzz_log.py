@@ -25,12 +25,26 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from log_disk import Disk, State
-from log_model import Model, Row, assert_log, assert_read, assert_rows, assert_tags, batch_of, drawn, opened, played, rows_of, tags_for
+from log_model import (
+    Model,
+    Row,
+    assert_log,
+    assert_read,
+    assert_rows,
+    assert_tags,
+    batch_of,
+    drawn,
+    opened,
+    played,
+    rows_of,
+    tags_for,
+)
 
 import maskpack as mp
 from maskpack.errors import FieldError, MaskpackWarning, StorageError
@@ -313,6 +327,8 @@ def _found(path: Path, there: list[Model], rng: random.Random, key: int) -> Mode
         assert matching, (numbers, following, [(sorted(model.live), model.next_row) for model in there])
         model = matching[-1]
         assert_log(log, model)
+        if rng.random() < 0.6:
+            return model
         one = {"do": "append", "schema": 1, "width": 9, "style": 2, "count": 2, "key": key + 500_000}
         first = log.next_row
         assert played(log, one) == range(first, first + 2)
@@ -393,7 +409,7 @@ def _places(log: RolloutLog) -> dict[tuple[str, str], Callable[[int], set[int]]]
         def flipped(at: int, spans: Any = spans) -> set[int]:
             return {row for begin, end, rows in spans if begin <= at < end for row in rows}
 
-        def cut(at: int, spans: Any = [*spans, *gone]) -> set[int]:
+        def cut(at: int, spans: Any = (*spans, *gone)) -> set[int]:
             return {row for _, end, rows in spans if at < end for row in rows}
 
         out |= {(segment.name, "flip"): flipped, (segment.name, "cut"): cut}
@@ -414,8 +430,8 @@ def _read_broken(path: Path, model: Model, suspects: set[int], name: str, flip: 
             assert_rows(mp.decompress(log.take([number])), [row])
             assert_tags(log, {number: row})
         except StorageError as error:
-            assert number in suspects or number not in model.live, number  # what was compacted is known by its range
-            assert ".seg" in str(error) and "bytes" in str(error)
+            if (number not in suspects and number in model.live) or ".seg, bytes" not in str(error):
+                raise  # of rows that were compacted, only the range is known
             bad.add(number)
         except FieldError:
             assert number not in model.live, number
@@ -472,11 +488,11 @@ def readers(rng: random.Random, root: Path, seconds: float = 2.0, count: int = 2
     shared[0] = shared[1] = 1  # rows below the first are acknowledged; below the second, begun
     until = time.monotonic() + seconds
     children = [
-        forked(lambda seed=rng.random(), anew=bool(place % 2): _read(random.Random(seed), root, shared, until, anew))
+        forked(partial(_read, random.Random(rng.random()), root, shared, until, bool(place % 2)))
         for place in range(count)
     ]
     while time.monotonic() < until:
-        writer = forked(lambda seed=rng.random(): _append(random.Random(seed), root, shared, until))
+        writer = forked(partial(_append, random.Random(rng.random()), root, shared, until))
         time.sleep(rng.random() * 0.5)
         os.kill(writer, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1])
@@ -489,7 +505,9 @@ def readers(rng: random.Random, root: Path, seconds: float = 2.0, count: int = 2
         assert {number for number in range(int(shared[0])) if number % 3} <= set(numbers)
         for own in (0, 1):
             some = [number for number in numbers if of_number(number).schema == own]
-            assert not some or assert_rows(mp.decompress(log.take(some)), [of_number(number) for number in some]) is None
+            assert (
+                not some or assert_rows(mp.decompress(log.take(some)), [of_number(number) for number in some]) is None
+            )
     seen["rows"] += int(shared[1])
     seen["looks"] += int(shared[2])
     seen["rows read"] += int(shared[3])
@@ -520,7 +538,8 @@ def _read(rng: random.Random, root: Path, shared: torch.Tensor, until: float, an
         acknowledged = int(shared[0])
         numbers = log.rows.tolist()
         following = log.next_row
-        assert acknowledged <= following <= int(shared[1]) and newest <= following
+        assert acknowledged <= following <= int(shared[1])
+        assert newest <= following
         newest = following
         assert {number for number in range(acknowledged) if number % 3} <= set(numbers), "a row is missing"
         assert not numbers or numbers[-1] < following

@@ -167,7 +167,9 @@ class State:
         if how == "none":
             later = []
         elif how == "some":
-            later = [event for event in later if rng.random() < 0.5] if rng.random() < 0.5 else later[: rng.randrange(4)]
+            later = (
+                [event for event in later if rng.random() < 0.5] if rng.random() < 0.5 else later[: rng.randrange(4)]
+            )
         for name, number in _named(self.names, later).items():
             if how == "killed":
                 data = self.cached[number]

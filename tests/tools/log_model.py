@@ -77,21 +77,24 @@ def tags_for(rows: list[Row]) -> dict[str, Any]:
 def assert_rows(batch: Any, rows: list[Row]) -> None:
     """Bit for bit the rows of their keys, whatever the width."""
     expected = batch_of(rows, max(WIDTHS))
-    names = {name for name in expected.keys()}
-    assert set(batch.keys()) == names and batch.batch_size == expected.batch_size
+    names = set(expected.keys())
+    assert set(batch.keys()) == names
+    assert batch.batch_size == expected.batch_size
     for name in names:
         want, seen = expected[name], batch[name]
         if name == "meta":
-            assert seen[0] == want[0] and np.array_equal(seen[1], want[1])
+            assert seen[0] == want[0]
+            assert np.array_equal(seen[1], want[1])
         elif name == "extra":
             for one, other in zip(seen, want, strict=True):
-                assert one["key"] == other["key"] and len(one["images"]) == len(other["images"])
+                assert one["key"] == other["key"]
+                assert len(one["images"]) == len(other["images"])
                 assert all(map(np.array_equal, one["images"], other["images"]))
         else:
             if want.ndim == 2 and name != "vector":
                 assert not want[:, seen.shape[1] :].any()
                 want = want[:, : seen.shape[1]]
-            assert seen.dtype == want.dtype and seen.shape == want.shape, name
+            assert (seen.dtype, seen.shape) == (want.dtype, want.shape), name
             assert seen.contiguous().numpy().tobytes() == want.contiguous().numpy().tobytes(), name
 
 
@@ -166,7 +169,8 @@ def assert_log(log: RolloutLog, model: Model) -> None:
     """The rows of the model, each once, bit for bit, with their tags, and no others."""
     numbers = sorted(model.live)
     assert log.rows.tolist() == numbers, (log.rows.tolist(), numbers)
-    assert len(log) == len(numbers) and log.next_row >= model.next_row
+    assert len(log) == len(numbers)
+    assert log.next_row >= model.next_row
     assert_read(log, model.live)
     if numbers:
         step = model.live[numbers[len(numbers) // 2]].first // 16
