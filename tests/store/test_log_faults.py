@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -289,6 +290,41 @@ def lost(device: Disk, path: Path, model: Model) -> None:
     state.folder(path, "none", rng)
     with opened(path) as log:
         assert_log(log, model)
+
+
+def test_what_is_torn_is_cut_off(tmp_path: Path) -> None:
+    """Two chunks that were not synced, of which the first is torn: the second does not come back behind another first."""
+    with opened(tmp_path / "log", fsync="interval", interval=1e6) as log:
+        model = append(log, Model())
+        log.sync()
+        append(log, append(log, model))
+        shutil.copytree(tmp_path / "log", tmp_path / "found")
+    torn = chunks(tmp_path / "log")[1]
+    flip(tmp_path / "found" / "000000.seg", torn.payload_at + 5)
+    with opened(tmp_path / "found") as log:
+        assert log.rows.tolist() == [0, 1]
+        assert (tmp_path / "found" / "000000.seg").stat().st_size == torn.at
+        first = log.next_row
+        later = append(log, Model(model.live, first))
+    with opened(tmp_path / "found") as log:
+        assert_log(log, later)
+
+
+def test_a_reader_sees_nothing_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[int]] = []
+    with opened(tmp_path) as log:
+        model = append(log, Model())
+        reader, sync = opened(tmp_path, "r"), disk.sync
+
+        def look(file: int) -> None:
+            with opened(tmp_path, "r") as new:
+                looks.append([len(reader), len(new), new.next_row])
+            sync(file)
+
+        monkeypatch.setattr(disk, "sync", look)
+        model = append(log, model)
+        assert looks == [[2, 2, 2]]
+        assert_log(reader, model)
 
 
 @pytest.mark.parametrize("call", ["append", "delete", "compact"])
