@@ -22,6 +22,8 @@ from maskpack.store.records import HEADER, Record, crc_of, json_bytes, padded
 from maskpack.store.segments import Chunk, Frame, Segment, index_name, segment_name
 
 _log = logging.getLogger(__name__)
+_STEP = 1 << 24
+"""Bytes that are read at a time."""
 
 
 class Writer:
@@ -90,7 +92,8 @@ class Writer:
             if os.fstat(file).st_size > last.end:
                 disk.cut(file, last.end)
             # written again: pages that a failed sync could not write count as written
-            disk.write(file, last.synced, [last.read(last.synced, last.end)])
+            places = range(last.synced, last.end, _STEP)
+            disk.write(file, last.synced, (last.read(at, min(at + _STEP, last.end)) for at in places))
             disk.sync(file)
         if last is None or last.damages or last.frame.number in closed:
             self._synced = 0

@@ -293,7 +293,7 @@ def lost(device: Disk, path: Path, model: Model) -> None:
 
 
 def test_what_is_torn_is_cut_off(tmp_path: Path) -> None:
-    """Two chunks that were not synced, of which the first is torn: the second does not come back behind another first."""
+    """Of two chunks that were not synced, the first is torn: the second does not come back behind another."""
     with opened(tmp_path / "log", fsync="interval", interval=1e6) as log:
         model = append(log, Model())
         log.sync()
