@@ -11,7 +11,7 @@ import numpy as np
 from maskpack.core.index import IntArray
 from maskpack.errors import StorageError
 from maskpack.packed.batch import PackedBatch
-from maskpack.store.contents import Contents, NewRecord
+from maskpack.store.contents import Contents, NewRecord, deletion
 from maskpack.store.records import BLOB, DELETE, PICKED
 from maskpack.store.rows import deleted_rows, spans_of, tags_of
 from maskpack.store.segments import START, Chunk, Segment
@@ -24,13 +24,15 @@ _MOST = 256
 def compact(contents: Contents, writer: Writer, least: float) -> int:
     """Writes closed segments again of which deleted rows are at least a share `least`. Returns the bytes that were
     freed."""
+    writer.sync()  # rows go when what deletes them is on the disk, and arrays that others refer to
     freed = 0
     for place, segment in enumerate(contents.segments[:-1]):
         if segment.damages or _dead_bytes(contents, segment) < max(least * (segment.end - START), 1):
             continue
         try:
             for chunk in segment.chunks:
-                chunk.verify()
+                if not chunk.record.has_rows or contents.index.live(chunk.rows).any():
+                    contents.verify(chunk)
         except StorageError as error:
             contents.warn(f"{segment.name} is not compacted: {error}")
             continue
@@ -55,14 +57,22 @@ def _dead_bytes(contents: Contents, segment: Segment) -> int:
 
 
 def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
-    """The records that are left of a segment."""
+    """The records that are left of a segment. Where others are damaged, what their rows may need stays, too."""
     index = contents.index
-    blobs = {
-        digest
-        for chunk in index.chunks
-        if "blobs" in chunk.parsed and index.live(chunk.rows).any()
-        for digest in chunk.parsed["blobs"].values()
-    }
+    damaged = any(segment.damages or None in [chunk.head for chunk in segment.chunks] for segment in contents.segments)
+    others = [chunk for chunk in index.chunks if chunk.segment is not old and index.live(chunk.rows).any()]
+    blobs = {digest for chunk in others for digest in chunk.parsed.get("blobs", {}).values()}
+    for record in _rows(contents, old, damaged):
+        blobs |= set(record.head.get("blobs", {}).values())
+        yield record
+    for chunk in old.chunks:
+        if chunk.record.kind == BLOB and (damaged or chunk.parsed["digest"] in blobs):
+            yield NewRecord(BLOB, 0, 0, chunk.parsed, [chunk.payload()])
+
+
+def _rows(contents: Contents, old: Segment, damaged: bool) -> Iterator[NewRecord]:
+    """The rows that are left of a segment, and what deletes rows of others."""
+    index = contents.index
     own = [number for number, chunk in enumerate(index.chunks) if chunk.segment is old]
     held = _Held(contents)
     for chunk in old.chunks:
@@ -70,13 +80,10 @@ def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
         if record.kind == DELETE:  # of rows whose bytes are in other segments
             rows = deleted_rows(chunk)
             at = index.stored(rows)
-            rows = rows[(at >= 0) & ~np.isin(at, own)]
+            rows = rows[((at >= 0) | damaged) & ~np.isin(at, own)]
             if rows.size:
-                yield NewRecord(DELETE, 0, 0, {}, [spans_of(rows).tobytes()])
-        elif record.kind == BLOB:
-            if chunk.parsed["digest"] in blobs:
-                yield NewRecord(BLOB, 0, 0, chunk.parsed, [chunk.payload()])
-        elif (live := index.live(chunk.rows)).any():
+                yield deletion(rows)
+        elif record.has_rows and (live := index.live(chunk.rows)).any():
             count = int(np.count_nonzero(live))
             if not held.takes(chunk, count):
                 yield from held.joined()

@@ -28,9 +28,9 @@ from maskpack.packed.file.container import Message, Pieces, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
 from maskpack.store.disk import LocalFolder, RemoteFolder, Replaced
-from maskpack.store.records import BLOB
-from maskpack.store.rows import RowIndex
-from maskpack.store.segments import START, VERSION, Chunk, Damage, Frame, Segment, index_name, segment_name
+from maskpack.store.records import BLOB, DELETE
+from maskpack.store.rows import RowIndex, spans_of
+from maskpack.store.segments import INDEX, START, VERSION, Chunk, Damage, Frame, Segment, index_name, segment_name
 
 LOG, TAIL, LOCK = "log.json", "tail", "lock"
 _FORMAT = "maskpack log"
@@ -68,6 +68,12 @@ class NewRecord:
     payload: Sequence[Any]
 
 
+def deletion(rows: IntArray) -> NewRecord:
+    """The record that deletes rows."""
+    spans = spans_of(rows)
+    return NewRecord(DELETE, 0, 0, {"rows": spans.tolist()}, [spans.tobytes()])
+
+
 class Contents:
     """Attributes:
     folder: the files.
@@ -102,9 +108,12 @@ class Contents:
             try:
                 self._load()
                 return
-            except (Replaced, FileNotFoundError):  # the writer has compacted a segment since it was listed
+            except (Replaced, FileNotFoundError) as error:  # the writer has compacted a segment since it was listed
                 if attempt == _ATTEMPTS - 1:
-                    raise
+                    raise StorageError(
+                        f"RolloutLog: {self.name} changes faster than it can be read ({error}); expected files that "
+                        "stay. Compact less often, or open it again."
+                    ) from error
 
     def _load(self) -> None:
         self._seen = tail = self._tail()
@@ -117,24 +126,27 @@ class Contents:
         self.segments, self.index = [], RowIndex()
         for number in range(last + 1):
             row = self.index.next_row
-            frame = frames.get(number) or Frame(self.log, number, 0, row)
+            index = self._all(index_name(number)) if index_name(number) in names else b""
+            frame = frames.get(number) or Frame.parsed(index[:START], INDEX) or Frame(self.log, number, 0, row)
             segment = Segment(self.folder, frame, headers.get(number, b""))
             later = [frame.next_row for frame in map(frames.get, range(number + 1, last + 1)) if frame is not None]
             end_row = next(iter(later), None if tail is None else tail.next_row)
-            if number not in there or (frame.log, frame.number) != (self.log, number):
+            if len(segment.header) < START or (frame.log, frame.number) != (self.log, number):
                 segment.end = 0
                 segment.damages.append(Damage(0, 0, row, end_row))
-            elif index_name(number) not in names or not segment.read_index(self._all(index_name(number))):
+            elif not segment.read_index(index):
                 size = self.folder.size(segment.name)
                 until, durable = size, size
-                if number == last:  # its end may be torn
+                if number == last and number + 1 not in there:  # its end may be torn
                     known = tail if tail is not None and tail.segment == number else None
                     durable = START if known is None else known.synced
                     until = size if known is None or self.writes else known.written
-                segment.walk(min(until, size), min(durable, size), end_row)
-            if segment.damages:
-                places = ", ".join(f"bytes {damage.begin} to {damage.end}" for damage in segment.damages)
-                self.warn(f"{segment.name} is {f'damaged: {places}' if segment.end else 'missing'}")
+                segment.walk(min(until, size), durable, end_row)
+            places = [(damage.begin, damage.end) for damage in segment.damages]
+            places += [(chunk.record.at, chunk.record.end) for chunk in segment.chunks if chunk.head is None]
+            if places:
+                said = "damaged: " + ", ".join(f"bytes {begin} to {end}" for begin, end in places)
+                self.warn(f"{segment.name} is {said if segment.end else 'missing'}")
             self.segments.append(segment)
             self.index.add(segment)
         if tail is not None:
@@ -176,11 +188,10 @@ class Contents:
         known = len(last.chunks)
         try:
             last.walk(tail.written, tail.synced, tail.next_row)
+            self.index.add(last, known)
+            self._seen = tail
         except Replaced:
             self.load()
-            return
-        self.index.add(last, known)
-        self._seen = tail
 
     def reindex(self) -> None:
         """Makes the index anew, after segments were replaced."""
@@ -229,7 +240,7 @@ class Contents:
             line: Any = np.ascontiguousarray(array)
             dtype = line.dtype.str
             digest = hashlib.blake2b(line.data, digest_size=16, person=dtype.encode()).hexdigest()
-            if digest not in self.index.blobs and digest not in blobs.values():
+            if digest not in blobs.values() and not self._has(digest):
                 yield NewRecord(BLOB, 0, 0, {"digest": digest, "dtype": dtype}, [line])
             blobs[str(number)] = digest
             arrays[number] = array[:0]
@@ -238,30 +249,48 @@ class Contents:
         payload = [pieces.header, *(array for array in pieces.arrays if array.size)]
         yield NewRecord(kind, first, len(packed), head, payload)
 
+    def verify(self, chunk: Chunk) -> None:
+        """Reads a chunk, and the arrays of Python objects that it refers to. Raises StorageError if one is damaged."""
+        chunk.verify()
+        for digest in chunk.parsed.get("blobs", {}).values():
+            self.blob(digest, chunk)
+
+    def _has(self, digest: str) -> bool:
+        """Whether an array of Python objects is there, and whole."""
+        try:
+            if digest in self.index.blobs:
+                self.index.blobs[digest].payload()
+                return True
+        except StorageError:
+            pass
+        return False
+
     def damaged(self) -> IntArray:
         """int64 [n], rising: the rows that cannot be read. Reads everything."""
         bad = np.zeros(self.index.next_row, np.bool_)
         for segment in self.segments:
             for damage in segment.damages:
                 rows = np.arange(damage.first_row, bad.size if damage.end_row is None else damage.end_row)
-                bad[rows[self.index.stored(rows) < 0]] = True
+                bad[rows[self.index.lost(rows)]] = True
         for chunk in self.index.chunks:
             try:
-                chunk.verify()
-                for digest in chunk.parsed.get("blobs", {}).values():
-                    self.blob(digest, chunk)
+                self.verify(chunk)
             except StorageError:
                 bad[chunk.rows[self.index.live(chunk.rows)]] = True
         return np.flatnonzero(bad)
 
 
 def log_json(log: int) -> bytes:
-    return json.dumps({"format": _FORMAT, "version": VERSION, "id": f"{log:016x}"}).encode() + b"\n"
+    held = {"format": _FORMAT, "version": VERSION, "id": f"{log:016x}"}
+    return json.dumps(held | {"crc": zlib.crc32(json.dumps(held).encode())}).encode() + b"\n"
 
 
 def log_number(folder: Any) -> int:
     """The number of a log. Raises OSError, ValueError, KeyError or TypeError if the folder has none."""
-    held = json.loads(folder.read(LOG, 0, folder.size(LOG)))
+    line = folder.read(LOG, 0, folder.size(LOG))
+    held = json.loads(line)
     if held["format"] != _FORMAT or held["version"] != VERSION:
         raise ValueError(f"{LOG} has format {held['format']!r}, version {held['version']!r}")
-    return int(held["id"], 16)
+    if log_json(log := int(held["id"], 16)) != line:
+        raise ValueError(f"{LOG} is damaged")
+    return log

@@ -1,7 +1,7 @@
 """Files of a log. Everything that is written to a disk goes through the functions of this module.
 
 write, sync, cut      of an open file
-publish, remove       of a folder: a file appears whole, or not at all
+publish, remove       of a folder: a file appears whole, or not at all;  make: the folder
 LocalFolder           reads by mmap;  RemoteFolder: by fsspec
 """
 
@@ -58,6 +58,14 @@ def cut(file: int, size: int) -> None:
     """Ends a file after `size` bytes, on the disk, too."""
     os.ftruncate(file, size)
     os.fsync(file)
+
+
+def make(folder: Path) -> None:
+    """Makes a folder, and those that it is in, on the disk, too."""
+    if not folder.is_dir():
+        make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
 
 
 def create(path: Path) -> int:
@@ -120,7 +128,7 @@ class LocalFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._maps: dict[bytes, mmap.mmap] = {}
+        self._maps: dict[tuple[str, bytes], mmap.mmap] = {}
 
     def names(self) -> set[str]:
         return set(os.listdir(self.root))
@@ -135,7 +143,9 @@ class LocalFolder:
             return os.pread(file.fileno(), end - begin, begin)
 
     def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
-        held = self._maps.get(header)
+        if end <= begin:
+            return memoryview(b"")
+        held = self._maps.get((name, header))
         if held is None or len(held) < end:  # new, or it has grown
             with _there(self.root / name, True) as file:
                 held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -143,7 +153,7 @@ class LocalFolder:
                 raise Replaced(name)
             while len(self._maps) >= _OPEN:
                 self._maps.pop(next(iter(self._maps)), None)
-            self._maps[header] = held
+            self._maps[name, header] = held
         return memoryview(held)[begin:end]
 
 

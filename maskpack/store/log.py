@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from tensordict import TensorDict, TensorDictBase
@@ -25,13 +25,14 @@ from maskpack.fields.options import kept_verify
 from maskpack.fields.registry import Key
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.store.compaction import compact
-from maskpack.store.contents import LOG, TAIL, Contents, NewRecord, Tail, log_json, log_number
+from maskpack.store.contents import LOG, TAIL, Contents, Tail, deletion, log_json, log_number
 from maskpack.store.disk import LocalFolder, RemoteFolder, Replaced
-from maskpack.store.records import DELETE, ROWS
-from maskpack.store.rows import RowIndex, checked_tags, spans_of, tags_of
+from maskpack.store.records import ROWS
+from maskpack.store.rows import RowIndex, checked_tags, tags_of
 from maskpack.store.segments import index_name
 from maskpack.store.writer import Writer
 
+_T = TypeVar("_T")
 _ATTEMPTS = 3
 _STEP = 1 << 24
 """Bytes that are copied at a time."""
@@ -94,16 +95,21 @@ class RolloutLog:
         if remote and mode == "a":
             raise LayoutError(f'RolloutLog: {self.path!r} is not on this machine; expected a folder. Pass mode="r".')
         folder = RemoteFolder(self.path) if remote else LocalFolder(Path(self.path))
-        if isinstance(folder, LocalFolder) and mode == "a":
-            later = None if fsync == "always" else float(interval)
-            self._writer = Writer(folder.root, self.path, later, segment_bytes)
         try:
+            if isinstance(folder, LocalFolder) and mode == "a":
+                later = None if fsync == "always" else float(interval)
+                self._writer = Writer(folder.root, self.path, later, segment_bytes)
             self._contents = Contents(folder, self.path, mode == "a", self._allow_pickle)
             if self._writer is not None:
                 self._writer.resume(self._contents)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise StorageError(
+                f"RolloutLog: {self.path} cannot be opened ({error}); expected files that can be read, and written to "
+                'with mode="a". Look at the disk and at their permissions.'
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as a reader of the folder."""
@@ -183,13 +189,16 @@ class RolloutLog:
             StorageError: a row that was damaged.
         """
         with self._turn:
-            for _ in range(_ATTEMPTS):
-                index = self._numbers(rows, "take")
-                try:
-                    return self._taken(index, fields)
-                except Replaced:  # the writer has compacted a segment
-                    self._contents.load()
-            return self._taken(self._numbers(rows, "take"), fields)
+            return self._again(lambda: self._taken(self._numbers(rows, "take"), fields))
+
+    def _again(self, look: Callable[[], _T]) -> _T:
+        """What `look` returns; it looks again where the writer has compacted a segment meanwhile."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return look()
+            except Replaced:
+                self._contents.load()
+        return look()
 
     def _taken(self, numbers: IntArray, fields: Sequence[Key]) -> PackedBatch:
         contents = self._contents
@@ -210,7 +219,7 @@ class RolloutLog:
         """int64 [n], rising: the rows that cannot be read any more. Reads the whole log."""
         with self._turn:
             self._rows()
-            return self._contents.damaged()
+            return self._again(self._contents.damaged)
 
     # ---------------------------------------------------------------- writing
 
@@ -257,7 +266,7 @@ class RolloutLog:
                 index.parts(numbers)  # raises
             numbers = numbers[index.live(numbers)]
             if numbers.size:
-                writer.write([NewRecord(DELETE, 0, 0, {}, [spans_of(numbers).tobytes()])], index.next_row)
+                writer.write([deletion(numbers)], index.next_row)
             return int(numbers.size)
 
     def sync(self) -> None:
@@ -302,7 +311,8 @@ class RolloutLog:
         """Copies the log to a folder or a URL of fsspec, and returns the number of bytes that were copied.
 
         Segments that the target has already are left out, so the next backup copies what is new. The target is a log,
-        which a RolloutLog opens; what tells its end is written last. Damaged segments are copied as they are.
+        which a RolloutLog opens; what tells its end is written last. Damaged segments are copied as they are, unless
+        the target has them from before.
 
         Raises StorageError if the target has another log.
         """
@@ -321,6 +331,8 @@ class RolloutLog:
             for segment in contents.segments:
                 name, index = index_name(segment.frame.number), b"".join(map(bytes, segment.index()))
                 if not segment.end or (name in here and to.read(name, 0, to.size(name)) == index):
+                    continue
+                if segment.damages and name in here:  # the target has it as it was
                     continue
                 end = segment.end
                 to.write(segment.name, (segment.read(at, min(at + _STEP, end)) for at in range(0, end, _STEP)))

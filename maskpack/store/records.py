@@ -1,13 +1,14 @@
 """A record of a log, in a multiple of 64 bytes:
 
-    header (64)   head: JSON, with spaces behind it   payload, with zeros behind it   a copy of the header (64)
+    header (64)   head: JSON, with spaces behind it   payload, with zeros behind it   the header again (64)
 
 `rows`    head {tags, blobs?, rows?}    payload: a packed batch as `PackedBatch.to_bytes` writes it
 `picked`  the same; its rows are those that the head lists
-`delete`  head {}                      payload: int64 pairs of a first row and a count
+`delete`  head {rows}                  payload: the same, int64 pairs of a first row and a count
 `blob`    head {digest, dtype}         payload: an array of a Python object, which rows refer to
 
-A bit that is flipped in a header is mended by its copy. A payload has a checksum: CRC-32 of the CRC-32 of each MiB.
+A bit that is flipped in a header is mended by its copy. Its checksum counts the place of the record, so that no copy is
+taken for a record. A payload has a checksum: CRC-32 of the CRC-32 of each MiB.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-MAGIC, COPY = b"\x8bMPR", b"\x8bMPC"
-"""The first bytes of a header, and of its copy."""
+MAGIC = b"\x8bMPR"
 ROWS, DELETE, BLOB, PICKED = range(4)
 KINDS = ("rows", "delete", "blob", "picked")
 ALIGN = 64
@@ -72,31 +72,29 @@ class Record:
     def end(self) -> int:
         return self.payload_at + padded(self.nbytes) + HEADER
 
-    def header(self, log: int, magic: bytes = MAGIC) -> bytes:
+    def header(self, log: int) -> bytes:
         sizes = self.head_nbytes, self.head_crc, self.nbytes, self.synced, self.crc
-        line = _HEADER.pack(magic, self.kind, log, self.first, self.count, *sizes)
-        return line + _CRC.pack(zlib.crc32(line))
+        line = _HEADER.pack(MAGIC, self.kind, log, self.first, self.count, *sizes)
+        return line + _CRC.pack(zlib.crc32(line, self.at & 0xFFFFFFFF))
 
 
 def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def parsed(line: Any, log: int, at: int, wanted: bytes = MAGIC) -> Record | None:
-    """The record of which `line` is the header, or the copy, at a place of a file of the log `log`; None if it is no
-    valid one."""
+def parsed(line: Any, log: int, at: int) -> Record | None:
+    """The record whose header is `line`, at a place of a file of the log `log`; None if it is no valid header."""
     if len(line) < HEADER:
         return None
     magic, kind, own, first, count, head_nbytes, head_crc, nbytes, synced, crc = _HEADER.unpack_from(line)
     if (
-        magic != wanted
+        magic != MAGIC
         or own != log
         or kind >= len(KINDS)
-        or _CRC.unpack_from(line, _HEADER.size)[0] != zlib.crc32(line[: _HEADER.size])
+        or _CRC.unpack_from(line, _HEADER.size)[0] != zlib.crc32(line[: _HEADER.size], at & 0xFFFFFFFF)
     ):
         return None
-    record = Record(kind, at, first, count, head_nbytes, head_crc, nbytes, crc, synced)
-    return record if wanted == MAGIC else replace(record, at=2 * at + HEADER - record.end)
+    return Record(kind, at, first, count, head_nbytes, head_crc, nbytes, crc, synced)
 
 
 def json_bytes(value: Any) -> bytes:

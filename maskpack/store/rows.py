@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
@@ -59,7 +60,8 @@ class RowIndex:
                 self._chunk[rows] = len(self.chunks)
                 self.chunks.append(chunk)
             elif record.kind == DELETE:
-                self._dead[deleted_rows(chunk)] = True
+                with contextlib.suppress(StorageError):  # whoever opens the log has warned of the head
+                    self._dead[deleted_rows(chunk)] = True
             elif record.kind == BLOB and chunk.head is not None:
                 self.blobs[chunk.parsed["digest"]] = chunk
 
@@ -70,6 +72,10 @@ class RowIndex:
     def rows(self) -> IntArray:
         """int64 [n], rising: the numbers of the rows that are there."""
         return np.flatnonzero(self.live())
+
+    def lost(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether rows were not deleted, and have no bytes."""
+        return (self._chunk[rows] < 0) & ~self._dead[rows]
 
     def stored(self, rows: IntArray) -> npt.NDArray[np.int64]:
         """The chunk that has the bytes of rows, deleted ones too; -1 for none."""
@@ -140,7 +146,9 @@ class RowIndex:
 
 
 def tags_of(chunk: Chunk, places: IntArray) -> dict[str, list[Any]]:
-    """The tags of some rows of a chunk, a list for each name."""
+    """The tags of some rows of a chunk, a list for each name. Raises StorageError if they are damaged."""
+    if chunk.head is None:
+        chunk.verify()
     tags: dict[str, Any] = chunk.parsed.get("tags", {})
     return {
         name: [value[place] for place in places.tolist()] if isinstance(value, list) else [value] * places.size
@@ -199,6 +207,7 @@ def spans_of(rows: IntArray) -> IntArray:
 
 
 def deleted_rows(chunk: Chunk) -> IntArray:
-    """The rows that a record deletes."""
-    spans = np.frombuffer(chunk.payload(), np.int64).reshape(-1, 2)
+    """The rows that a record deletes: its head and its payload say it. Raises StorageError if both are damaged."""
+    held = chunk.payload() if chunk.head is None else np.array(chunk.parsed["rows"], np.int64)
+    spans = np.frombuffer(held, np.int64).reshape(-1, 2)
     return ranges(spans[:, 0], spans[:, 1])

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,12 +20,12 @@ import numpy as np
 from maskpack.core.index import IntArray, ranges
 from maskpack.errors import StorageError
 from maskpack.store.disk import Folder
-from maskpack.store.records import ALIGN, COPY, HEADER, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
+from maskpack.store.records import ALIGN, DELETE, HEADER, KINDS, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
 
 VERSION = 1
 _FILE = struct.Struct("<12sIQqQq12x")
 _CRC = struct.Struct("<I")
-_SEGMENT, _INDEX = b"maskpack log", b"maskpack idx"
+_SEGMENT, INDEX = b"maskpack log", b"maskpack idx"
 START = _FILE.size + _CRC.size
 """Where the first record of a segment begins."""
 
@@ -104,19 +103,25 @@ class Chunk:
 
     def verify(self) -> None:
         """Reads the payload. Raises StorageError if it is not what was written."""
-        at, nbytes = self.record.payload_at, self.record.nbytes
-        if self.head is None or crc_of_file(self.segment.read, at, at + nbytes) != self.record.crc:
+        if not self.is_whole():
             raise StorageError(
                 f"RolloutLog: {self} is damaged: its checksum differs; expected the bytes that were written. The other "
                 "records can be read. Restore the file from a backup, or delete these rows."
             )
         self.verified = True
 
+    def is_whole(self) -> bool:
+        """Reads the payload. The head of a deletion is not needed, as its payload says the same."""
+        at, nbytes = self.record.payload_at, self.record.nbytes
+        there = self.head is not None or self.record.kind == DELETE
+        return there and crc_of_file(self.segment.read, at, at + nbytes) == self.record.crc
+
     def __str__(self) -> str:
         record = self.record
-        what = "an array of Python objects"
+        what = f"a record of kind {KINDS[record.kind]!r}"
         if record.has_rows:
-            what = f"the chunk of rows {self.rows[0]} to {self.rows[-1]}"
+            known = self.head is not None or record.kind == ROWS
+            what = f"the chunk of rows {record.first} to {self.rows[-1] if known else '?'}"
         return f"{what} in {self.segment.name}, bytes {record.at} to {record.end},"
 
 
@@ -128,6 +133,7 @@ class Segment:
         header: its first bytes as they are on the disk.
         chunks: its records, in order.
         end: where the next record begins; 0 if the file is missing.
+    synced: how many of its bytes are known to be on the disk.
         damages: what is no record any more.
     """
 
@@ -136,6 +142,7 @@ class Segment:
     header: bytes
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     end: int = START
+    synced: int = START
     damages: list[Damage] = field(default_factory=list[Damage])
 
     @property
@@ -146,7 +153,7 @@ class Segment:
         return self.folder.read(self.name, begin, end, self.header)
 
     def view(self, begin: int, end: int) -> memoryview:
-        return self.folder.view(self.name, self.frame.header(), begin, end)
+        return self.folder.view(self.name, self.header, begin, end)
 
     def walk(self, until: int, durable: int, end_row: int | None) -> None:
         """Reads the records behind those that are known, up to `until`. Records before `durable` were on the disk: if
@@ -156,11 +163,16 @@ class Segment:
         while at < until:
             record = _record_at(data, self.frame.log, at)
             if record is None:
-                if at >= durable and not _synced_later(data, self.frame.log, at):
+                if at >= durable and not (durable := _synced_later(data, self.frame.log, at)):
                     break  # torn
-                record, end = _mended(data, self.frame.log, at)
-                if record is None:
-                    end = max(min(durable, until), at + ALIGN) if end is None else end
+                found = _next_header(data, self.frame.log, at + ALIGN)
+                end = until if found is None else found.at
+                if found is None:
+                    end = min(end, durable)
+                copy = parsed(data[end - HEADER : end], self.frame.log, at)
+                if copy is not None and copy.end == end:  # the header is damaged, and its copy is not
+                    record = copy
+                else:
                     self.damages.append(Damage(at, end, row, None))
                     at = end
                     continue
@@ -169,23 +181,23 @@ class Segment:
             whole = zlib.crc32(head) == record.head_crc
             if record.has_rows and self.damages and self.damages[-1].end_row is None:
                 self.damages[-1] = replace(self.damages[-1], end_row=record.first)
-            if record.kind == PICKED and not whole and at < durable:  # nothing else tells which rows it has
+            chunk = Chunk(self, record, head if whole else None)
+            if at >= durable:
+                chunk.verified = whole and chunk.is_whole()
+                if not chunk.verified and not (durable := _synced_later(data, self.frame.log, at)):
+                    break  # torn
+            if record.kind == PICKED and not whole:  # nothing else tells which rows it has
                 self.damages.append(Damage(at, record.end, record.first, None))
                 at = record.end
                 continue
-            chunk = Chunk(self, record, head if whole else None)
-            if at >= durable:
-                try:
-                    chunk.verify()
-                except StorageError:
-                    if not _synced_later(data, self.frame.log, at):
-                        break  # torn
             self.chunks.append(chunk)
             at = record.end
             row = max(row, int(chunk.rows[-1]) + 1) if record.has_rows else row
+        if at < durable:
+            self.damages.append(Damage(at, durable, row, None))
         if self.damages and self.damages[-1].end_row is None and end_row is not None:
             self.damages[-1] = replace(self.damages[-1], end_row=end_row)
-        self.end = at
+        self.end, self.synced = at, min(durable, at)
 
     def _next_row(self) -> int:
         last = next((chunk.rows for chunk in reversed(self.chunks) if chunk.record.has_rows), None)
@@ -200,13 +212,13 @@ class Segment:
         heads = b"".join(chunk.head or b"" for chunk in self.chunks)
         counts = np.array([len(self.chunks), self.end], np.int64)
         parts = [counts.tobytes(), places.tobytes(), headers, heads]
-        return [self.frame.header(_INDEX), *parts, _CRC.pack(zlib.crc32(b"".join(parts)))]
+        return [self.frame.header(INDEX), *parts, _CRC.pack(zlib.crc32(b"".join(parts)))]
 
     def read_index(self, line: bytes) -> bool:
         """Takes the records from an index; false if it is not whole, or of another segment."""
         body = line[START : -_CRC.size]
         whole = len(body) >= 16 and _CRC.pack(zlib.crc32(body)) == line[-_CRC.size :]
-        if not whole or Frame.parsed(line[:START], _INDEX) != self.frame:
+        if not whole or Frame.parsed(line[:START], INDEX) != self.frame:
             return False
         count, self.end = np.frombuffer(body, np.int64, 2).tolist()
         places = np.frombuffer(body, np.int64, count, 16).tolist()
@@ -233,27 +245,20 @@ def _record_at(data: memoryview, log: int, at: int) -> Record | None:
     return record if record is not None and record.end <= len(data) else None
 
 
-def _headers(data: memoryview, log: int, at: int) -> Iterator[tuple[bytes, Record]]:
-    """The headers, and the copies of headers, that lie at `at` or behind it."""
-    line = np.frombuffer(data, np.uint32, len(data) // 4)[at // 4 :: ALIGN // 4]
-    kinds = {int.from_bytes(magic, "little"): magic for magic in (MAGIC, COPY)}
-    for place in np.flatnonzero(np.isin(line, list(kinds))).tolist():
-        magic, begin = kinds[int(line[place])], at + place * ALIGN
-        record = parsed(data[begin : begin + HEADER], log, begin, magic)
-        if record is not None and record.end <= len(data):
-            yield magic, record
+def _synced_later(data: memoryview, log: int, at: int) -> int:
+    """How many bytes were on the disk when some record behind `at` was written, if these are more than `at`; or 0."""
+    found = _next_header(data, log, at + ALIGN)
+    while found is not None and found.synced <= at:
+        found = _next_header(data, log, found.at + ALIGN)
+    return 0 if found is None else min(found.synced, len(data))
 
 
-def _synced_later(data: memoryview, log: int, at: int) -> bool:
-    """Whether a record behind `at` was written when the one at `at` was on the disk."""
-    return any(record.synced > at for magic, record in _headers(data, log, at) if magic == MAGIC)
-
-
-def _mended(data: memoryview, log: int, at: int) -> tuple[Record | None, int | None]:
-    """The record at `at`, by the copy of its header; else where the next record begins."""
-    for magic, record in _headers(data, log, at):
-        if magic == COPY and record.at == at:
-            return record, None
-        if magic == MAGIC:
-            return None, record.at
-    return None, None
+def _next_header(data: memoryview, log: int, at: int) -> Record | None:
+    """The first record that begins at `at` or later."""
+    line = np.frombuffer(data, np.uint32, len(data) // 4)[:: ALIGN // 4]
+    wanted = np.frombuffer(MAGIC, np.uint32)[0]
+    for place in np.flatnonzero(line[at // ALIGN :] == wanted).tolist():
+        record = _record_at(data, log, at + place * ALIGN)
+        if record is not None:
+            return record
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -17,10 +18,12 @@ from pathlib import Path
 from maskpack.errors import StorageError
 from maskpack.store import disk
 from maskpack.store.contents import LOCK, LOG, TAIL, Contents, NewRecord, Tail, log_json
-from maskpack.store.records import COPY, HEADER, Record, crc_of, json_bytes, padded
+from maskpack.store.records import HEADER, Record, crc_of, json_bytes, padded
 from maskpack.store.segments import Chunk, Frame, Segment, index_name, segment_name
 
 _log = logging.getLogger(__name__)
+_STEP = 1 << 24
+"""Bytes that are read at a time."""
 
 
 class Writer:
@@ -43,7 +46,8 @@ class Writer:
         self._pid = os.getpid()
         self._files: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._files)
-        root.mkdir(parents=True, exist_ok=True)
+        _writers.add(self)
+        disk.make(root)
         self._lock()
         try:
             names = set(os.listdir(root))
@@ -84,9 +88,12 @@ class Writer:
                 self._write_index(segment)
         last = contents.segments[-1] if contents.segments else None
         if last is not None and last.end and last.frame.number not in closed:
-            file = self._open_last()
+            file = self._open(last)
             if os.fstat(file).st_size > last.end:
                 disk.cut(file, last.end)
+            # written again: pages that a failed sync could not write count as written
+            places = range(last.synced, last.end, _STEP)
+            disk.write(file, last.synced, (last.read(at, min(at + _STEP, last.end)) for at in places))
             disk.sync(file)
         if last is None or last.damages or last.frame.number in closed:
             self._synced = 0
@@ -118,16 +125,24 @@ class Writer:
             except BaseException:  # an object that cannot be written
                 self._undo(file, begin)
                 raise
-            known = len(segment.chunks)
+            index, known = self.contents.index, len(segment.chunks)
+            first = index.next_row
             segment.chunks += chunks
             segment.end = at
-            self.contents.index.grow(next_row)
-            if self._interval is None:
-                self.sync()
-            else:
-                self._acknowledge()
-                self._sync_later(self._interval)
-            self.contents.index.add(segment, known)
+            index.grow(next_row)
+            try:
+                if self._interval is None:
+                    self.sync()
+                else:
+                    self._acknowledge()
+                    self._sync_later(self._interval)
+            except StorageError:  # it is not there when the log is opened again
+                self._undo(file, begin)
+                del segment.chunks[known:]
+                segment.end, index.next_row = begin, first
+                raise
+            finally:
+                index.add(segment, known)
             if segment.end >= self._segment_bytes:
                 self._close_segment()
 
@@ -186,39 +201,45 @@ class Writer:
 
     def _close_segment(self) -> None:
         """Begins the next segment, and writes the index of the last one. Where the disk has no room, the last one is
-        used on, or walked when it is opened."""
-        self.sync()
+        used on. What was appended is acknowledged: if the disk fails, the next call that writes raises."""
         segment = self.contents.segments[-1]
         try:
+            if self._synced < segment.end:
+                self.sync()
             self._begin_segment(segment.frame.number + 1)
-            self._write_index(segment)
-        except OSError as error:
+        except (OSError, StorageError) as error:
             _log.warning("%s: the next segment could not be begun: %s", self._name, error)
+            return
+        self._write_index(segment)
 
     def _write_index(self, segment: Segment) -> None:
-        disk.publish(self.root / index_name(segment.frame.number), segment.index())
+        """Where the disk has no room, a segment has no index, and is walked when it is opened."""
+        name = index_name(segment.frame.number)
+        try:
+            disk.publish(self.root / name, segment.index())
+        except OSError as error:
+            _log.warning("%s: %s could not be written: %s", self._name, name, error)
 
     def _begin_segment(self, number: int) -> None:
         frame = Frame(self.contents.log, number, random_number(), self.contents.index.next_row)
         disk.publish(self.root / segment_name(number), [frame.header()])
         segment = Segment(self.contents.folder, frame, frame.header())
+        self._open(segment)
         self.contents.segments.append(segment)
         self.contents.index.add(segment)
-        self._open_last()
         self._acknowledge()
 
-    def _open_last(self) -> int:
-        """Opens the last segment to write to it."""
+    def _open(self, last: Segment) -> int:
+        """Opens a segment to write to it."""
+        file = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
         if "segment" in self._files:
             os.close(self._files.pop("segment"))
-        last = self.contents.segments[-1]
-        self._files["segment"] = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
-        self._synced = last.end
-        return self._files["segment"]
+        self._files["segment"], self._synced = file, last.end
+        return file
 
     def replace(self, old: Segment, new: Segment, records: Iterable[NewRecord]) -> None:
         """Writes a segment again, in the place of an old one that is closed. Raises StorageError; the old one is there
-        then, or the new one."""
+        then."""
         part = self.root / (old.name + disk.PART)
         try:
             file = disk.create(part)
@@ -230,15 +251,19 @@ class Writer:
                 disk.sync(file)
             finally:
                 os.close(file)
-            # until the new index is there, the old one does not fit the segment, which is walked
-            disk.rename(part, self.root / old.name)
-            self._write_index(new)
         except OSError as error:
-            self.failed = f"compaction failed: {error}"
+            with contextlib.suppress(OSError):
+                disk.remove(part)
             raise StorageError(
                 f"RolloutLog: {part} could not be written ({error}); expected room for the rows that are left. No row "
-                "was lost. Make room, and open the log again."
+                "was lost. Make room."
             ) from error
+        try:
+            disk.rename(part, self.root / old.name)
+        except OSError as error:  # the old one is there, or the new one
+            self._fail(error)
+        # until the new index is there, the old one does not fit the segment, which is walked
+        self._write_index(new)
 
     # ---------------------------------------------------------------- end
 
@@ -250,10 +275,12 @@ class Writer:
 
     def close(self) -> None:
         with self._turn:
-            if self._files and self.why_not() is None:
-                self.sync()
-            self.failed = self.failed or "it is closed"
-            _close_all(self._files)
+            try:
+                if "segment" in self._files and self.why_not() is None:
+                    self.sync()
+            finally:
+                self.failed = self.failed or "it is closed"
+                _close_all(self._files)
 
 
 def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -> Chunk:
@@ -264,13 +291,26 @@ def written(file: int, segment: Segment, at: int, new: NewRecord, synced: int) -
     parts = [line.ljust(padded(len(line))), *new.payload, bytes(padded(nbytes) - nbytes)]
     crc = crc_of(new.payload, lambda: disk.write(file, record.head_at, parts))
     record = replace(record, crc=crc)
-    disk.write(file, record.end - HEADER, [record.header(segment.frame.log, COPY)])
-    disk.write(file, at, [record.header(segment.frame.log)])
+    header = record.header(segment.frame.log)
+    disk.write(file, record.end - HEADER, [header])
+    disk.write(file, at, [header])
     return Chunk(segment, record, line, verified=True)
 
 
 def random_number() -> int:
     return uuid.uuid4().int >> 64
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Closes the files of a fork, which cannot write: as long as it has them, it has the lock, too."""
+    for writer in _writers:
+        _close_all(writer._files)  # type: ignore[reportPrivateUsage]
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _close_all(files: dict[str, int]) -> None:

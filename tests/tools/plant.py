@@ -51,6 +51,7 @@ TESTS = {
     "dispatch": f"tests/dispatch {COMMON}",
     "planning": f"tests/planning {COMMON}",
     "replay": f"tests/replay {COMMON}",
+    "store": "tests/store",
     "adapters": f"tests/adapters tests/replay {COMMON}",
     "ops": f"tests/ops tests/replay/test_replay.py {COMMON} tests/test_interpreted_ops.py",
 }

@@ -1,0 +1,439 @@
+"""A RolloutLog after what goes wrong: some rounds of tests/tools/fuzz_log.py, and each defect that it has found."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fuzz_log
+import pytest
+import torch
+from fuzz_log import forked
+from log_disk import Disk, State
+from log_model import Model, assert_log, assert_read, opened, played
+
+from maskpack.errors import FieldError, MaskpackWarning, StorageError
+from maskpack.store import RolloutLog, disk
+
+pytestmark = pytest.mark.filterwarnings("ignore:compress", "ignore:.*fork")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def append(log: RolloutLog, model: Model, schema: int = 0, count: int = 2, style: int = 2, width: int = 6) -> Model:
+    op = {"do": "append", "schema": schema, "width": width, "style": style, "count": count, "key": model.next_row}
+    played(log, op)
+    return model.after(op)
+
+
+def delete(log: RolloutLog, model: Model, rows: list[int]) -> Model:
+    log.delete(rows)
+    return model.after({"do": "delete", "rows": rows})
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+def chunks(path: Path, segment: int = 0) -> list[Any]:
+    """The records of a segment: where they and their parts begin and end."""
+    with opened(path, "r") as log:
+        return [chunk.record for chunk in log._contents.segments[segment].chunks]
+
+
+def without_index(path: Path) -> None:
+    for index in path.glob("*.idx"):
+        index.unlink()
+
+
+# -------------------------------------------------------------------- some rounds
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("kill", 1), ("kill", 2), ("power", 10), ("power", 11), ("power", 35), ("bits", 2), ("bits", 11)]
+)
+def test_random_faults(kind: str, seed: int, tmp_path: Path) -> None:
+    few: dict[str, dict[str, int]] = {"kill": {"rounds": 8}, "power": {"points": 30}, "bits": {"flips": 25}}
+    play: Callable[..., Any] = getattr(fuzz_log, kind)
+    with pytest.warns(MaskpackWarning):  # of fields that stay padded, for one
+        seen = play(random.Random(seed), tmp_path, **few[kind])
+    assert seen[{"kill": "killed", "power": "crash points", "bits": "flip"}[kind]] > 3
+
+
+def test_readers_beside_a_writer_that_is_killed(tmp_path: Path) -> None:
+    assert fuzz_log.readers(random.Random(1), tmp_path, seconds=1.5)["writers"]
+
+
+# -------------------------------------------------------------------- flipped bits
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> tuple[Path, Model]:
+    """A log of one segment, open at its end, whose bits may be flipped: six chunks, one of them deleted."""
+    path = tmp_path / "log"
+    with opened(path, segment_bytes=1 << 20) as log:
+        model = append(log, Model(), schema=1, count=3)
+        for _ in range(4):
+            model = append(log, model)
+        model = delete(log, model, [3, 4])
+        model = append(log, model)
+    return path, model
+
+
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_header_is_mended_by_its_copy(damaged: tuple[Path, Model], tail: bool) -> None:
+    path, model = damaged
+    records = chunks(path)
+    clean = (path / "000000.seg").read_bytes()
+    for record in records[: len(records) if tail else -1]:  # without the tail, the last may be torn
+        if not tail:
+            (path / "tail").unlink(missing_ok=True)
+        flip(path / "000000.seg", record.at + 20)
+        with opened(path, "r") as log:
+            assert_log(log, model)
+        (path / "000000.seg").write_bytes(clean)
+
+
+def test_a_damaged_chunk_is_the_only_one_that_is_lost_without_the_tail(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    first = next(record for record in chunks(path) if record.has_rows)
+    flip(path / "000000.seg", first.payload_at + 5)
+    (path / "tail").unlink()
+    with RolloutLog(path, pad_token_id=0) as log:  # a writer, which cuts off what is torn
+        assert log.damaged().tolist() == [0, 1, 2]
+        assert log.next_row == model.next_row
+        assert_read(log, {number: row for number, row in model.live.items() if number > 2})
+        with pytest.raises(StorageError, match=r"rows 0 to 2 in 000000.seg, bytes \d+ to \d+"):
+            log.take([1])
+
+
+@pytest.mark.parametrize("part", ["head", "payload"])
+def test_deletions_outlive_a_flipped_bit(damaged: tuple[Path, Model], part: str) -> None:
+    path, model = damaged
+    record = next(record for record in chunks(path) if not record.has_rows and not record.nbytes > 4000)
+    flip(path / "000000.seg", (record.head_at if part == "head" else record.payload_at) + 3)
+    log = RolloutLog(path, mode="r")
+    assert_log(log, model)
+
+
+def test_tags_of_a_damaged_head_raise(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    record = [record for record in chunks(path) if record.has_rows][2]
+    flip(path / "000000.seg", record.head_at + 3)
+    with pytest.warns(MaskpackWarning, match=f"bytes {record.at} to {record.end}"):
+        log = RolloutLog(path, mode="r")
+    with pytest.raises(StorageError, match="damaged"):
+        log.tags([5])
+    assert log.tags([7])["own"] == [model.live[7].tags["own"]]
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("size", [None, 0, 40])
+def test_a_segment_without_its_header(tmp_path: Path, size: int | None, index: bool) -> None:
+    path, model = tmp_path / "log", Model()
+    with opened(path) as log:
+        while len(log._contents.segments) < 4:
+            model = append(log, model, count=12)
+    segment = path / "000001.seg"
+    if size is None:
+        flip(segment, 30)
+    else:
+        os.truncate(segment, size)
+    if not index:
+        without_index(path)
+    if size is None:
+        with opened(path, "r") as log:
+            assert_log(log, model)
+        return
+    log = RolloutLog(path, mode="r")
+    lost = log.damaged().tolist()
+    assert lost
+    assert_read(log, {number: row for number, row in model.live.items() if number not in lost})
+    with pytest.raises(StorageError, match=r"000001\.seg"):
+        log.take(lost[:1])
+
+
+def test_a_segment_that_ends_between_two_records(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    last = chunks(path)[-1]
+    os.truncate(path / "000000.seg", last.at)
+    with pytest.warns(MaskpackWarning, match=f"bytes {last.at} to {last.end}"):
+        log = RolloutLog(path, mode="r")
+    assert log.damaged().tolist() == [last.first, last.first + 1]
+    assert log.next_row == model.next_row
+
+
+def test_every_bit_of_log_json(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    clean = (path / "log.json").read_bytes()
+    for at in range(len(clean)):
+        data = bytearray(clean)
+        data[at] ^= 1 << at % 8
+        (path / "log.json").write_bytes(data)
+        for mode in ("r", "a"):
+            with pytest.raises(StorageError, match="is no log"):
+                RolloutLog(path, mode=mode)
+    (path / "log.json").write_bytes(clean)
+    with opened(path) as log:  # nobody has kept the lock
+        assert_log(log, model)
+
+
+def test_an_array_whose_record_is_damaged_is_written_again(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    with opened(path) as log:
+        for record in chunks(path)[:3]:
+            if record.nbytes > 4000:
+                flip(path / "000000.seg", record.payload_at + 100)
+        later = append(log, model, schema=1, count=12)
+        assert_read(log, {number: row for number, row in later.live.items() if number >= model.next_row})
+    with RolloutLog(path, mode="r") as log:
+        assert_log(log, later)  # rows of before are read with the new array
+
+
+def test_compaction_keeps_what_a_damaged_segment_needs(tmp_path: Path) -> None:
+    """A segment is lost and comes back from a backup: its deleted rows stay deleted, its objects can be read."""
+    path, model = tmp_path / "log", Model()
+    with opened(path, segment_bytes=1 << 20) as log:
+        model = append(log, model, schema=1, count=12)
+    with opened(path) as log:
+        while len(log._contents.segments) < 2:
+            model = append(log, model)
+        first = model.next_row
+        model = append(log, model, schema=1, count=12)
+        while len(log._contents.segments) < 3:
+            model = append(log, model, count=12)
+        model = delete(log, model, [*range(12), *range(first, first + 4)])
+        while len(log._contents.segments) < 4:
+            model = append(log, model, count=12)
+        model = delete(log, model, [model.next_row - 3])
+        while len(log._contents.segments) < 5:
+            model = append(log, model, count=12)
+    os.rename(path / "000001.seg", tmp_path / "kept")
+    with RolloutLog(path, pad_token_id=0) as log:
+        assert log.compact(0.0) > 0
+    os.rename(tmp_path / "kept", path / "000001.seg")
+    with opened(path, "r") as log:
+        assert_log(log, model)
+
+
+def test_a_backup_is_not_overwritten_by_damage(damaged: tuple[Path, Model]) -> None:
+    path, model = damaged
+    target = path.parent / "backup"
+    with opened(path) as log:
+        log.back_up(target)
+    record = chunks(path)[-1]
+    for at in (record.at, record.end - 64):
+        flip(path / "000000.seg", at + 9)
+    with RolloutLog(path, pad_token_id=0) as log:
+        assert log.damaged().size
+        model = append(log, model)
+        log.back_up(target)
+    with opened(target, "r") as log:
+        assert_log(log, model)
+
+
+# -------------------------------------------------------------------- disks that fail
+
+
+def test_a_sync_that_fails(tmp_path: Path) -> None:
+    """What raised is not there; what is acknowledged after it is on the disk, though pages count as written."""
+    path, device = tmp_path / "log", Disk(tmp_path / "log")
+    with device.attached():
+        log = opened(path)
+        model = append(log, Model())
+        device.failing = 0
+        with pytest.raises(StorageError, match="could not be synced"):
+            append(log, model)
+        device.failing = None
+        assert_log(log, model)
+        for call in (lambda: append(log, model), lambda: log.delete([0]), log.compact, log.sync):
+            with pytest.raises(StorageError, match="the disk failed"):
+                call()
+        log.close()
+        with opened(path) as log:
+            assert_log(log, model)
+            assert log.next_row == model.next_row
+            model = append(log, model)
+    lost(device, tmp_path / "found", model)
+
+
+def test_what_a_failed_sync_dropped_is_written_again(tmp_path: Path) -> None:
+    path, device = tmp_path / "log", Disk(tmp_path / "log")
+    with device.attached():
+        log = opened(path, fsync="interval", interval=1e6)
+        model = append(log, append(log, Model()))
+        device.failing = 0
+        with pytest.raises(StorageError, match="could not be synced"):
+            log.close()
+        device.failing = None
+        with opened(path) as log:  # the lock is free
+            assert_log(log, model)
+    lost(device, tmp_path / "found", model)
+
+
+def lost(device: Disk, path: Path, model: Model) -> None:
+    """The power fails; nothing that was not synced is there."""
+    state, rng = State(), random.Random(0)
+    for event in device.events:
+        state.follow(event, rng)
+    state.folder(path, "none", rng)
+    with opened(path) as log:
+        assert_log(log, model)
+
+
+def test_what_is_torn_is_cut_off(tmp_path: Path) -> None:
+    """Of two chunks that were not synced, the first is torn: the second does not come back behind another."""
+    with opened(tmp_path / "log", fsync="interval", interval=1e6) as log:
+        model = append(log, Model())
+        log.sync()
+        append(log, append(log, model))
+        shutil.copytree(tmp_path / "log", tmp_path / "found")
+    torn = chunks(tmp_path / "log")[1]
+    flip(tmp_path / "found" / "000000.seg", torn.payload_at + 5)
+    with opened(tmp_path / "found") as log:
+        assert log.rows.tolist() == [0, 1]
+        assert (tmp_path / "found" / "000000.seg").stat().st_size == torn.at
+        first = log.next_row
+        later = append(log, Model(model.live, first))
+    with opened(tmp_path / "found") as log:
+        assert_log(log, later)
+
+
+def test_a_reader_sees_nothing_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[int]] = []
+    with opened(tmp_path) as log:
+        model = append(log, Model())
+        reader, sync = opened(tmp_path, "r"), disk.sync
+
+        def look(file: int) -> None:
+            with opened(tmp_path, "r") as new:
+                looks.append([len(reader), len(new), new.next_row])
+            sync(file)
+
+        monkeypatch.setattr(disk, "sync", look)
+        model = append(log, model)
+        assert looks == [[2, 2, 2]]
+        assert_log(reader, model)
+
+
+@pytest.mark.parametrize("call", ["append", "delete", "compact"])
+def test_a_full_disk(tmp_path: Path, call: str) -> None:
+    """Nothing was done, and the log goes on."""
+    path, device, model = tmp_path / "log", Disk(tmp_path / "log"), Model()
+    failed = 0
+    with device.attached(), opened(path) as log:
+        for room in range(8):
+            for _ in range(3):
+                model = append(log, model, schema=1, count=5)
+            model = delete(log, model, [model.next_row - 2])
+            op: dict[str, Any] = {"do": call, "rows": [model.next_row - 1], "least": 0.0}
+            op |= {"schema": 1, "width": 9, "style": 3, "count": 12, "key": model.next_row}
+            device.full = room
+            try:
+                played(log, op)
+            except StorageError as error:
+                if "Make room" not in str(error):
+                    raise
+                assert not list(path.glob("000000.seg.part"))
+                assert_log(log, model)
+                device.full, failed = None, failed + 1
+                played(log, op)
+            device.full, model = None, model.after(op)
+            assert_log(log, model)
+    assert failed
+    with opened(path, "r") as log:
+        assert_log(log, model)
+
+
+def test_a_segment_that_cannot_be_closed(tmp_path: Path) -> None:
+    """The append before has returned; the next raises."""
+    path, device = tmp_path / "log", Disk(tmp_path / "log")
+    with device.attached():
+        log = opened(path, fsync="interval", interval=1e6)
+        device.failing = 0
+        model = append(log, Model(), schema=1, count=12)
+        device.failing = None
+        assert_log(log, model)
+        with pytest.raises(StorageError, match="the disk failed"):
+            append(log, model)
+        log.close()
+        with opened(path) as log:
+            assert_log(log, model)
+    lost(device, tmp_path / "found", model)
+
+
+def test_opening_on_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.mkdir()
+    device = Disk(path)
+    device.full = 0
+    with device.attached(), pytest.raises(StorageError, match="no room"):
+        RolloutLog(path)
+    with opened(path) as log:
+        assert_log(log, Model())
+
+
+def test_the_folders_of_a_new_log_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    sync_folder = disk.sync_folder
+    monkeypatch.setattr(disk, "sync_folder", lambda folder: (synced.append(folder), sync_folder(folder)))
+    with opened(tmp_path / "one" / "two"):
+        assert synced[:2] == [tmp_path, tmp_path / "one"]
+
+
+# -------------------------------------------------------------------- processes
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+
+    def write() -> None:
+        log = opened(tmp_path)
+        append(log, Model())
+        child = forked(lambda: time.sleep(60))
+        os.write(theirs, str(child).encode())
+        time.sleep(60)
+
+    writer = forked(write)
+    child = int(os.read(ours, 20))
+    try:
+        with pytest.raises(StorageError, match=f"process {writer}"):
+            opened(tmp_path)
+        time.sleep(0.05)  # the fork begins
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        with opened(tmp_path) as log:
+            assert len(log) == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_can_read_and_cannot_write(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    model = append(log, Model())
+
+    def use() -> None:
+        assert_log(log, model)
+        with pytest.raises(StorageError, match="fork"):
+            append(log, model)
+        log.close()
+
+    assert os.waitpid(forked(use), 0)[1] == 0
+    model = append(log, model)  # the writer goes on
+    with pytest.raises(StorageError, match="another RolloutLog"):
+        opened(tmp_path)
+    assert_log(log, model)
+    log.close()
+    with pytest.raises(FieldError):
+        log.take([model.next_row])
