@@ -24,6 +24,7 @@ from maskpack.errors import LayoutError, StorageError
 from maskpack.fields.options import kept_verify
 from maskpack.fields.registry import Key
 from maskpack.packed.batch import PackedBatch, compress
+from maskpack.packed.join import with_stacks
 from maskpack.store.compaction import compact
 from maskpack.store.contents import LOG, TAIL, Contents, NewRecord, Tail, log_json, log_number
 from maskpack.store.disk import LocalFolder, RemoteFolder, Replaced
@@ -129,6 +130,13 @@ class RolloutLog:
         """int64 [n], rising: the numbers of the rows that are there."""
         return self._rows().rows()
 
+    def chunks(self) -> list[IntArray]:
+        """The rows that are there, by the chunk that has them: int64 [n] for each append, or for what `compact` joined.
+        To read a whole log, take them one by one."""
+        index = self._rows()
+        rows = [chunk.rows[index.live(chunk.rows)] for chunk in index.chunks]
+        return [own for own in rows if own.size]
+
     @property
     def next_row(self) -> int:
         """The number that the next row gets."""
@@ -199,7 +207,7 @@ class RolloutLog:
                 raise LayoutError("RolloutLog.take: the log has no rows; expected some. Append a batch first.")
             return contents.packed(contents.index.chunks[-1], fields).take([])
         picked = [contents.packed(chunk, fields).take(places) for chunk, places, _ in parts]
-        batch = PackedBatch.cat(picked)
+        batch = PackedBatch.cat(with_stacks(picked))
         order = np.concatenate([own for _, _, own in parts])
         if bool((np.diff(order) > 0).all()):
             return batch
