@@ -3,7 +3,8 @@
     extend, add --compress--> segments of packed rows <--slot table-- samplers, writers     PackedStorage
     sample <--decompress-- the rows of the slots, at their padded widths, padded or nested
 
-With a RolloutLog, the rows are on a disk, and the slots are tags of them. Samples are bit for bit those of a storage of padded tensors.
+With a RolloutLog, the rows are on a disk, and their slots are tags. Samples are bit for bit those of a storage of
+padded tensors.
 """
 
 from __future__ import annotations
