@@ -143,6 +143,12 @@ class RolloutLog:
         return self._rows().next_row
 
     @property
+    def segments(self) -> int:
+        """The number of its segments."""
+        self._rows()
+        return len(self._contents.segments)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its segments, with deleted rows that were not compacted."""
         self._rows()
