@@ -189,7 +189,7 @@ class PackedStorage(_ListStorage):
         default priorities. Call it once the buffer is made."""
         if self._logged is not None:
             buffer.writer.load_state_dict(buffer.writer.state_dict() | {"_cursor": self._logged.next_slot})
-            buffer.sampler.extend(torch.arange(len(self)))
+            buffer.sampler.extend(torch.arange(len(self), device="cpu"))
 
     def __len__(self) -> int:
         if self._logged is not None:
