@@ -13,12 +13,13 @@ maskpack.nesting                  take and cat: rows of padded and nested batche
 maskpack.views                    BatchView: rows of packed batches in the object store or on other nodes
 maskpack.planning                 micro-batches within a token budget, on all ranks
 maskpack.replay                   log-probs and values from packed rows (models: maskpack.adapters.transformers)
+maskpack.store                    RolloutLog: packed rows on a disk, which survive kill -9
 maskpack.ops                      pack and unpack tensors; log-probs without storing all logits
 maskpack.adapters                 verl, TransferQueue, transformers and TRL, TorchRL
 maskpack.testing                  exact comparison and coverage for tests
 maskpack.errors                   the errors
 
-`import maskpack` does not import `dispatch` and `adapters`, which load Ray and the frameworks, and `testing`.
+`import maskpack` does not import `dispatch` and `adapters`, which load Ray and the frameworks, `store` and `testing`.
 """
 
 import logging

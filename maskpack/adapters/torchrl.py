@@ -3,12 +3,14 @@
     extend, add --compress--> segments of packed rows <--slot table-- samplers, writers     PackedStorage
     sample <--decompress-- the rows of the slots, at their padded widths, padded or nested
 
-Samples are bit for bit those of a storage of padded tensors.
+With a RolloutLog, the rows are on a disk, and their slots are tags. Samples are bit for bit those of a storage of
+padded tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -20,13 +22,14 @@ from tensordict import lazy_stack as lazy_stack  # type: ignore[reportUnknownVar
 from torch import Tensor
 
 from maskpack.core.arguments import flag, said
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, row_index
 from maskpack.core.keys import need_keys
 from maskpack.core.tensors import device_here, host_array
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, StorageError
 from maskpack.fields.options import kept_verify
-from maskpack.packed.batch import PackedBatch, Target, compress
+from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.packed.join import with_stacks
+from maskpack.store.log import RolloutLog
 from maskpack.views.view import BatchView
 
 _ListStorage: Any = import_module("torchrl.data.replay_buffers").LazyStackStorage
@@ -35,6 +38,8 @@ _Checkpointer: Any = import_module("torchrl.data.replay_buffers.checkpointers").
 _FEW = 64
 """Segments with fewer rows than this are joined once there are this many of them."""
 _FILE = "rows.safetensors"
+_SLOT = "slot"
+"""The tag of a row in a log that names its slot."""
 
 
 class PackedCheckpointer(_Checkpointer):
@@ -68,6 +73,8 @@ class PackedStorage(_ListStorage):
         format: of samples, "padded" or "nested".
         fields: the fields of samples; by default all.
         device: of samples; by default the original device of each field.
+        log: keeps the rows on a disk, across processes. It has to be empty, or one that a PackedStorage wrote, whose
+            slots are there again. None keeps the rows in memory.
         allow_pickle: for `state_dict`, `dumps` and their inverses, as for `PackedBatch.to_bytes`.
         options: options of `compress`.
 
@@ -85,6 +92,7 @@ class PackedStorage(_ListStorage):
         format: Target = "padded",
         fields: Sequence[Any] = (),
         device: torch.device | str | None = None,
+        log: RolloutLog | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
@@ -98,17 +106,22 @@ class PackedStorage(_ListStorage):
         self._to = None if device is None else device_here(device, "PackedStorage")
         self._options: dict[str, Any] = {**options, "verify": kept_verify(options.get("verify", "always"))}
         self._rows: BatchView | None = None
+        if log is not None and not isinstance(log, RolloutLog):
+            raise LayoutError(f"PackedStorage: log is {said(log)}; expected a RolloutLog, or None. Open one.")
+        self._logged = None if log is None else _LoggedRows(log, self.max_size)
 
     @property
     def rows(self) -> BatchView:
         """The packed rows of all slots. Raises LayoutError if there are none."""
-        if self._rows is None:
+        if not len(self):
             raise LayoutError("PackedStorage: there are no rows; expected some. Extend the buffer first.")
-        return self._rows
+        return cast("BatchView", self._rows) if self._logged is None else BatchView.of(self._logged.take(slice(None)))
 
     @property
     def nbytes(self) -> int:
-        """The number of encoded bytes in memory, including overwritten rows of segments that are still in use."""
+        """The number of encoded bytes in memory, or of the log, including overwritten rows that were not freed."""
+        if self._logged is not None:
+            return self._logged.log.nbytes
         sources = [] if self._rows is None else [source for group in self._rows.groups for source in group.parts]
         return sum(source.held.nbytes for source in sources)
 
@@ -153,17 +166,34 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.set: slots are {slots[:8].tolist()} with {before} in use; expected whole numbers from "
                 f"0, below {self.max_size}, that leave none empty. Let the writer choose them."
             )
+        if self._logged is not None:
+            self._logged.put(slots, packed, table)
+            return
         rows = BatchView.of(packed) if self._rows is None else _appended(self._rows, packed)
         self._rows = _tidied(rows.take(table))
 
     def get(self, index: Any) -> Any:
         """The rows of slots as a TensorDict [n]; for an integer index, one row without the batch dim."""
         one = isinstance(index, int | np.integer) or (isinstance(index, Tensor | np.ndarray) and index.ndim == 0)
-        picked = self.rows.take(self._index(index))
-        made = picked.materialize(*self._fields, format=self._format, device=self._to)
+        if self._logged is not None and len(self):
+            packed = self._logged.take(self._index(index))
+            packed = packed.select(*self._fields) if self._fields else packed
+            made = decompress(packed, format=self._format, device=self._to)
+        else:
+            picked = self.rows.take(self._index(index))
+            made = picked.materialize(*self._fields, format=self._format, device=self._to)
         return made[0] if one else made
 
+    def resume(self, buffer: Any) -> None:
+        """Lets a new buffer go on with the rows of the log: its writer behind the newest row, and its sampler with
+        default priorities. Call it once the buffer is made."""
+        if self._logged is not None:
+            buffer.writer.load_state_dict(buffer.writer.state_dict() | {"_cursor": self._logged.next_slot})
+            buffer.sampler.extend(torch.arange(len(self), device="cpu"))
+
     def __len__(self) -> int:
+        if self._logged is not None:
+            return self._logged.numbers.size
         return 0 if self._rows is None else len(self._rows)
 
     def __repr__(self) -> str:
@@ -179,9 +209,9 @@ class PackedStorage(_ListStorage):
 
     def state_dict(self) -> dict[str, Any]:
         """The rows as bytes: `packed`, a uint8 tensor, or None without rows."""
-        if self._rows is None:
+        if not len(self):
             return {"packed": None}
-        data = self._rows.to_packed().to_bytes(allow_pickle=self.allow_pickle)
+        data = self.rows.to_packed().to_bytes(allow_pickle=self.allow_pickle)
         return {"packed": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -200,7 +230,7 @@ class PackedStorage(_ListStorage):
         self.restore(packed)
 
     def restore(self, packed: PackedBatch | None) -> None:
-        """Replaces all rows. Raises LayoutError if there are more rows than slots."""
+        """Replaces all rows, in the log, too. Raises LayoutError if there are more rows than slots."""
         if packed is not None and not isinstance(packed, PackedBatch):
             raise LayoutError(
                 f"PackedStorage.restore: got {said(packed)}; expected a PackedBatch, or None. Compress the rows first."
@@ -210,7 +240,10 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage: {len(packed)} rows for {self.max_size} slots; expected no more rows than slots. Give "
                 "the storage the max_size that it was saved with."
             )
-        self._rows = None if packed is None else BatchView.of(packed)
+        if self._logged is not None:
+            self._logged.replace(packed)
+        else:
+            self._rows = None if packed is None else BatchView.of(packed)
         self._bump_mutation_revision()
 
     def _empty(self) -> None:
@@ -237,6 +270,73 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.get: the index has {len(parts)} parts; expected one, of rows. Index the sample further."
             )
         return parts[0] if type(parts[0]) is slice else _numbers(parts[0])
+
+
+class _LoggedRows:
+    """The rows of a storage in a log: row `numbers[slot]`, whose tag names its slot.
+
+    A row that overwrites another is appended before the other is deleted. If the process dies in between, both have
+    the same slot: the newer one is in it.
+
+    Attributes:
+        log: the log.
+        numbers: int64 [slots], the number of the row in each slot.
+    """
+
+    def __init__(self, log: RolloutLog, max_size: int) -> None:
+        self.log = log
+        self._max_size = max_size
+        self._head: PackedBatch | None = None
+        """The fields and the largest widths, without rows."""
+        rows = log.rows
+        slots: list[Any] = log.tags(rows).get(_SLOT, [None] * rows.size)
+        fits = all(type(slot) is int and 0 <= slot < max_size for slot in slots)
+        self.numbers = np.full(max(slots, default=-1) + 1 if fits else 0, -1, np.int64)
+        if fits:
+            self.numbers[np.array(slots, np.int64)] = rows  # the last one stays, which is the newest
+        if not fits or bool((self.numbers < 0).any()):
+            raise LayoutError(
+                f'PackedStorage: {log!r} has rows without the tag "{_SLOT}", or without a row for each slot below '
+                f"{max_size}; expected what a PackedStorage wrote. Give the storage a log of its own, and the max_size "
+                "that the log was written with."
+            )
+        self._head = self._widest([log.take(own[:1]) for own in log.chunks()])
+        with suppress(StorageError):  # of a reader
+            log.delete(np.setdiff1d(rows, self.numbers))
+
+    @property
+    def next_slot(self) -> int:
+        """The slot behind the newest row."""
+        size = self.numbers.size
+        return size if size < self._max_size else (int(self.numbers.argmax()) + 1) % size
+
+    def put(self, slots: IntArray, packed: PackedBatch, table: IntArray) -> None:
+        """Appends the rows of slots. `table` names for each slot an earlier one, or one of the rows behind these."""
+        head = self._widest([packed])
+        before, new = self.numbers, np.array(self.log.append(packed, {_SLOT: slots}))
+        self._head = head
+        self.numbers = np.concatenate([before, new])[table]
+        gone = [before[slots[slots < before.size]], new[self.numbers[slots] != new]]
+        with suppress(StorageError):  # they are deleted when the log is opened again
+            self.log.delete(np.concatenate(gone))
+
+    def replace(self, packed: PackedBatch | None) -> None:
+        """Deletes all rows, and appends others."""
+        self.log.delete(self.numbers)
+        self.numbers, self._head = self.numbers[:0], None
+        if packed is not None and len(packed):
+            self.put(np.arange(len(packed)), packed, np.arange(len(packed)))
+
+    def take(self, index: Any) -> PackedBatch:
+        """The rows of slots, at the largest widths that there were."""
+        numbers = self.numbers[row_index(index, self.numbers.size, "PackedStorage.get")]
+        assert self._head is not None
+        return PackedBatch.cat(with_stacks([self._head, self.log.take(numbers)]))
+
+    def _widest(self, batches: Sequence[PackedBatch]) -> PackedBatch | None:
+        """The head, as wide as some batches. Raises LayoutError for batches that do not fit it."""
+        heads = [batch.take([]) for batch in ([] if self._head is None else [self._head]) + list(batches)]
+        return BatchView.cat([BatchView.of(head) for head in with_stacks(heads)]).head.own() if heads else None
 
 
 def _numbers(index: Any) -> IntArray:

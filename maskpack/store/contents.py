@@ -124,6 +124,7 @@ class Contents:
         headers = {number: self.folder.read(segment_name(number), 0, START) for number in there if number <= last}
         frames = {number: Frame.parsed(header) for number, header in headers.items()}
         self.segments, self.index = [], RowIndex()
+        self._forget()
         for number in range(last + 1):
             row = self.index.next_row
             index = self._all(index_name(number)) if index_name(number) in names else b""
@@ -193,8 +194,15 @@ class Contents:
         except Replaced:
             self.load()
 
+    def _forget(self) -> None:
+        """Lets go of segments that were replaced, whose space is then free."""
+        self._read.clear()
+        if isinstance(self.folder, LocalFolder):
+            self.folder.forget()
+
     def reindex(self) -> None:
         """Makes the index anew, after segments were replaced."""
+        self._forget()
         next_row = self.index.next_row
         self.index = RowIndex()
         self.index.grow(next_row)

@@ -142,6 +142,10 @@ class LocalFolder:
                 raise Replaced(name)
             return os.pread(file.fileno(), end - begin, begin)
 
+    def forget(self) -> None:
+        """Closes all files; views stay readable."""
+        self._maps.clear()
+
     def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
         if end <= begin:
             return memoryview(b"")

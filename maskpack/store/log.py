@@ -135,10 +135,23 @@ class RolloutLog:
         """int64 [n], rising: the numbers of the rows that are there."""
         return self._rows().rows()
 
+    def chunks(self) -> list[IntArray]:
+        """The rows that are there, by the chunk that has them: int64 [n] for each append, or for what `compact` joined.
+        To read a whole log, take them one by one."""
+        index = self._rows()
+        rows = [chunk.rows[index.live(chunk.rows)] for chunk in index.chunks]
+        return [own for own in rows if own.size]
+
     @property
     def next_row(self) -> int:
         """The number that the next row gets."""
         return self._rows().next_row
+
+    @property
+    def segments(self) -> int:
+        """The number of its segments."""
+        self._rows()
+        return len(self._contents.segments)
 
     @property
     def nbytes(self) -> int:
@@ -318,31 +331,34 @@ class RolloutLog:
         """
         if not isinstance(target, str | os.PathLike):
             raise LayoutError(f"RolloutLog.back_up: target is {said(target)}; expected a folder or a URL. Name one.")
-        to, contents = RemoteFolder(os.fspath(target)), self._contents
+        to = RemoteFolder(os.fspath(target))
         with self._turn:
             self._rows()
-            here = to.names()
-            if LOG in here and log_number(to) != contents.log:
-                raise StorageError(
-                    f"RolloutLog.back_up: {target} has another log; expected an empty folder, or a backup of this one. "
-                    "Name another."
-                )
-            copied = 0
-            for segment in contents.segments:
-                name, index = index_name(segment.frame.number), b"".join(map(bytes, segment.index()))
-                if not segment.end or (name in here and to.read(name, 0, to.size(name)) == index):
-                    continue
-                if segment.damages and name in here:  # the target has it as it was
-                    continue
-                end = segment.end
-                to.write(segment.name, (segment.read(at, min(at + _STEP, end)) for at in range(0, end, _STEP)))
-                copied += end
-                if not segment.damages:
-                    to.write(name, [index])
-            to.write(LOG, [log_json(contents.log)])
-            last = contents.segments[-1]
-            to.write(TAIL, [Tail(last.frame.number, last.end, last.end, contents.index.next_row).line(contents.log)])
-            return copied
+            return self._again(lambda: self._backed_up(to))
+
+    def _backed_up(self, to: RemoteFolder) -> int:
+        contents, here = self._contents, to.names()
+        if LOG in here and log_number(to) != contents.log:
+            raise StorageError(
+                f"RolloutLog.back_up: {to.root} has another log; expected an empty folder, or a backup of this one. "
+                "Name another."
+            )
+        copied = 0
+        for segment in contents.segments:
+            name, index = index_name(segment.frame.number), b"".join(map(bytes, segment.index()))
+            if not segment.end or (name in here and to.read(name, 0, to.size(name)) == index):
+                continue
+            if segment.damages and name in here:  # the target has it as it was
+                continue
+            end = segment.end
+            to.write(segment.name, (segment.read(at, min(at + _STEP, end)) for at in range(0, end, _STEP)))
+            copied += end
+            if not segment.damages:
+                to.write(name, [index])
+        to.write(LOG, [log_json(contents.log)])
+        last = contents.segments[-1]
+        to.write(TAIL, [Tail(last.frame.number, last.end, last.end, contents.index.next_row).line(contents.log)])
+        return copied
 
     # ---------------------------------------------------------------- rows
 

@@ -95,7 +95,7 @@ def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
         metavar="FILE",
         nargs=nargs,
         help="a packed batch of PackedBatch.save; a TensorDict, a dict of tensors or a verl DataProto of torch.save; "
-        "or a pickled DataProto",
+        "a pickled DataProto; or a folder or URL of a RolloutLog",
     )
     parser.add_argument("--pad-token-id", type=int, metavar="N", help="the tokenizer's pad id, for batches not packed")
     registry = "YAML or JSON of fields and axes, the registry of compress(registry=) (default: RL_FIELDS)"

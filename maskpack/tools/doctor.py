@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     base = "RL_FIELDS" if args.registry is None else "registry"
 
     def diagnosed(file: str) -> Diagnosis:
-        batch = saved_batch(FilePath(file), args.allow_pickle, args.max_bytes)
+        batch = saved_batch(file, args.allow_pickle, args.max_bytes)
         return diagnose(batch, registry, args.pad_token_id, max_bytes=None)
 
     if args.strict:
@@ -210,7 +210,8 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
 def text(diagnosis: Diagnosis, file: str, base: str) -> str:
     """The diagnosis as text; the lines go on top of the registry `base`, a name in Python."""
     sizes, covered = diagnosis.sizes, diagnosis.covered
-    out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields", ""]
+    sample = " (a sample)" if "://" in file or FilePath(file).is_dir() else ""
+    out = [f"{file}: {sizes.rows:,} rows{sample}, {len(sizes.fields):,} fields", ""]
     for name, mask in diagnosis.masks.items():
         fill = mask.num_tokens / ((mask.num_rows * mask.width) or 1)
         out.append(f"  {name}: {mask.width:,} wide, {fill:.1%} valid ({mask.num_tokens:,} tokens)")

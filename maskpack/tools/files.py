@@ -3,6 +3,7 @@
     PackedBatch.save                                           \\
     torch.save of a TensorDict, a dict or a verl DataProto      >
     a pickled DataProto (DataProto.save_to_disk)                /  saved_batch --> PackedBatch or TensorDict
+    a folder or URL of a RolloutLog             saved_log --> RolloutLog -- a sample of its rows --'
 
 Reading runs no code of the file unless `allow_pickle` is true.
 """
@@ -30,25 +31,45 @@ from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.file.container import MAX_HEADER
 from maskpack.packed.sizes import printable
+from maskpack.store.log import RolloutLog
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
+from maskpack.views.view import BatchView
 
 SMALL, MOST_RATIO = 1 << 30, 1 << 10
 """Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
+
+SAMPLE = 256
+"""The most rows of a log that are looked at, and the most chunks that they come from."""
 
 
 class Unusable(Exception):
     """An argument or a file that cannot be used; the message says why."""
 
 
-def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) -> PackedBatch | TensorDictBase:
-    """The batch in a file.
+def saved_log(path: str, allow_pickle: bool) -> RolloutLog | None:
+    """The log in a folder, or behind a URL of fsspec; None for a file. Raises Unusable, MaskpackError or OSError."""
+    if "://" not in path and not Path(path).is_dir():
+        return None
+    try:
+        return RolloutLog(path, mode="r", allow_pickle=allow_pickle)
+    except (ImportError, ValueError) as error:  # of fsspec
+        raise Unusable(f"{path} cannot be read: {error}") from error
+
+
+def saved_batch(file: Path | str, allow_pickle: bool, max_bytes: int | None = None) -> PackedBatch | TensorDictBase:
+    """The batch in a file, or a sample of the rows of a log.
 
     Args:
-        max_bytes: the most bytes that it may take padded; by default 1,024 times the file, between 1 and 64 GiB.
+        max_bytes: the most bytes that it may take padded; by default 1,024 times the file, between 1 and 64 GiB, and
+            1 GiB for a log, of which fewer rows are taken.
 
     Raises:
         Unusable, MaskpackError, OSError: it cannot be read, holds no batch, would run code, or takes too many bytes.
     """
+    log = saved_log(str(file), allow_pickle)
+    if log is not None:
+        return _sample(log, SMALL if max_bytes is None else max_bytes)
+    file = Path(file)
     if max_bytes is None:
         max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
     elif max_bytes < 1:
@@ -84,6 +105,30 @@ def saved_batch(file: Path, allow_pickle: bool, max_bytes: int | None = None) ->
             "who wrote it"
         )
     return batch
+
+
+def _sample(log: RolloutLog, max_bytes: int) -> PackedBatch:
+    """Rows at even distances in chunks at even distances, as far as these have the fields of the last chunk."""
+    chunks = log.chunks()
+    if not chunks:
+        raise Unusable(f"{log.path} has no rows; expected some")
+    fields = _fields(log[chunks[-1][-1:]])
+    picked = [chunks[at] for at in _even(len(chunks), SAMPLE)]
+    rows = np.concatenate([own for own in picked if _fields(log[own[:1]]) == fields])
+    rows = rows[_even(rows.size, SAMPLE)]
+    size = BatchView.of(log[rows]).padded_nbytes
+    if size > max_bytes:
+        rows = rows[_even(rows.size, max(1, rows.size * max_bytes // size))]
+    return log[rows]
+
+
+def _even(of: int, most: int) -> list[int]:
+    """At most so many of the numbers from 0 to `of` - 1, at even distances, with the last one."""
+    return [(of * (number + 1) - 1) // min(of, most) for number in range(min(of, most))]
+
+
+def _fields(packed: PackedBatch) -> list[Any]:
+    return [(form.path, form.dtype) for form in packed.schema.forms]
 
 
 def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:

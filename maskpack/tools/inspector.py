@@ -1,18 +1,19 @@
-"""The command `maskpack inspect`: where the bytes of a saved batch go, as a table or JSON."""
+"""The command `maskpack inspect`: where the bytes of a saved batch, or of a log, go, as a table or JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import warnings
-from pathlib import Path
+from typing import Any
 
 from maskpack.core.keys import show
 from maskpack.errors import MaskpackWarning
 from maskpack.fields.options import not_strict
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.sizes import Figures, aligned, dtype_name, figures, printable, to_json
-from maskpack.tools.files import saved_batch, saved_registry
+from maskpack.store.log import RolloutLog
+from maskpack.tools.files import saved_batch, saved_log, saved_registry
 
 _LONGEST = 80
 
@@ -20,7 +21,12 @@ _LONGEST = 80
 def run(args: argparse.Namespace) -> tuple[str, int]:
     """The command; returns what to print and the exit status."""
     registry = saved_registry(args.registry)
-    batch = saved_batch(Path(args.file), args.allow_pickle, args.max_bytes)
+    with warnings.catch_warnings(record=True) as damages:
+        warnings.simplefilter("always", MaskpackWarning)
+        log = saved_log(args.file, args.allow_pickle)
+    if log is not None:
+        return _of_log(log, [str(damage.message) for damage in damages], args.json), 0
+    batch = saved_batch(args.file, args.allow_pickle, args.max_bytes)
     if not isinstance(batch, PackedBatch):
         with warnings.catch_warnings(), not_strict():
             warnings.simplefilter("ignore", MaskpackWarning)  # the table lists the fields that stay padded
@@ -30,6 +36,40 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         return json.dumps({"file": args.file, **to_json(sizes)}, indent=2), 0
     codec = "no codec" if sizes.codec is None else f"codec {sizes.codec}"
     return f"{printable(args.file)}: {sizes.rows:,} rows, {len(sizes.fields):,} fields, {codec}\n\n{_table(sizes)}", 0
+
+
+def _of_log(log: RolloutLog, damages: list[str], in_json: bool) -> str:
+    """The rows, segments and tags of a log, and the figures of its last chunk."""
+    chunks, gone = log.chunks(), log.next_row - len(log)
+    tags = {
+        name: (sum(value is not None for value in values), len(set(values) - {None}))
+        for name, values in log.tags(log.rows).items()
+    }
+    sizes = figures(log[chunks[-1]]) if chunks else None
+    if in_json:
+        found: dict[str, Any] = {
+            "file": log.path,
+            "rows": len(log),
+            "gone": gone,
+            "chunks": len(chunks),
+            "segments": log.segments,
+            "bytes": log.nbytes,
+            "tags": {name: {"rows": rows, "values": values} for name, (rows, values) in tags.items()},
+            "damages": damages,
+            "last_chunk": None if sizes is None else to_json(sizes),
+        }
+        return json.dumps(found, indent=2)
+    left = f"{gone:,} rows were deleted{' or damaged' if damages else ''}"
+    out = [
+        f"{printable(log.path)}: {len(log):,} rows in {len(chunks):,} chunks; {left}",
+        f"{log.nbytes:,} bytes in {log.segments:,} segments",
+        *map(printable, damages),
+    ]
+    out += [f"tag {_cell(name)}: {values:,} values in {rows:,} rows" for name, (rows, values) in tags.items()]
+    if sizes is not None:
+        rows = chunks[-1]
+        out += ["", f"The last chunk, {rows.size:,} rows from {rows[0]:,} to {rows[-1]:,}:", "", _table(sizes)]
+    return "\n".join(out)
 
 
 def _table(sizes: Figures) -> str:

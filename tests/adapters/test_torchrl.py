@@ -34,6 +34,7 @@ from torchrl.modules.llm.policies.common import Tokens
 import maskpack as mp
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.adapters.torchrl import PackedStorage
+from maskpack.store import RolloutLog
 
 OPTIONS = {"pad_token_id": PAD}
 
@@ -417,6 +418,150 @@ def test_python_objects_that_json_cannot_say_need_leave():
     assert_same(again.get(slice(None)), rows)
 
 
+# -------------------------------------------------------------------- rows on a disk
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """`opened()` closes the log of the storage that it gave before, and gives a storage of the same log."""
+    logs = []
+
+    def storage_of_log(size: int = 16, **options) -> PackedStorage:
+        for log in logs:
+            log.close()
+        logs.append(RolloutLog(tmp_path / "log", segment_bytes=1 << 12))
+        return storage(size, log=logs[-1], **options)
+
+    yield storage_of_log
+    for log in logs:
+        log.close()
+
+
+def test_any_order_of_writes_to_a_log_gives_what_memory_gives(opened):
+    """Rows of several widths, slots that are named twice, a new process in between, and compaction."""
+    rng = random.Random(3)
+    kept = storage(24)
+    logged = opened(24)
+    for step in range(30):
+        rows = rng.randint(1, 24)
+        new = batch(step, rows, prompt=rng.randint(2, 5), response=6)
+        first = rng.randint(0, len(kept))
+        slots = [(first + number) % 24 for number in range(rows)]
+        slots += rng.sample(slots, 1)
+        new = torch.cat([new, new[-1:]])
+        for one in (kept, logged):
+            one.set(torch.tensor(slots), new)
+        assert len(kept) == len(logged) == len(logged._logged.log)
+        index = [rng.randrange(-len(kept), len(kept)) for _ in range(5)]
+        assert_same(logged.get(index), kept.get(index))
+        if step % 7 == 3:
+            logged._logged.log.compact()
+            assert_same(logged.get(slice(None)), kept.get(slice(None)))
+        if step % 10 == 9:
+            logged, widths = opened(24), kept.get([0])["input_ids"].shape
+            assert logged.get([0])["input_ids"].shape <= widths
+            kept.restore(logged.rows.to_packed())  # of widths that no row has any more, a new process knows nothing
+            assert_same(logged.get(slice(None)), kept.get(slice(None)))
+    assert_same(pickle.loads(pickle.dumps(logged)).get(slice(None)), kept.get(slice(None)))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_buffer_goes_on_in_another_process(opened, sampler):
+    padded, packed = both(16, sampler=SAMPLERS[sampler], batch_size=5)
+    packed = ReplayBuffer(storage=opened(), sampler=SAMPLERS[sampler](), batch_size=5)
+    for seed, rows in enumerate([7, 3, 5, 9]):
+        for buffer in (padded, packed):
+            buffer.extend(batch(seed, rows))
+        same_samples(padded, packed, 2)
+        packed = ReplayBuffer(storage=opened(), sampler=SAMPLERS[sampler](), batch_size=5)
+        packed.storage.resume(packed)
+        padded = ReplayBuffer(storage=padded.storage, sampler=SAMPLERS[sampler](), batch_size=5, writer=padded.writer)
+        padded.sampler.extend(torch.arange(len(padded)))
+        same_samples(padded, packed, 2)
+
+
+def test_a_slot_that_was_written_twice_has_the_newer_row(opened, monkeypatch):
+    """As after a kill between the new row and the deletion of the old one."""
+    logged = opened()
+    logged.set(range(7), batch(1))
+
+    def killed(rows):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(logged._logged.log, "delete", killed)
+    with pytest.raises(KeyboardInterrupt):
+        logged.set([2, 6, 7], batch(2, 3))
+    again = opened()
+    expected = torch.cat([batch(1), batch(2, 3)[2:]])
+    expected[2], expected[6] = batch(2, 3)[0], batch(2, 3)[1]
+    assert_same(again.get(slice(None)), expected)
+    assert again._logged.log.rows.tolist() == [0, 1, 3, 4, 5, 7, 8, 9]  # what was overwritten is deleted now
+    assert again._logged.next_slot == 8
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+def test_classes_and_objects_are_read_from_a_log(tmp_path):
+    """Rows of a sub-batch whose shapes differ from append to append, classes of TorchRL, and objects of a batch."""
+    log = RolloutLog(tmp_path / "log", allow_pickle=True)
+    kept, logged = PackedStorage(9), PackedStorage(9, log=log)
+    for one in (kept, logged):
+        one.set(range(4), chats(4))
+        one.set(range(4, 7), chats(3))
+    for index in ([6, 3, 1, 1], [2, 0], [5]):
+        expected, seen = kept.get(index), logged.get(index)
+        assert type(seen["history"]) is History
+        assert [row.content for row in seen["history"]] == [row.content for row in expected["history"]]
+        assert_same(seen["reward"], expected["reward"])
+        for name in ("prompt", "response", "full"):
+            rows = [[getattr(row, name).tolist() for row in sample["tokens"].unbind(0)] for sample in (seen, expected)]
+            assert rows[0] == rows[1]
+    log.close()
+    kept, logged = storage(), storage(log=RolloutLog(tmp_path / "objects"))
+    for heat in (0.7, 0.7, 0.2):
+        for one in (kept, logged):
+            one.set(
+                range(len(one), len(one) + 3),
+                rollout()[:3].exclude("temperature", "global_token_num").set_non_tensor("temperature", heat),
+            )
+        for index in ([0], [1, 0], range(len(kept))):
+            assert_same(logged.get(index), kept.get(index))
+
+
+def test_states_of_a_log(opened, tmp_path):
+    kept, logged = filled(), opened(12)
+    logged.set(range(7), batch(1))
+    logged.set([5, 6, 7, 8], batch(2, 4))
+    expected = kept.get(slice(None))
+    again = storage(12)
+    again.load_state_dict(logged.state_dict())
+    assert_same(again.get(slice(None)), expected)
+    logged.dumps(tmp_path / "s")
+    logged.set(range(3), batch(3, 3))
+    logged.loads(tmp_path / "s")
+    assert_same(logged.get(slice(None)), expected)
+    assert_same(opened(12).get(slice(None)), expected)
+    logged = opened(12)
+    logged._empty()
+    assert len(logged) == len(logged._logged.log) == len(opened()) == 0
+    with pytest.raises(mp.errors.LayoutError, match="no rows"):
+        logged.get(0)
+
+
+def test_logs_that_no_storage_wrote_are_refused(opened, tmp_path):
+    logged = opened(12)
+    logged.set(range(7), batch(1))
+    with pytest.raises(mp.errors.LayoutError, match="each slot below 6"):
+        opened(6)
+    logged = opened(12)
+    logged._logged.log.delete([1])
+    with pytest.raises(mp.errors.LayoutError, match="each slot below 12"):
+        opened(12)
+    with RolloutLog(tmp_path / "other", **OPTIONS) as log:
+        log.append(batch(1), {"step": 1})
+        with pytest.raises(mp.errors.LayoutError, match='without the tag "slot"'):
+            storage(log=log)
+
+
 # -------------------------------------------------------------------- errors
 
 
@@ -475,6 +620,7 @@ PackedStorage(4, fields=[3])
 PackedStorage(4, device="nowhere")
 PackedStorage(4, device=3.5)
 PackedStorage(4, allow_pickle="no")
+PackedStorage(4, log="folder")
 PackedStorage(4, registry="x")
 PackedStorage(4, pad_token_id="0")
 PackedStorage(4, verify="x")

@@ -39,6 +39,12 @@ assert_same(result, log_probs)
 assert_same(here["advantages"], torch.zeros(4, 6))
 assert [found["clip"] for found in metrics] == [0.2, 0.2]
 """
+STORE_PRELUDE = f"""
+import sys; sys.path.append({str(ROOT / "examples")!r})
+from resume_grpo import *
+folder, policy, steps = Path(), Policy(), 1
+optimizer = torch.optim.Adam(policy.parameters())
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ PAGES = {
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/store.md": Page(script=True, before=STORE_PRELUDE),
     "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
     "docs/trainers.md": Page(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import maskpack as mp
-from maskpack import testing
+from maskpack import store, testing
 
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
@@ -109,7 +109,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 def test_every_public_name_has_its_entry(entries: set[str]) -> None:
     names = {f"maskpack.{name}" for name in mp.__all__}
-    for part in (mp.nesting, mp.ops, mp.planning, mp.replay, mp.views, testing):
+    for part in (mp.nesting, mp.ops, mp.planning, mp.replay, mp.views, store, testing):
         names |= {f"{part.__name__}.{name}" for name in part.__all__}
     names |= {f"maskpack.errors.{name}" for name, value in vars(mp.errors).items() if _is_ours(value)}
     assert missing(names, entries) == set()

@@ -4,9 +4,11 @@ of every kind of file, and what it cannot read is one line."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import samples
@@ -17,7 +19,8 @@ import maskpack
 import maskpack.tools
 from maskpack.dispatch import WorkerGroup
 from maskpack.packed.sizes import report
-from maskpack.tools import cli, demo
+from maskpack.store import RolloutLog
+from maskpack.tools import cli, demo, files
 from maskpack.tools.files import saved_batch
 
 
@@ -424,7 +427,7 @@ def test_inspect_refuses_bad_registries(name, text, message, tmp_path, capsys):
 def test_inspect_without_a_registry_file_or_yaml(tmp_path, capsys, monkeypatch):
     as_dict(tmp_path / "b")
     assert "r.json: No such file" in refused([tmp_path / "b", "--registry", tmp_path / "r.json"], capsys)
-    assert "Is a directory" in refused([tmp_path], capsys)
+    assert "is no log" in refused([tmp_path], capsys)
     (tmp_path / "r.yaml").write_text("fields: {}")
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert "PyYAML is not installed" in refused([tmp_path / "b", "--registry", tmp_path / "r.yaml"], capsys)
@@ -445,6 +448,86 @@ def test_inspect_cuts_long_names(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "\n" + "x" * 80 + "...  float32" in shown
     assert len(shown) < 80_000
+
+
+# -------------------------------------------------------------------- logs
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    """A log of four appends in two segments or more, of which rows are deleted."""
+    with RolloutLog(tmp_path / "log", segment_bytes=1 << 14, pad_token_id=samples.PAD) as log:
+        for step in range(4):
+            batch = samples.rollout()
+            more = {"worker": [f"w{row % 2}" for row in range(len(batch))]} if step else {}
+            log.append(batch, {"step": step, **more})
+        log.delete([8, 9, 27])
+        yield log
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_inspect_of_a_log(scheme, rollouts, capsys):
+    path = scheme + rollouts.path
+    shown = inspected([path], capsys).splitlines()
+    assert shown[0] == f"{path}: 25 rows in 4 chunks; 3 rows were deleted"
+    files = sorted(Path(rollouts.path).glob("*.seg"))
+    assert shown[1] == f"{sum(map(os.path.getsize, files)):,} bytes in {len(files)} segments"
+    assert shown[2:4] == ["tag step: 4 values in 25 rows", "tag worker: 2 values in 18 rows"]
+    assert shown[5] == "The last chunk, 6 rows from 21 to 26:"
+    table = [line.split() for line in shown[7:]]
+    expected = report(None, maskpack.compress(samples.rollout()[:6], pad_token_id=samples.PAD))
+    padded = {line[0]: int(line[3].replace(",", "")) for line in table if len(line) == 8 and line[3][0].isdigit()}
+    assert len(padded) > 15
+    assert padded == {name: expected[f"maskpack/field/{name}/padded_bytes"] for name in padded}
+
+
+def test_inspect_of_a_log_as_json(rollouts, capsys):
+    shown = json.loads(inspected([rollouts.path, "--json"], capsys))
+    assert [shown[name] for name in ("rows", "gone", "chunks", "damages")] == [25, 3, 4, []]
+    assert shown["segments"] == len(list(Path(rollouts.path).glob("*.seg"))) > 1
+    assert shown["tags"] == {"step": {"rows": 25, "values": 4}, "worker": {"rows": 18, "values": 2}}
+    assert shown["last_chunk"]["rows"] == 6
+
+
+def test_inspect_names_what_is_damaged(rollouts, capsys):
+    first = Path(rollouts.path) / "000000.seg"
+    first.unlink()
+    shown = inspected([rollouts.path], capsys)
+    assert "were deleted or damaged" in shown.splitlines()[0]
+    assert "000000.seg is missing" in shown
+
+
+def test_inspect_of_logs_without_rows_or_that_are_none(tmp_path, capsys):
+    with RolloutLog(tmp_path / "log"):
+        assert "0 rows in 0 chunks" in inspected([tmp_path / "log"], capsys)
+        assert cli.main(["doctor", str(tmp_path / "log")]) == 2
+        assert "has no rows" in capsys.readouterr().err
+    assert "memory://none is no log" in refused(["memory://none"], capsys)
+    assert "Protocol not known" in refused(["nowhere://x"], capsys)
+
+
+def test_a_log_gives_a_sample_of_its_rows(tmp_path, monkeypatch):
+    """At even distances, with the fields of its last chunk, and within the limit of bytes."""
+    whole = samples.rollout(objects=False)
+    with RolloutLog(tmp_path / "log", pad_token_id=samples.PAD) as log:
+        for step in range(6):
+            batch = whole.clone().set("reward_baselines", torch.arange(7.0) + 7 * step)
+            log.append(batch.exclude("advantages") if step == 2 else batch)
+        log.delete([0])
+
+    def rows(**limits):
+        return maskpack.decompress(saved_batch(tmp_path / "log", False, **limits))["reward_baselines"].tolist()
+
+    there = [row for row in range(1, 42) if row not in range(14, 21)]
+    assert rows() == there
+    few = rows(
+        max_bytes=10 * report(None, maskpack.compress(whole, pad_token_id=samples.PAD))["maskpack/padded_bytes"] // 7
+    )
+    assert 8 <= len(few) <= 10
+    assert few[-1] == 41
+    assert set(few) < set(there)
+    monkeypatch.setattr(files, "SAMPLE", 3)
+    assert rows() == [13, 27, 41]
 
 
 def test_the_version(capsys):

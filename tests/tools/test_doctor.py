@@ -21,6 +21,7 @@ from fuzz_wire import Pieces
 from tensordict import TensorDict
 
 import maskpack
+import maskpack.store
 from maskpack import RL_FIELDS, MaskNestingSpec
 from maskpack.fields.presets import PRESETS
 from maskpack.packed.sizes import report
@@ -419,6 +420,21 @@ def test_a_packed_batch_and_a_nested_one(tmp_path, capsys):
 
 
 # -------------------------------------------------------------------- --strict
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+def test_a_log(tmp_path, capsys):
+    """A sample of its rows is what the doctor says of these rows, packed."""
+    with maskpack.store.RolloutLog(tmp_path / "log", pad_token_id=samples.PAD) as log:
+        assert log.append(rollout(), {"step": 0}) == range(B)
+        log.append(rollout(own=torch.zeros(B, R)), {"step": 1})
+        shown = doctor([tmp_path / "log"], capsys, 1)
+        assert shown.startswith(f"{tmp_path / 'log'}: {B} rows (a sample), ")
+        assert "'own': MaskNestingSpec(" in shown
+        maskpack.compress(rollout(own=torch.zeros(B, R)), pad_token_id=samples.PAD).save(tmp_path / "b")
+        assert doctor([tmp_path / "b"], capsys, 1).splitlines()[1:] == shown.splitlines()[1:]
+        strict = doctor(["--strict", tmp_path / "log", tmp_path / "b"], capsys, 1)
+        assert strict.count("1 stay padded") == 2
 
 
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
