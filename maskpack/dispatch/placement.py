@@ -3,6 +3,10 @@
     a packed batch in this process   put: the rows of one site are one object
     a reference, on the site         used as it is: the ranks read their rows from shared memory
     a reference, on another node     cut on that node if only some rows are needed; Ray transfers the cut
+    many references, shuffled        each node cuts for all sites, each site joins what it needs
+
+    node 0   results of ranks 0 1 2 ...                -- cut -->   rows for node 1, rows for node 2, ...
+    node 1   results of its own ranks, those rows      -- join -->  one object, of which its ranks read their rows
 
 A put object is remembered until other rows of its batch are put, the batch is freed, or the budget of the group is
 full."""
@@ -10,7 +14,7 @@ full."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import Any, cast
@@ -21,6 +25,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from maskpack.core.index import IntArray
+from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta, ColumnGroup, Cut, Source
@@ -32,6 +37,9 @@ SHARE = 4
 """The remembered objects of a group take at most 1 / SHARE of the object store on the node of the driver, or the size
 of the batch used last."""
 
+_FEW = 8
+"""Shuffled rows are joined if they lie in more objects than this: each rank would be told of all of them."""
+
 _PATIENCE = 60.0
 """Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
 
@@ -42,6 +50,14 @@ _ray: Any = ray
 @ray.remote(num_cpus=0)
 def _cut(packed: PackedBatch, rows: IntArray | Cut) -> PackedBatch:
     return rows.of(packed) if isinstance(rows, Cut) else packed.take(rows)
+
+
+@ray.remote(num_cpus=0)
+def _join(group: ColumnGroup, sizes: Sequence[int], *packed: PackedBatch) -> Any:
+    """The rows of a group, whose parts are numbers of batches, in consecutive batches of these sizes."""
+    ends = np.cumsum(sizes).tolist()
+    out = [group.take(slice(end - size, end)).assembled(packed.__getitem__) for size, end in zip(sizes, ends, strict=True)]
+    return out if len(out) > 1 else out[0]
 
 
 @ray.remote(num_cpus=0, max_retries=0)
@@ -146,6 +162,26 @@ class Placement:
             groups.append(replace(group, parts=tuple(sources), rows=Segments.of_rows(number, row)))
         return replace(view, groups=tuple(groups)), sent
 
+    def spread(
+        self, view: BatchView, sites: Sequence[tuple[Site, Any, IntArray]], again: bool = False
+    ) -> tuple[list[BatchView], int]:
+        """`settled` for each of several sites with its rows of the view. Shuffled rows are joined first."""
+        rows = np.concatenate([index for _, _, index in sites])
+        sizes = [index.size for _, _, index in sites]
+        place, own, nbytes = np.repeat(np.arange(len(sites)), sizes), view.take(rows), 0
+        groups = list(own.groups)
+        for at, group in enumerate(groups):
+            if _scattered(group):
+                layouts = {name: layout.take(rows) for name, layout in view.layouts_of(view.groups[at]).items()}
+                groups[at], more = _joined(group, layouts, place, [site for site, _, _ in sites])
+                nbytes += more
+        out: list[BatchView] = []
+        for (site, _, _), part in zip(sites, replace(own, groups=tuple(groups)).split(sizes), strict=True):
+            there, more = self.settled(part, site, again)
+            out.append(there)
+            nbytes += more
+        return out, nbytes
+
     def _part(self, source: Source, rows: IntArray, site: Site, again: bool) -> tuple[Source, int]:
         """A source in the store with at least the needed rows, and the number of bytes that are new in the store."""
         whole = rows.size == source.meta.num_rows
@@ -156,7 +192,7 @@ class Placement:
             return source, 0
         task = cast("Any", _cut)
         if nodes:
-            task = task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[0], soft=True))
+            task = task.options(**_on(nodes[0]))
         meta = source.meta.take(rows)
         wanted = rows if source.cut is None else source.cut._replace(spans=source.cut.spans.take(rows))
         return Source(task.remote(source.held, wanted), meta), meta.nbytes
@@ -193,6 +229,74 @@ class Placement:
             _log.debug("forgets a put batch of %d bytes; later calls with it put it again", sizes[batch])
             out.append(self._put.pop(batch, None))
         return out
+
+
+def _scattered(group: ColumnGroup) -> bool:
+    """Whether the rows are shuffled, and lie in many objects of the store."""
+    parts, runs = len(group.parts), 1 + np.count_nonzero(np.diff(group.rows.source))
+    if parts <= _FEW or runs < 2 * parts:
+        return False
+    return not any(part.cut is not None or isinstance(part.held, PackedBatch) for part in group.parts)
+
+
+def _joined(
+    group: ColumnGroup, layouts: Mapping[str, RowLayout], place: IntArray, sites: Sequence[Site]
+) -> tuple[ColumnGroup, int]:
+    """The same rows in one object for each site, and the bytes of these objects. `layouts` are those of the rows,
+    `place` [B] the number of the site of each."""
+    held: list[Any] = [part.held for part in group.parts]
+    found = _ray.experimental.get_object_locations(held)
+    homes: list[str] = [next(iter(found[one]["node_ids"]), "") for one in held]  # "": so small that Ray inlines it
+    names, home = np.unique(homes, return_inverse=True)
+    number, row = group.rows.by_row()
+    size = 1 + int(row.max())
+    nbytes = np.array([part.meta.nbytes / max(1, part.meta.num_rows) for part in group.parts])
+    # what each site needs, each row once: by site, node, object and row
+    keys = ((place * names.size + home[number]) * len(held) + number) * size + row
+    _, first, back = np.unique(keys, return_index=True, return_inverse=True)
+    to, node, number, row = place[first], home[number[first]], number[first], row[first]
+    nbytes = nbytes[number]
+    near = np.array([[not site or not name or name in site for name in names.tolist()] for site in sites])[to, node]
+    head, alive = group.declared(), nodes_alive()
+
+    def made(objects: Sequence[Any], number: IntArray, row: IntArray, sizes: Sequence[int], node: str) -> list[Any]:
+        own = ColumnGroup(group.paths, tuple(range(len(objects))), Segments.of_rows(number, row), head=head)
+        options = _on(node) if node in alive else {}
+        out = cast("Any", _join).options(num_returns=len(sizes), **options).remote(own, sizes, *objects)
+        return out if len(sizes) > 1 else [out]
+
+    # rows for other nodes, cut where they are: an object for each node and site
+    pieces: dict[tuple[int, int], Any] = {}
+    for at, name in enumerate(names.tolist()):
+        away = np.flatnonzero(~near & (node == at))
+        if away.size:
+            used, numbers = np.unique(number[away], return_inverse=True)
+            sites_of, counts = np.unique(to[away], return_counts=True)
+            cut = made([held[one] for one in used.tolist()], numbers, row[away], counts.tolist(), name)
+            pieces |= zip([(site, at) for site in sites_of.tolist()], cut, strict=True)
+    runs = np.flatnonzero(np.diff(to * names.size + node, prepend=-1))
+    row = np.where(near, row, np.arange(row.size) - np.repeat(runs, np.diff(runs, append=row.size)))
+    number = np.where(near, number, len(held) + node)
+
+    # on each site, these and what is there
+    sources: list[Source] = []
+    begins = np.searchsorted(to, np.unique(to)).tolist()
+    for begin, end in zip(begins, [*begins[1:], to.size], strict=True):
+        site = int(to[begin])
+        used, numbers = np.unique(number[begin:end], return_inverse=True)
+        objects = [held[one] if one < len(held) else pieces[site, one - len(held)] for one in used.tolist()]
+        if used.size > 1 or used[0] < len(held):
+            home_of = next(iter(sites[site] & alive.keys()), "")
+            objects = made(objects, numbers, row[begin:end], [end - begin], home_of)
+        taken = {name: layout.take(first[begin:end]) for name, layout in layouts.items()}
+        sources.append(Source(objects[0], BatchMeta(head, taken, end - begin, round(nbytes[begin:end].sum()))))
+    own = Segments.of_rows(np.searchsorted(to[begins], place), back - np.searchsorted(to, place))
+    return ColumnGroup(group.paths, tuple(sources), own, head=head), sum(source.meta.nbytes for source in sources)
+
+
+def _on(node: str) -> dict[str, Any]:
+    """The options of a task that runs on a node, while that is alive."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
 
 
 def _answered(reference: Any) -> bool:

@@ -212,15 +212,21 @@ class Ranks:
         arguments = [*request.args, *request.kwargs.values()]
         plans = {} if request.plan is None else request.plan.for_rows(rows)
         nbytes = 0
+        sites = self.by_site(rows)
+        placed_on: list[dict[int, BatchView]] = [{} for _ in sites]
+        for value in arguments:
+            if isinstance(value, BatchView | Broadcast):
+                with storing():
+                    if isinstance(value, Broadcast):
+                        settled_views = [self.store.settled(value.value, site, again) for site, _, _ in sites]
+                        views, sent = [view for view, _ in settled_views], sum(more for _, more in settled_views)
+                    else:
+                        views, sent = self.store.spread(value, sites, again)
+                nbytes += sent
+                for placed, view in zip(placed_on, views, strict=True):
+                    placed[id(value)] = view
         settled: list[tuple[int, slice, dict[int, BatchView]]] = []
-        for site, ranks, index in self.by_site(rows):
-            placed: dict[int, BatchView] = {}
-            for value in arguments:
-                if isinstance(value, BatchView | Broadcast):
-                    view = value.value if isinstance(value, Broadcast) else value.take(index)
-                    with storing():
-                        placed[id(value)], sent = self.store.settled(view, site, again)
-                    nbytes += sent
+        for (_, ranks, _), placed in zip(sites, placed_on, strict=True):
             end = 0
             for rank in ranks:
                 begin, end = end, end + rows[rank].size

@@ -150,6 +150,11 @@ class BatchView:
         """The same rows, which stand for the rows that `origins` names."""
         return replace(self, groups=tuple(group.known_as(origins) for group in self.groups))
 
+    def layouts_of(self, group: ColumnGroup) -> dict[str, RowLayout]:
+        """The layouts of one of its groups."""
+        names = group.declared().layouts
+        return {name: self.layouts[name] if self._group_of(name) is group else group.layout(name) for name in names}
+
     def _group_of(self, layout: str) -> ColumnGroup:
         return next(group for group in self.groups if layout in group.declared().layouts)
 
