@@ -1,6 +1,6 @@
-"""The driver's own work at scale, without Ray: objects, nodes, tasks and actors are stand-ins, which pickle what they are
-sent. Rows were put where they were made, by as many rollout workers as there are ranks, and the
-driver holds views of them; their bytes are never here. A step is
+"""The driver's own work at scale, without Ray: objects, nodes, tasks and actors are stand-ins, which pickle what they
+are sent. Rows were put where they were made, by as many rollout workers as there are ranks, and the driver holds views
+of them; their bytes are never here. A step is
 
     views joined        BatchView.cat of the views of all workers
     divided             tokens, rows of each rank, shares

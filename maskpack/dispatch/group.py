@@ -420,7 +420,7 @@ class WorkerGroup:
         encoded = time.perf_counter()
         sites = self._ranks.by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         with storing():
-            settled, sent = self._ranks.store.spread(view, sites)
+            settled, sent = self._ranks.store.spread(view, [(site, index) for site, _, index in sites])
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
         there = BatchView.cat(settled).take(back)
         there = there.known_as((view if onto is None else onto).origins())

@@ -56,7 +56,9 @@ def _cut(packed: PackedBatch, rows: IntArray | Cut) -> PackedBatch:
 def _join(group: ColumnGroup, sizes: Sequence[int], *packed: PackedBatch) -> Any:
     """The rows of a group, whose parts are numbers of batches, in consecutive batches of these sizes."""
     ends = np.cumsum(sizes).tolist()
-    out = [group.take(slice(end - size, end)).assembled(packed.__getitem__) for size, end in zip(sizes, ends, strict=True)]
+    out = [
+        group.take(slice(end - size, end)).assembled(packed.__getitem__) for size, end in zip(sizes, ends, strict=True)
+    ]
     return out if len(out) > 1 else out[0]
 
 
@@ -163,20 +165,20 @@ class Placement:
         return replace(view, groups=tuple(groups)), sent
 
     def spread(
-        self, view: BatchView, sites: Sequence[tuple[Site, Any, IntArray]], again: bool = False
+        self, view: BatchView, sites: Sequence[tuple[Site, IntArray]], again: bool = False
     ) -> tuple[list[BatchView], int]:
         """`settled` for each of several sites with its rows of the view. Shuffled rows are joined first."""
-        rows = np.concatenate([index for _, _, index in sites])
-        sizes = [index.size for _, _, index in sites]
+        rows = np.concatenate([index for _, index in sites])
+        sizes = [index.size for _, index in sites]
         place, own, nbytes = np.repeat(np.arange(len(sites)), sizes), view.take(rows), 0
         groups = list(own.groups)
         for at, group in enumerate(groups):
             if _scattered(group):
                 layouts = {name: layout.take(rows) for name, layout in view.layouts_of(view.groups[at]).items()}
-                groups[at], more = _joined(group, layouts, place, [site for site, _, _ in sites])
+                groups[at], more = _joined(group, layouts, place, [site for site, _ in sites])
                 nbytes += more
         out: list[BatchView] = []
-        for (site, _, _), part in zip(sites, replace(own, groups=tuple(groups)).split(sizes), strict=True):
+        for (site, _), part in zip(sites, replace(own, groups=tuple(groups)).split(sizes), strict=True):
             there, more = self.settled(part, site, again)
             out.append(there)
             nbytes += more
@@ -233,7 +235,7 @@ class Placement:
 
 def _scattered(group: ColumnGroup) -> bool:
     """Whether the rows are shuffled, and lie in many objects of the store."""
-    parts, runs = len(group.parts), 1 + np.count_nonzero(np.diff(group.rows.source))
+    parts, runs = len(group.parts), 1 + int(np.count_nonzero(np.diff(group.rows.source)))
     if parts <= _FEW or runs < 2 * parts:
         return False
     return not any(part.cut is not None or isinstance(part.held, PackedBatch) for part in group.parts)
@@ -286,7 +288,7 @@ def _joined(
         used, numbers = np.unique(number[begin:end], return_inverse=True)
         objects = [held[one] if one < len(held) else pieces[site, one - len(held)] for one in used.tolist()]
         if used.size > 1 or used[0] < len(held):
-            home_of = next(iter(sites[site] & alive.keys()), "")
+            home_of = min(sites[site] & alive.keys(), default="")
             objects = made(objects, numbers, row[begin:end], [end - begin], home_of)
         taken = {name: layout.take(first[begin:end]) for name, layout in layouts.items()}
         sources.append(Source(objects[0], BatchMeta(head, taken, end - begin, round(nbytes[begin:end].sum()))))

@@ -216,15 +216,15 @@ class Ranks:
         placed_on: list[dict[int, BatchView]] = [{} for _ in sites]
         for value in arguments:
             if isinstance(value, BatchView | Broadcast):
+                view: BatchView = value.value if isinstance(value, Broadcast) else value
+                needed = [
+                    (site, np.arange(len(view)) if isinstance(value, Broadcast) else index) for site, _, index in sites
+                ]
                 with storing():
-                    if isinstance(value, Broadcast):
-                        settled_views = [self.store.settled(value.value, site, again) for site, _, _ in sites]
-                        views, sent = [view for view, _ in settled_views], sum(more for _, more in settled_views)
-                    else:
-                        views, sent = self.store.spread(value, sites, again)
+                    views, sent = self.store.spread(view, needed, again)
                 nbytes += sent
-                for placed, view in zip(placed_on, views, strict=True):
-                    placed[id(value)] = view
+                for placed, there in zip(placed_on, views, strict=True):
+                    placed[id(value)] = there
         settled: list[tuple[int, slice, dict[int, BatchView]]] = []
         for (_, ranks, _), placed in zip(sites, placed_on, strict=True):
             end = 0

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maskpack.core.arguments import said
-from maskpack.core.index import IntArray, ranges
+from maskpack.core.index import IntArray, cumulated, ranges
 from maskpack.core.tree import Node, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
@@ -148,10 +148,15 @@ class ColumnGroup(Columns):
         return only(self.head, self.paths)
 
     def layout(self, name: str) -> RowLayout:
-        shares, order = self.rows.shares()
-        parts = [self.parts[share.source].meta.layouts[name].take(share.rows) for share in shares]
-        layout = RowLayout.cat([self.declared().layouts[name], *parts])
-        return layout if order is None else layout.take(order)
+        held = [part.meta.layouts[name] for part in self.parts]
+        first = cumulated(np.array([layout.num_rows for layout in held], np.int64))
+        number, row = self.rows.by_row()
+        at = first[number] + row
+        if first[-1] > 2 * at.size:  # few rows of large batches
+            shares, order = self.rows.shares()
+            held = [held[share.source].take(share.rows) for share in shares]
+            at = np.arange(at.size) if order is None else order
+        return RowLayout.cat([self.declared().layouts[name], *held]).take(at)
 
     def take_tokens(self, spans: TokenSpans) -> ColumnGroup:
         """Spans of tokens, as rows."""
