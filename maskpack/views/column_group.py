@@ -225,8 +225,9 @@ def assembled(
 def cat_groups(groups: Sequence[ColumnGroup], columns: Columns) -> ColumnGroup:
     """The group of `columns`, which has the rows of some fields of several groups."""
     paths = columns.paths
-    heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
-    head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
+    first, *heads = {id(group.head): only(group.declared(), paths) for group in groups}.values()
+    others = [head for head in heads if head.frames != first.frames or not _alike(head, first)]
+    head = joined([first, *others], "BatchView.cat") if others else first
     if any(
         form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are

@@ -346,8 +346,8 @@ def _check_places(
     places: dict[str, tuple[int, ...]] = {}
     for numbers, group in zip(paths_of, groups, strict=True):
         parts = [view.groups[number].declared() for view, number in zip(views, numbers, strict=True)]
-        for name, layout in group.declared().layouts.items():
-            place = (layout.width, *(layout.anchor - part.layouts[name].anchor for part in parts))
+        for name, (width, anchor) in group.declared().frames.items():
+            place = (width, *(anchor - part.frames[name][1] for part in parts))
             if places.setdefault(name, place) != place:
                 raise LayoutError(
                     f'BatchView.cat: layout "{name}" becomes {places[name][0]} wide for some fields and {place[0]} for '
