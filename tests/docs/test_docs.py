@@ -39,6 +39,14 @@ assert_same(result, log_probs)
 assert_same(here["advantages"], torch.zeros(4, 6))
 assert [found["clip"] for found in metrics] == [0.2, 0.2]
 """
+SCALE_CHECK = """
+there = rows.materialize(get=ray.get)
+assert torch.equal(there["response_mask"].sum(1).float() / 8, rewards)
+assert torch.equal(there["old_log_probs"], there["responses"] * -0.5)
+assert torch.equal(updated.materialize(get=ray.get)["old_log_probs"], there["old_log_probs"])
+assert torch.equal(there["advantages"][:, 0], (rewards - rewards.mean()) * there["response_mask"][:, 0])
+group.close()
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ PAGES = {
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
     "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
     "docs/trainers.md": Page(
