@@ -225,14 +225,23 @@ def assembled(
 def cat_groups(groups: Sequence[ColumnGroup], columns: Columns) -> ColumnGroup:
     """The group of `columns`, which has the rows of some fields of several groups."""
     paths = columns.paths
-    first, *heads = {id(group.head): only(group.declared(), paths) for group in groups}.values()
-    others = [head for head in heads if head.frames != first.frames or not _alike(head, first)]
+    heads = {id(group.head): only(group.declared(), paths) for group in groups}
+    first, *more = heads.values()
+    others = [head for head in more if head.frames != first.frames or not _alike(head, first)]
     head = joined([first, *others], "BatchView.cat") if others else first
+    parts = columns.parts
+    if not others:  # one head for all, which then need not be sent
+        parts = [_under(part, head) if heads.get(id(part.meta.head)) is part.meta.head else part for part in parts]
     if any(
         form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are
         joined([head, *(only(source.meta.head, paths) for source in columns.parts)], "BatchView.cat")
-    return ColumnGroup(paths, columns.parts, columns.rows, head=head)
+    return ColumnGroup(paths, tuple(parts), columns.rows, head=head)
+
+
+def _under(source: Source, head: PackedBatch) -> Source:
+    """The source with another head that is alike."""
+    return replace(source, meta=replace(source.meta, head=head))
 
 
 def narrowed(
