@@ -3,9 +3,10 @@
 On one node the batch is small. Of three dispatches one has its result back padded, one as a view, and one sends that
 view, with its rows shuffled. On three nodes the objects are too large for Ray to send them within a call, so that they
 go through the stores. Memory is read after a tenth of the dispatches, when pools and caches of Python, torch and Ray
-have their size, and at the end: between the two, what a process has for itself (RssAnon) may only grow by noise, for
-which 8 MB are allowed, less than a kilobyte a dispatch. The pages of object stores that it has touched (RssShmem) are
-counted apart: they grow until it has touched all of the stores, and are no memory of its own.
+have their size, and at the end. Between the two, what a process has for itself (RssAnon, once glibc has given back what
+is freed) may only grow by noise, for which 8 MB are allowed, less than a kilobyte a dispatch. The pages of object stores
+that it has touched (RssShmem) are counted apart: they grow until it has touched all of the stores, and are no memory of
+its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import ray
 from tensordict import TensorDict
 
 from bench.harness.local_ray import local_ray
-from bench.harness.measure import memory, progress
+from bench.harness.measure import memory, own_memory, progress
 from bench.harness.registry import case
 from bench.harness.report import Row
 from bench.workloads import PAD_ID, make_batch
@@ -33,7 +34,7 @@ class _Worker:
         return batch.set("old_log_probs", batch["old_log_probs"] * 2)
 
     def memory(self) -> int:
-        return memory("RssAnon")
+        return own_memory()
 
 
 @case(
@@ -65,7 +66,7 @@ def _over(dispatches: int, nodes: int, size: tuple[int, int]) -> list[Row]:
                 view = group.call("scale", batch, format="view")
             if number % max(1, dispatches // 20) == 0:
                 workers = ray.get([actor.memory.remote() for actor in group.actors[:2]])
-                seen.append([memory("RssAnon"), *workers, memory("RssShmem")])
+                seen.append([own_memory(), *workers, memory("RssShmem")])
                 progress(f"  {number} dispatches: {[f'{size >> 20} MB' for size in seen[-1]]}")
     rows: list[Row] = []
     case = "endurance" if nodes == 1 else f"endurance, {nodes} nodes"
