@@ -4,7 +4,7 @@ On one node the batch is small. Of three dispatches one has its result back padd
 view, with its rows shuffled. On three nodes the objects are too large for Ray to send them within a call, so that they
 go through the stores. Memory is read after a tenth of the dispatches, when pools and caches of Python, torch and Ray
 have their size, and at the end. Between the two, what a process has for itself (RssAnon, once glibc has given back what
-is freed) may only grow by noise, for which 8 MB are allowed, less than a kilobyte a dispatch. The pages of object stores
+is free) may only grow by noise, for which 8 MB are allowed, less than a kilobyte a dispatch. The pages of object stores
 that it has touched (RssShmem) are counted apart: they grow until it has touched all of the stores, and are no memory of
 its own.
 """
