@@ -38,11 +38,13 @@ class Put:
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node."""
+    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node. No batch is too small
+    for it."""
     alive = {A: 4000.0}
     puts: list[PackedBatch] = []
     monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
     monkeypatch.setattr(placement, "this_node", lambda: A)
+    monkeypatch.setattr(placement, "INLINED", 0)
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
     yield alive, puts
     Put.on_release = None
