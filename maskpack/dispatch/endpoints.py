@@ -33,6 +33,8 @@ from maskpack.views.column_group import BatchMeta
 
 _MEMORY = Pool()
 """Memory of the padded tensors that methods see; most of them are freed when the call ends."""
+_options = functools.lru_cache(16)(pickle.loads)
+"""The options of `compress`, of the bytes that the calls of a group have."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -179,7 +181,7 @@ def _served(
         if rank_call.collects and not dummy:
             if micro_batches:
                 kinds.add(_kind(result, name))
-            own, rest = _packed(result, name, shared.packing, rows.num_rows, like)
+            own, rest = _packed(result, name, _options(shared.packing), rows.num_rows, like)
             packed += [] if own is None else [own]
             rests.append(rest)
         del result, like

@@ -109,13 +109,13 @@ class Shared(NamedTuple):
     Attributes:
         args, kwargs: the arguments of the method. `RowsAt` stands for a batch, which is decoded; `ObjectAt` for an
             object.
-        packing: the options of `compress` for the result.
+        packing: the options of `compress` for the result, pickled.
         keep: whether returned rows stay in the object store.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    packing: Mapping[str, Any]
+    packing: bytes
     keep: bool
 
 

@@ -37,7 +37,8 @@ SHARE = 4
 of the batch used last."""
 
 INLINED = 1 << 15
-"""The largest number of bytes that each rank gets in its message: to read an object of the store takes 0.7 ms."""
+"""The largest number of bytes of rows that each rank gets in its message (and as many of the schema and Python
+objects): to read an object of the store takes 0.7 ms."""
 _REMEMBERED = 1.0
 """Seconds for which the nodes of the cluster are remembered, in calls in which nothing failed."""
 _PATIENCE = 60.0
@@ -171,15 +172,17 @@ class Placement:
         return replace(view, groups=tuple(groups)), sent
 
     def pickled(self, packed: PackedBatch) -> bytes:
-        """The bytes of a batch that travels in messages; empty if it is larger, or has Python objects, whose references
-        Ray must see."""
+        """The bytes of a batch that travels in messages; empty if it is larger, or has Python objects whose references
+        or classes Ray must see."""
         with self._lock:
             known = self._pickled.get(packed)
         if known is None:
             nodes = (packed.schema.root, *(form.node for form in packed.schema.forms))
-            plain = not packed.objects and all(node is None or node.kind is None for node in nodes)
+            plain = all(node is None or node.kind is None for node in nodes)
+            plain = plain and all(held.is_plain for held in packed.objects.values())
             small = plain and isinstance(packed.rows, Table) and packed.nbytes <= INLINED
             known = pickle.dumps(packed, 5) if small else b""
+            known = known if len(known) <= INLINED + packed.nbytes else b""
             with self._lock:
                 self._pickled[packed] = known
         return known

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import ray
@@ -42,6 +42,8 @@ _PATIENCE = 60.0
 
 _log = logging.getLogger(__name__)
 _ray: Any = ray
+_pickled: Callable[[Any], bytes] = cast("Any", cloudpickle).dumps
+"""By value where the ranks cannot import a class."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Ranks:
     ) -> None:
         self.actors: tuple[Any, ...] = tuple(actors)
         self.members, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
-        self._packing = packing
+        self._packing = _pickled(packing)
         self._methods: dict[tuple[str, int], Any] = {}
         self.store = Placement(len(self.members))
         self.timeline = Timeline()
@@ -222,7 +224,9 @@ class Ranks:
         for site, ranks, index in self.by_site(rows):
             placed: dict[int, BatchView] = {}
             for key, value in views.items():
-                view: BatchView = value.value if isinstance(value, Broadcast) else value.take(index)
+                whole = isinstance(value, Broadcast) or np.array_equal(index, np.arange(value.num_rows))
+                view: BatchView = value.value if isinstance(value, Broadcast) else value
+                view = view if whole else view.take(index)
                 with storing():
                     placed[key], sent = self.store.settled(view, site, again)
                 nbytes += sent
@@ -271,7 +275,7 @@ class Ranks:
 
         args = tuple(map(travelling, request.args))
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
-        pickled = cloudpickle.dumps(Shared(args, kwargs, self._packing, request.format == "view"))
+        pickled = _pickled(Shared(args, kwargs, self._packing, request.format == "view"))
         if len(pickled) <= INLINED:
             return pickled, objects
         return len(objects), [*objects, ray.put(pickled)]

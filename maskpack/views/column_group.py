@@ -206,7 +206,7 @@ class ColumnGroup(Columns):
 
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields as one packed batch. `fetch` gives the packed batch of a source."""
-        parts, order = [], None
+        order: IntArray | None = None
         if self.rows.count.size == 1:
             begin, packed = int(self.rows.start[0]), fetch(self.parts[int(self.rows.source[0])])
             end = begin + int(self.rows.count[0])
