@@ -1,6 +1,6 @@
 """Placement of rows in the object store, so that each node receives the rows of its ranks once.
 
-    a packed batch in this process   put: the rows of one site are one object
+    a packed batch in this process   put: the rows of one site are one object; small ones travel in each message
     a reference, on the site         used as it is: the ranks read their rows from shared memory
     a reference, on another node     cut on that node if only some rows are needed; Ray transfers the cut
     many references, shuffled        each node cuts for all sites, each site joins what it needs
@@ -14,6 +14,9 @@ full."""
 from __future__ import annotations
 
 import logging
+import math
+import pickle
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -28,6 +31,7 @@ from maskpack.core.index import IntArray
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.segments import Segments
+from maskpack.packed.table import Table
 from maskpack.views.column_group import BatchMeta, ColumnGroup, Cut, Source
 from maskpack.views.view import BatchView
 
@@ -40,6 +44,11 @@ of the batch used last."""
 _FEW = 8
 """Shuffled rows are joined if they lie in more objects than this: each rank would be told of all of them."""
 
+INLINED = 1 << 15
+"""The largest number of bytes of rows that each rank gets in its message (and as many of the schema and Python
+objects): to read an object of the store takes 0.7 ms."""
+_REMEMBERED = 1.0
+"""Seconds for which the nodes of the cluster are remembered, in calls in which nothing failed."""
 _PATIENCE = 60.0
 """Seconds that a node has to answer after an actor on it has died. Ray takes a while to notice that a node is gone."""
 
@@ -97,6 +106,9 @@ class Placement:
     def __init__(self, ranks: int) -> None:
         self._sites: list[Site | None] = [None] * ranks
         self._alone = True
+        self._nodes: tuple[float, Mapping[str, float]] = -math.inf, {}
+        self._pickled: WeakKeyDictionary[PackedBatch, bytes] = WeakKeyDictionary()
+        """The bytes of batches that travel in messages; empty if they are too large."""
         self._put: WeakKeyDictionary[PackedBatch, dict[Site | None, _Put]] = WeakKeyDictionary()
         """In the order of use; the batch used last is the last."""
         self._lock = RLock()
@@ -115,12 +127,20 @@ class Placement:
 
     def sites(self) -> list[Site]:
         """The site of each rank, as far as it is known. Does not call the actors."""
-        if self._alone and len(nodes_alive()) > 1:
+        if self._alone and len(self.nodes()) > 1:
             self._alone = False
         with self._lock:
             if self._alone:
                 return [Site()] * len(self._sites)
             return [self._site(rank) for rank in range(len(self._sites))]
+
+    def nodes(self) -> Mapping[str, float]:
+        """`nodes_alive` of the last second."""
+        now, (when, nodes) = time.monotonic(), self._nodes
+        if now > when + _REMEMBERED:
+            nodes = nodes_alive()
+            self._nodes = now, nodes
+        return nodes
 
     def nodes_alive(self, died: Collection[int]) -> set[str]:
         """The nodes that are alive. It waits until the nodes of ranks with dead actors have answered, or Ray knows that
@@ -151,6 +171,11 @@ class Placement:
         sent = 0
         groups: list[ColumnGroup] = []
         for group in view.groups:
+            if len(group.parts) == 1 and group.rows.count.tolist() == [group.parts[0].meta.num_rows]:  # in their order
+                part, nbytes = self._part(group.parts[0], None, site, again)
+                groups.append(replace(group, parts=(part,)))
+                sent += nbytes
+                continue
             number, row = group.rows.by_row()
             sources: list[Source] = []
             for place, source in enumerate(group.parts):
@@ -169,52 +194,75 @@ class Placement:
     ) -> tuple[list[BatchView], int]:
         """`settled` for each of several sites with its rows of the view. Shuffled rows are joined first."""
         rows = np.concatenate([index for _, index in sites])
-        sizes = [index.size for _, index in sites]
-        place, own, nbytes = np.repeat(np.arange(len(sites)), sizes), view.take(rows), 0
+        own = view if np.array_equal(rows, np.arange(view.num_rows)) else view.take(rows)
+        sizes, nbytes = [index.size for _, index in sites], 0
         groups = list(own.groups)
         for at, group in enumerate(groups):
             if _scattered(group):
                 layouts = {name: layout.take(rows) for name, layout in view.layouts_of(view.groups[at]).items()}
+                place = np.repeat(np.arange(len(sites)), sizes)
                 groups[at], more = _joined(group, layouts, place, [site for site, _ in sites])
                 nbytes += more
+        own = replace(own, groups=tuple(groups))
         out: list[BatchView] = []
-        for (site, _), part in zip(sites, replace(own, groups=tuple(groups)).split(sizes), strict=True):
+        for (site, _), part in zip(sites, own.split(sizes) if len(sites) > 1 else [own], strict=True):
             there, more = self.settled(part, site, again)
             out.append(there)
             nbytes += more
         return out, nbytes
 
-    def _part(self, source: Source, rows: IntArray, site: Site, again: bool) -> tuple[Source, int]:
-        """A source in the store with at least the needed rows, and the number of bytes that are new in the store."""
-        whole = rows.size == source.meta.num_rows
+    def pickled(self, packed: PackedBatch) -> bytes:
+        """The bytes of a batch that travels in messages; empty if it is larger, or has Python objects whose references
+        or classes Ray must see."""
+        with self._lock:
+            known = self._pickled.get(packed)
+        if known is None:
+            nodes = (packed.schema.root, *(form.node for form in packed.schema.forms))
+            plain = all(node is None or node.kind is None for node in nodes)
+            plain = plain and all(held.is_plain for held in packed.objects.values())
+            small = plain and isinstance(packed.rows, Table) and packed.nbytes <= INLINED
+            known = pickle.dumps(packed, 5) if small else b""
+            known = known if len(known) <= INLINED + packed.nbytes else b""
+            with self._lock:
+                self._pickled[packed] = known
+        return known
+
+    def _part(self, source: Source, rows: IntArray | None, site: Site, again: bool) -> tuple[Source, int]:
+        """A source with at least the needed rows (None: all), in the store or small, and the number of bytes that are
+        new there."""
+        whole = rows is None or rows.size == source.meta.num_rows
         if isinstance(source.held, PackedBatch):
-            return self._put_once(source, rows, None if whole else site, again)
+            fresh = again or source.held not in self._pickled
+            if self.pickled(source.held):
+                return source, source.meta.nbytes if fresh else 0
+            return self._put_once(source, None if whole else rows, site, again)
         nodes = _nodes_of(source.held) if source.cut is not None or (site and not whole) else []
         if source.cut is None and (not nodes or site.issubset(nodes)):  # on the site, or so small that Ray inlines it
             return source, 0
         task = cast("Any", _cut)
         if nodes:
             task = task.options(**_on(nodes[0]))
-        meta = source.meta.take(rows)
-        wanted = rows if source.cut is None else source.cut._replace(spans=source.cut.spans.take(rows))
+        needed = np.arange(source.meta.num_rows) if rows is None else rows
+        meta = source.meta.take(needed)
+        wanted = needed if source.cut is None else source.cut._replace(spans=source.cut.spans.take(needed))
         return Source(task.remote(source.held, wanted), meta), meta.nbytes
 
-    def _put_once(self, source: Source, rows: IntArray, site: Site | None, again: bool) -> tuple[Source, int]:
-        """Puts the whole batch (`site` None) or the rows of a site, unless the last put for it had the same rows."""
+    def _put_once(self, source: Source, rows: IntArray | None, site: Site, again: bool) -> tuple[Source, int]:
+        """Puts the whole batch (`rows` None) or the rows of a site, unless the last put for it had the same rows."""
         packed: PackedBatch = source.held
-        key = rows.tobytes()
+        place, key = (None, b"") if rows is None else (site, rows.tobytes())
         with self._lock:
             known = self._put.pop(packed, {})
             self._put[packed] = known
-            last = known.get(site)
+            last = known.get(place)
         if last is not None and last.rows == key and not again:
             return Source(last.reference, last.meta), 0
-        meta = source.meta if site is None else source.meta.take(rows)
-        fresh = _Put(key, ray.put(packed if site is None else packed.take(rows)), meta)
-        room = nodes_alive().get(this_node(), 0.0) / SHARE
+        meta = source.meta if rows is None else source.meta.take(rows)
+        fresh = _Put(key, ray.put(packed if rows is None else packed.take(rows)), meta)
+        room = self.nodes().get(this_node(), 0.0) / SHARE
         with self._lock:
-            dropped: list[Any] = [known.get(site)]
-            known[site] = fresh
+            dropped: list[Any] = [known.get(place)]
+            known[place] = fresh
             dropped += self._over(room)
         del last, dropped  # Ray releases the objects here, outside the lock
         return Source(fresh.reference, meta), meta.nbytes

@@ -110,7 +110,7 @@ class BatchView:
         """The RowLayouts of its rows, by name, on the host."""
         return {name: self._group_of(name).layout(name) for name in self.head.layouts}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if every row of a packed batch takes an equal share."""
         return sum(
@@ -119,7 +119,7 @@ class BatchView:
             for share in group.rows.shares()[0]
         )
 
-    @property
+    @cached_property
     def padded_nbytes(self) -> int:
         """The bytes of the fields as padded tensors; a jagged field counts its values."""
         total = 0

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import ray
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import MaskNestingSpec, PackedBatch, compress
 from maskpack.dispatch import placement
 from maskpack.dispatch.division import planned_lengths
+from maskpack.dispatch.messages import RowsAt, own_rows
 from maskpack.dispatch.placement import Placement, Site
 from maskpack.views import BatchMeta, BatchView
 
@@ -40,11 +41,13 @@ class Put:
 
 @pytest.fixture
 def store(monkeypatch):
-    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node."""
+    """A store of 4000 bytes on each of the nodes in `alive`; what was put, by name of the node. No batch is too small
+    for it."""
     alive = {A: 4000.0}
     puts: list[PackedBatch] = []
     monkeypatch.setattr(placement, "nodes_alive", lambda: alive)
     monkeypatch.setattr(placement, "this_node", lambda: A)
+    monkeypatch.setattr(placement, "INLINED", 0)
     monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or Put(value))
     yield alive, puts
     Put.on_release = None
@@ -349,3 +352,61 @@ def test_fields_of_other_objects_are_joined_apart(three_nodes):
     seen = torch.cat([part.materialize("y", get=lambda refs: [ref.value for ref in refs])["y"] for part in there])
     assert seen.tolist() == order.tolist()
     assert [*rows_of(there[0]), *rows_of(there[1])] == order.tolist()
+
+
+def test_small_batches_stay_here_and_travel_in_messages(store, monkeypatch):
+    _, puts = store
+    monkeypatch.setattr(placement, "INLINED", 2000)
+    place, small = Placement(2), numbers(64)
+    for rows in ([5, 1, 5], list(range(64))):
+        there, nbytes = place.settled(BatchView.of(small).take(rows), Site([A]))
+        (source,) = there.groups[0].parts
+        assert source.held is small
+        assert rows_of(there) == rows
+        assert nbytes == (small.nbytes if rows[0] == 5 else 0), "the bytes are made once"
+    sent = pickle.loads(place.pickled(small))
+    assert rows_of(BatchView.of(sent)) == list(range(64))
+    assert puts == []
+    assert settled(place, BatchView.of(numbers(256))) == list(range(256))
+    assert settled(place, BatchView.of(small.take([3, 4]))) == [3, 4], "rows of a larger body"
+    assert len(puts) == 2
+
+
+class Held:
+    """An object of a class that ranks may not know."""
+
+
+@pytest.mark.parametrize(
+    ("value", "travels"),
+    [("text", True), (7, True), ("x" * 5000, False), (Held(), False), ([1], False), ({"a": 1}, False)],
+)
+def test_batches_with_objects_travel_in_messages_if_these_are_plain_and_small(store, monkeypatch, value, travels):
+    monkeypatch.setattr(placement, "INLINED", 2000)
+    batch = TensorDict({"x": torch.arange(2.0)}, [2])
+    batch["object"] = NonTensorStack(NonTensorData(value), NonTensorData(value))
+    packed = compress(batch, registry={})
+    sent = Placement(1).pickled(packed)
+    assert bool(sent) == travels
+    if travels:
+        assert BatchView.of(pickle.loads(sent)).materialize()["object"] == [value, value]
+
+
+@pytest.mark.parametrize("order", [range(12), [5, 6, 7, 1, 2, 9], [3], []])
+def test_a_rank_finds_its_rows(order):
+    """Every slice of a view, of one batch or of two, of all fields or one."""
+    first, second = numbers(12), numbers(12, 12)
+    for whole in (BatchView.of(first), BatchView.cat([BatchView.of(first), BatchView.of(second)])):
+        view = whole.take(list(order))
+        for begin in range(view.num_rows + 1):
+            for end in range(begin, view.num_rows + 1):
+                objects: list[Any] = []
+
+                def add(held: Any, objects: list[Any] = objects) -> int:
+                    objects.append(pickle.dumps(held) if held is first else held)
+                    return len(objects) - 1
+
+                at = RowsAt.of(0, [view], False, empty=begin == end)
+                own = [own_rows(group, slice(begin, end), add) for group in view.groups]
+                at, own = pickle.loads(pickle.dumps((at, own)))
+                packed = at.packed(own, objects, ["x"], "test")
+                assert rows_of(BatchView.of(packed)) == list(order)[begin:end]
