@@ -1,4 +1,4 @@
-"""A Ray of this machine alone, and the medians of works that time themselves there."""
+"""A Ray of this machine alone, of one node or several, and the medians of works that time themselves there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 
 from bench.harness.measure import interleaved
@@ -24,25 +25,29 @@ def cores() -> int:
 
 
 @contextmanager
-def local_ray(batch: TensorDict, *, num_cpus: int | None = None, **more: Any) -> Iterator[None]:
-    """A Ray of this machine alone, with room for a few such batches in its object store; shut down at the end.
-    `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
+def local_ray(batch: TensorDict, *, num_cpus: int | None = None, nodes: int = 1, **more: Any) -> Iterator[None]:
+    """A Ray of this machine alone, with room for a few such batches in the object store of each node; shut down at the
+    end. `num_cpus` of a node are twice as many as cores if not given: each actor has all, and gives them back a little
+    later."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # 15 by default: an actor would wait for all else that the machine does
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    ray.init(
-        address="local",
-        num_cpus=num_cpus or 2 * cores(),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=store_bytes(batch),
-        **more,
-    )
+    node = {"num_cpus": num_cpus or 2 * cores(), "object_store_memory": store_bytes(batch)}
+    head, cluster = {"include_dashboard": False, **node, **more}, None
+    driver: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if nodes == 1:
+        ray.init(address="local", **driver, **head)
+    else:
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(nodes - 1):
+            cluster.add_node(**node)
+        ray.init(address=cluster.address, **driver)
     try:
         yield
     finally:
         ray.shutdown()
+        if cluster is not None:
+            cluster.shutdown()
 
 
 def store_bytes(batch: TensorDict) -> int:

@@ -79,6 +79,12 @@ class Objects:
     stacked: bool = False
     bare: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is numbers, text, bytes and None: one of these, or one for each row."""
+        items: list[Any] = self.data if self.depth == 1 else [self.data]
+        return all(type(item) in _ATOMS for item in items)
+
     @classmethod
     def of(cls, value: Any) -> Objects:
         """The entry of a TensorDict."""

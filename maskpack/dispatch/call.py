@@ -24,7 +24,6 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.failures import Failure, fetched
 from maskpack.dispatch.messages import Cancelled, RankReply
-from maskpack.dispatch.placement import nodes_alive
 from maskpack.dispatch.ranks import Answer, Part, Ranks, Request
 from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
@@ -38,7 +37,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _ray: Any = ray
 _LOOK = 0.1
-"""Seconds between two checks of a waiting thread whether the call is still awaited."""
+"""The most seconds between two checks of a waiting thread whether the call is still awaited."""
+_LEAST = 0.005
+"""The least seconds for which it waits for all ranks, before it takes the answers that there are."""
 
 
 @dataclass(eq=False, repr=False)
@@ -192,7 +193,7 @@ class Call:
         self._collect(until, wanted)
         request, parts = self.request, self.parts
         if request.format == "view":
-            self._lose_rows(parts, nodes_alive())
+            self._lose_rows(parts, self._ranks.store.nodes())
         answers = self._answers(parts)
         begun = time.perf_counter()
         try:
@@ -218,43 +219,56 @@ class Call:
         waiting = list(owner)
         while waiting:
             rest = max(0.0, min(until, graced) - time.monotonic())
-            ready, waiting = _ray.wait(waiting, num_returns=1, timeout=min(rest, _LOOK), fetch_local=False)
+            # many at a time, and soon after their answer: `return` of the timeline begins there
+            pause = min(rest, _LOOK, max(_LEAST, (time.perf_counter() - begun) / 20))
+            ready, waiting = _ray.wait(waiting, num_returns=len(waiting), timeout=pause, fetch_local=False)
             if not wanted():
                 raise _Unwanted
             if self.parts is not parts:  # cancelled by another thread
                 self._collect(until, wanted)
                 return
-            if not ready and rest <= _LOOK:
+            if not ready and rest <= pause:
                 break
+            answered = {owner[ref]: list[Any]() for ref in ready}
             for ref in ready:
-                part = owner[ref]
-                if part.outcome is None:
-                    self._settle(part, until, begun, [ref] if any(peer in waiting for peer in part.replies) else None)
-                    if part.error is not None:
-                        graced = min(graced, time.monotonic() + self.request.grace)
-                else:
+                answered[owner[ref]].append(ref)
+            late = {owner[ref] for ref in waiting}
+            self._settle([part for part in answered if part not in late and part.outcome is None], until, begun)
+            for part, some in answered.items():
+                if part in late and part.outcome is None:  # the others may wait forever for one that failed
+                    error = fetched(some, left(until))[1]
+                    if error is not None:
+                        self._fail(part, error)
+                elif part.error is not None:
                     _hear(part)
+            if any(part.error is not None for part in answered):
+                graced = min(graced, time.monotonic() + self.request.grace)
         grace = f", {self.request.grace} s of grace after another rank failed" if graced < until else ""
         self._late = f"no answer in {time.perf_counter() - self._begun:.1f} s{grace}"
 
-    def _settle(self, part: Part, until: float, waited: float, some: list[Any] | None) -> None:
-        """Sets the outcome of a part that all its actors have answered. If only `some` have, it looks for an error in
-        their replies, because the others may wait for them forever. `waited` is when the driver began to wait."""
-        replies, error = fetched(some or part.replies, left(until))
-        if replies is not None and not some:
-            reply: RankReply = replies[part.collector]
+    def _settle(self, parts: Sequence[Part], until: float, waited: float) -> None:
+        """Sets the outcome of parts that all their actors have answered; it fetches all together, or one by one if one
+        failed. `waited` is when the driver began to wait."""
+        view = self.request.format == "view"
+        wanted = [[*part.replies, *([] if view else [part.packed])] for part in parts]
+        values, error = fetched([ref for references in wanted for ref in references], left(until))
+        if values is None and len(parts) > 1:
+            for part in parts:
+                self._settle([part], until, waited)
+            return
+        now = time.perf_counter()
+        for part, references in zip(parts, wanted, strict=True):
+            if error is not None:
+                self._fail(part, error)
+            if values is None:
+                continue
+            own, values = values[: len(references)], values[len(references) :]
+            replies: list[RankReply] = own[: len(part.replies)]
+            reply = replies[part.collector]
             self._ranks.store.ran_on(part.rank, [each.node for each in replies])
-            found: list[Any] | None = [None]
-            if reply.has_rows and self.request.format == "view":
-                found = [BatchView.at(part.packed, cast("BatchMeta", reply.meta))]
-            elif reply.has_rows:
-                found, error = fetched([part.packed], left(until))
-            if found is not None:
-                now = time.perf_counter()
-                spans = rank_spans(part.rank, *part.sent, waited, now, reply.begun, reply.seconds)
-                part.outcome = Answer(reply, found[0], spans)
-        if error is not None:
-            self._fail(part, error)
+            rows = BatchView.at(part.packed, cast("BatchMeta", reply.meta)) if view and reply.has_rows else None
+            spans = rank_spans(part.rank, *part.sent, waited, now, reply.begun, reply.seconds)
+            part.outcome = Answer(reply, rows if view else own[-1], spans)
 
     def _fail(self, part: Part, error: BaseException) -> None:
         """Sets the error of a part and logs it."""

@@ -50,9 +50,9 @@ def ranks_of(
 def divided(view: BatchView, balance: Balance, ranks: int) -> list[IntArray]:
     """The rows of each rank."""
     if isinstance(balance, str) and balance in ("rows", "tokens"):
-        sums = cumulated(view.tokens())
         ends: IntArray = cumulated(np.array(even_sizes(view.num_rows, ranks, "WorkerGroup")))[1:-1]
-        if balance == "tokens" and sums[-1]:
+        sums = cumulated(view.tokens()) if balance == "tokens" else np.zeros(1)
+        if sums[-1]:
             middles: FloatArray = (sums[1:] + sums[:-1]) / 2  # so that the nearest sum is found
             wanted: FloatArray = sums[-1] * np.arange(1, ranks) / ranks
             ends = np.searchsorted(middles, wanted)

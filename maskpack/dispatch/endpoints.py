@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from maskpack.core.keys import need_keys
 from maskpack.core.memory import Pool
 from maskpack.core.objects import on_host
 from maskpack.core.tree import Node
-from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt
+from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt, Shared
 from maskpack.dispatch.placement import this_node
 from maskpack.errors import LayoutError, MaskpackError, PlanError
 from maskpack.fields.registry import Key
@@ -32,6 +33,8 @@ from maskpack.views.column_group import BatchMeta
 
 _MEMORY = Pool()
 """Memory of the padded tensors that methods see; most of them are freed when the call ends."""
+_options = functools.lru_cache(16)(pickle.loads)
+"""The options of `compress`, of the bytes that the calls of a group have."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -141,7 +144,9 @@ def _served(
     def taken(value: Any, fields: Sequence[Key] = ()) -> Any:
         if isinstance(value, ObjectAt):
             return objects[value.place]
-        return _Rows(value.packed(objects, fields, name), value.whole) if isinstance(value, RowsAt) else value
+        if not isinstance(value, RowsAt):
+            return value
+        return _Rows(value.packed(rank_call.batches[value.place], objects, fields, name), value.whole)
 
     def decoded(value: Any, part: Sequence[int] | None) -> Any:
         if not isinstance(value, _Rows):
@@ -149,9 +154,11 @@ def _served(
         with _MEMORY.used():
             return decompress(value.of(part), format=format, device=device, max_bytes=None)
 
-    batch: _Rows = taken(rank_call.args[0], fields)
-    given = [batch, *map(taken, rank_call.args[1:])]
-    named = {key: taken(value) for key, value in rank_call.kwargs.items()}
+    pickled = rank_call.shared
+    shared: Shared = pickle.loads(pickled if isinstance(pickled, bytes) else objects[pickled])
+    batch: _Rows = taken(shared.args[0], fields)
+    given = [batch, *map(taken, shared.args[1:])]
+    named = {key: taken(value) for key, value in shared.kwargs.items()}
     plan = rank_call.plan
     parts: list[Any] = [None]
     dummies: Sequence[bool] = [False]
@@ -174,7 +181,7 @@ def _served(
         if rank_call.collects and not dummy:
             if micro_batches:
                 kinds.add(_kind(result, name))
-            own, rest = _packed(result, name, rank_call.packing, rows.num_rows, like)
+            own, rest = _packed(result, name, _options(shared.packing), rows.num_rows, like)
             packed += [] if own is None else [own]
             rests.append(rest)
         del result, like
@@ -192,7 +199,7 @@ def _served(
         rest = None if rest is None else tuple(map(list, zip(*rests, strict=True)))
     elif micro_batches:
         rest = None if all(rest is None for rest in rests) else rests
-    meta = BatchMeta.of(whole) if rank_call.keep and whole is not None else None
+    meta = BatchMeta.of(whole) if shared.keep and whole is not None else None
     timer.lap("encode")
     nbytes = 0 if whole is None else whole.nbytes
     return RankReply(whole is not None, rest, meta, nbytes, timer.begun, timer.seconds, this_node()), whole

@@ -420,12 +420,12 @@ class WorkerGroup:
         encoded = time.perf_counter()
         sites = self._ranks.by_site(dict(enumerate(divided(view, balance, self.num_ranks))))
         with storing():
-            settled = [self._ranks.store.settled(view.take(index), site) for site, _, index in sites]
+            settled, sent = self._ranks.store.spread(view, [(site, index) for site, _, index in sites])
         back = np.argsort(np.concatenate([index for _, _, index in sites]), kind="stable")
-        there = BatchView.cat([part for part, _ in settled]).take(back)
+        there = BatchView.cat(settled).take(back)
         there = there.known_as((view if onto is None else onto).origins())
         stages = ("prepare", begun, encoded - begun), ("put", encoded, time.perf_counter() - encoded)
-        metrics = {"bytes_sent": float(sum(nbytes for _, nbytes in settled)), "bytes_padded": float(view.padded_nbytes)}
+        metrics = {"bytes_sent": float(sent), "bytes_padded": float(view.padded_nbytes)}
         metrics |= {f"{stage}_seconds": took for stage, _, took in stages}
         self.metrics = {PREFIX + name: value for name, value in metrics.items()}
         self._ranks.timeline.add(CallTimes("put", tuple(Span(None, *stage) for stage in stages)))

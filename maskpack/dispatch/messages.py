@@ -3,20 +3,25 @@
     driver   RankCall, objects -------------->   rank   decodes its rows, runs the method, packs the result
     driver   <-------------- RankReply, rows     rank
 
-The objects are packed batches in the object store, which a RankCall refers to by number. Ray copies them to the node of
-the rank before it calls the method.
+The objects are packed batches, which a RankCall refers to by number: in the object store, from which Ray copies them to
+the node of the rank before it calls the method; or their bytes, if they are small. What all ranks get alike is pickled
+once.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import Key, Path
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.segments import Segments
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.views.column_group import BatchMeta, ColumnGroup, assembled, narrowed
 from maskpack.views.view import BatchView
@@ -40,30 +45,78 @@ class ObjectAt:
     place: int
 
 
-@dataclass(frozen=True)
-class RowsAt:
-    """The rows of a view for one rank. The sources of its groups are numbers of objects; `whole` if every rank gets
-    all rows."""
+OwnRows = tuple[tuple[int, ...], Segments | tuple[int, int]]
+"""The rows that a rank gets of a column group: the numbers of the objects that have them, and which of their rows;
+(start, count) for one slice of one object."""
 
-    groups: tuple[ColumnGroup, ...]
+
+def own_rows(group: ColumnGroup, rows: slice | None, add: Callable[[Any], int]) -> OwnRows:
+    """A slice of the rows of a group, or all. `add` takes the batch of a source, or a reference to it, and returns its
+    number among the objects."""
+    part = slice(0, group.rows.num_rows) if rows is None else rows
+    if len(group.parts) == 1 and group.rows.start.size == 1 and part.start < part.stop:
+        return (add(group.parts[0].held),), (int(group.rows.start[0]) + part.start, part.stop - part.start)
+    group = group.take(part)
+    return tuple([add(source.held) for source in group.parts]), group.rows
+
+
+class RowsAt(NamedTuple):
+    """Stands for a batch among the arguments.
+
+    Attributes:
+        place: the number of the batch among those of a RankCall, which has the rows.
+        groups: the fields of each column group, and their head; None if it is the head of the only object.
+        order, root: of the view.
+        whole: whether every rank gets all rows.
+    """
+
+    place: int
+    groups: tuple[tuple[tuple[Path, ...], PackedBatch | None], ...]
     order: tuple[Path, ...]
     root: Node
     whole: bool
 
     @classmethod
-    def of(cls, view: BatchView, add: Callable[[Any], int], whole: bool = False) -> RowsAt:
-        """`add` takes a reference and returns its number among the objects."""
+    def of(cls, place: int, views: Sequence[BatchView], whole: bool, empty: bool) -> RowsAt:
+        """Of the views of all sites, which have the same fields; `empty` if a rank may get no rows of them."""
+        first = views[0]
 
-        def numbered(group: ColumnGroup) -> ColumnGroup:
-            alone = len(group.parts) == 1 and group.parts[0].meta.head is group.head
-            sources = tuple(add(source.held) for source in group.parts)
-            return replace(group, parts=sources, head=None if alone else group.head)
+        def head(number: int) -> PackedBatch | None:
+            groups = [view.groups[number] for view in views]
+            alone = all(len(group.parts) == 1 and group.parts[0].meta.head is group.head for group in groups)
+            return None if alone and not empty else groups[0].head
 
-        return cls(tuple(map(numbered, view.groups)), view.order, view.head.schema.root, whole)
+        groups = tuple((group.paths, head(number)) for number, group in enumerate(first.groups))
+        return cls(place, groups, first.order, first.head.schema.root, whole)
 
-    def packed(self, objects: Sequence[Any], fields: Sequence[Key], call: str) -> PackedBatch:
-        groups, order = narrowed(self.groups, self.order, fields, call)
-        return assembled(groups, order, self.root, objects.__getitem__)
+    def packed(self, own: Sequence[OwnRows], objects: Sequence[Any], fields: Sequence[Key], call: str) -> PackedBatch:
+        groups: list[ColumnGroup] = []
+        for (paths, head), (numbers, rows) in zip(self.groups, own, strict=True):
+            segments = rows if isinstance(rows, Segments) else Segments(*np.array([[0], [rows[0]], [rows[1]]]))
+            groups.append(ColumnGroup(paths, numbers, segments, head=head))
+        kept, order = narrowed(groups, self.order, fields, call)
+
+        def fetch(number: int) -> PackedBatch:
+            held = objects[number]
+            return pickle.loads(held) if isinstance(held, bytes) else held
+
+        return assembled(kept, order, self.root, fetch)
+
+
+class Shared(NamedTuple):
+    """What all ranks of a call get.
+
+    Attributes:
+        args, kwargs: the arguments of the method. `RowsAt` stands for a batch, which is decoded; `ObjectAt` for an
+            object.
+        packing: the options of `compress` for the result, pickled.
+        keep: whether returned rows stay in the object store.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    packing: bytes
+    keep: bool
 
 
 @dataclass(frozen=True)
@@ -71,20 +124,19 @@ class RankCall:
     """A method call of one actor.
 
     Attributes:
-        args, kwargs: the arguments of the method. `RowsAt` stands for a batch, which is decoded; `ObjectAt` for an
-            object.
-        packing: the options of `compress` for the result.
+        shared: a pickled Shared, or the number of the object that it is.
+        batches: the rows that the rank gets of each batch among the arguments, by column group.
         collects: whether the driver collects the result of this actor.
-        keep: whether returned rows stay in the object store.
         plan: the micro-batches of its rows, if the call has a plan.
     """
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    packing: Mapping[str, Any]
+    shared: bytes | int
+    batches: tuple[tuple[OwnRows, ...], ...]
     collects: bool
-    keep: bool
     plan: MicroBatchPlan | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankCall, (self.shared, self.batches, self.collects, self.plan)
 
     def __getitem__(self, _: Any) -> NoReturn:
         raise MaskpackError(

@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import ray
 import ray.actor
 import torch
+from ray import cloudpickle
 
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.division import ranks_of
 from maskpack.dispatch.failures import storing
-from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt
-from maskpack.dispatch.placement import Placement, Site
+from maskpack.dispatch.messages import ObjectAt, RankCall, RankReply, RowsAt, Shared, own_rows
+from maskpack.dispatch.placement import INLINED, Placement, Site
 from maskpack.dispatch.timeline import Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError
+from maskpack.packed.batch import PackedBatch
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.planning.ranks import RankPlans
 from maskpack.views.view import BatchView
@@ -40,6 +42,8 @@ _PATIENCE = 60.0
 
 _log = logging.getLogger(__name__)
 _ray: Any = ray
+_pickled: Callable[[Any], bytes] = cast("Any", cloudpickle).dumps
+"""By value where the ranks cannot import a class."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ class Ranks:
     ) -> None:
         self.actors: tuple[Any, ...] = tuple(actors)
         self.members, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
-        self._packing = packing
+        self._packing = _pickled(packing)
+        self._methods: dict[tuple[str, int], Any] = {}
         self.store = Placement(len(self.members))
         self.timeline = Timeline()
 
@@ -148,7 +153,7 @@ class Ranks:
         return len(self.members)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "store": None, "timeline": Timeline()}
+        return {**self.__dict__, "store": None, "timeline": Timeline(), "_methods": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
@@ -162,6 +167,7 @@ class Ranks:
     def replace(self, rank: int, actors: Sequence[Any]) -> None:
         new = dict(zip(self.members[rank], actors, strict=True))
         self.actors = tuple(new.get(place, actor) for place, actor in enumerate(self.actors))
+        self._methods = {}
         self.store = Placement(len(self))
 
     def by_site(self, rows: Mapping[int, IntArray]) -> list[tuple[Site, list[int], IntArray]]:
@@ -179,7 +185,8 @@ class Ranks:
         calls before they are constructed."""
         if not isinstance(method, str):
             raise LayoutError(f'WorkerGroup: method is {said(method)}; expected the name of one. Pass it: "update".')
-        without = [actor for actor in actors if not hasattr(getattr(self.actors[actor], method, None), "remote")]
+        fresh = [actor for actor in actors if (method, actor) not in self._methods]
+        without = [actor for actor in fresh if not hasattr(getattr(self.actors[actor], method, None), "remote")]
         if without:
             who = "the actors have" if len(without) == len(actors) else f"actors {without} have"
             raise LayoutError(
@@ -210,77 +217,109 @@ class Ranks:
         actors = [actor for rank in rows for actor in self.members[rank]]
         self.prepare(request.method, actors, "a method that is decorated with @endpoint.", until)
         arguments = [*request.args, *request.kwargs.values()]
+        views = {id(value): value for value in arguments if isinstance(value, BatchView | Broadcast)}
         plans = {} if request.plan is None else request.plan.for_rows(rows)
         nbytes = 0
-        settled: list[tuple[int, slice, dict[int, BatchView]]] = []
-        for site, ranks, index in self.by_site(rows):
-            placed: dict[int, BatchView] = {}
-            for value in arguments:
-                if isinstance(value, BatchView | Broadcast):
-                    view = value.value if isinstance(value, Broadcast) else value.take(index)
-                    with storing():
-                        placed[id(value)], sent = self.store.settled(view, site, again)
-                    nbytes += sent
+        by_site = self.by_site(rows)
+        sites: list[tuple[list[int], dict[int, BatchView]]] = [(ranks, {}) for _, ranks, _ in by_site]
+        for key, value in views.items():
+            view: BatchView = value.value if isinstance(value, Broadcast) else value
+            every = np.arange(view.num_rows) if isinstance(value, Broadcast) else None
+            needed = [(site, index if every is None else every) for site, _, index in by_site]
+            with storing():
+                there, sent = self.store.spread(view, needed, again)
+            nbytes += sent
+            for (_, placed), own in zip(sites, there, strict=True):
+                placed[key] = own
+        shared, objects = self._shared(request, views, sites, empty=any(not own.size for own in rows.values()))
+        parts: dict[int, Part] = {}
+        for ranks, placed in sites:
             end = 0
             for rank in ranks:
                 begin, end = end, end + rows[rank].size
-                settled.append((rank, slice(begin, end), placed))
-        parts: dict[int, Part] = {}
-        for rank, own, placed in settled:
-            try:
-                with storing():
-                    parts[rank] = self._start(request, rank, rows[rank], placed, own, plans.get(rank))
-            except (MaskpackError, _ray.exceptions.RayError) as error:
-                if not parts:
-                    raise
-                parts[rank] = Part(rank, rows[rank], [], 0, None, error)
+                own = [
+                    (view, None if isinstance(views[key], Broadcast) else slice(begin, end))
+                    for key, view in placed.items()
+                ]
+                try:
+                    with storing():
+                        parts[rank] = self._start(
+                            request.method, rank, rows[rank], shared, own, objects, plans.get(rank)
+                        )
+                except (MaskpackError, _ray.exceptions.RayError) as error:
+                    if not parts:
+                        raise
+                    parts[rank] = Part(rank, rows[rank], [], 0, None, error)
         return [parts[rank] for rank in rows], nbytes, Span(None, "put", begun, time.perf_counter() - begun)
 
-    def _start(
+    def _shared(
         self,
         request: Request,
-        rank: int,
-        rows: IntArray,
-        placed: Mapping[int, BatchView],
-        own: slice,
-        plan: MicroBatchPlan | None,
-    ) -> Part:
-        """Calls the actors of one rank. `own` are its rows among those of its site."""
+        views: Mapping[int, BatchView | Broadcast],
+        sites: Sequence[tuple[list[int], dict[int, BatchView]]],
+        empty: bool,
+    ) -> tuple[bytes | int, list[Any]]:
+        """What all ranks get: a pickled Shared, or the number of the object that it is, and the first objects.
+        `empty` if a rank gets no rows."""
         objects: list[Any] = []
-        places: dict[Any, int] = {}
-
-        def add(reference: Any) -> int:
-            if reference not in places:
-                places[reference] = len(objects)
-                objects.append(reference)
-            return places[reference]
+        places = {key: place for place, key in enumerate(views)}
 
         def travelling(value: Any) -> Any:
-            if isinstance(value, Broadcast):
-                return RowsAt.of(placed[id(value)], add, whole=True)
-            if isinstance(value, BatchView):
-                return RowsAt.of(placed[id(value)].take(own), add)
-            return ObjectAt(add(value)) if isinstance(value, ray.ObjectRef) else value
+            if isinstance(value, ray.ObjectRef):
+                objects.append(value)
+                return ObjectAt(len(objects) - 1)
+            if not isinstance(value, BatchView | Broadcast):
+                return value
+            key, whole = id(value), isinstance(value, Broadcast)
+            return RowsAt.of(places[key], [placed[key] for _, placed in sites], whole, empty and not whole)
 
         args = tuple(map(travelling, request.args))
         kwargs = {key: travelling(value) for key, value in request.kwargs.items()}
+        pickled = _pickled(Shared(args, kwargs, self._packing, request.format == "view"))
+        if len(pickled) <= INLINED:
+            return pickled, objects
+        return len(objects), [*objects, ray.put(pickled)]
+
+    def _start(
+        self,
+        method: str,
+        rank: int,
+        rows: IntArray,
+        shared: bytes | int,
+        own: Sequence[tuple[BatchView, slice | None]],
+        first: Sequence[Any],
+        plan: MicroBatchPlan | None,
+    ) -> Part:
+        """Calls the actors of one rank. `own` are the views of its site, and its rows among them; `first` the objects
+        that all ranks get."""
+        objects = list(first)
+        places: dict[Any, int] = {}
+
+        def add(held: Any) -> int:
+            if held not in places:
+                places[held] = len(objects)
+                objects.append(self.store.pickled(held) if isinstance(held, PackedBatch) else held)
+            return places[held]
+
+        batches = tuple([tuple([own_rows(group, part, add) for group in view.groups]) for view, part in own])
         replies: list[Any] = []
         packed: Any = None
         for actor in self.members[rank]:
             collects = actor == self._collectors[rank]
-            rank_call = RankCall(args, kwargs, self._packing, collects, request.format == "view", plan)
-            reply, returned = _started(self.actors[actor], request.method, rank_call, objects)
+            reply, returned = self._started(actor, method, RankCall(shared, batches, collects, plan), objects)
             replies.append(reply)
             packed = returned if collects else packed
         return Part(rank, rows, replies, self.members[rank].index(self._collectors[rank]), packed)
 
-
-def _started(actor: Any, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls a method of an actor. Returns references to its reply and its rows."""
-    try:
-        return getattr(actor, method).options(num_returns=2).remote(rank_call, *objects)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise MaskpackError(
-            f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
-            "rows. Give its name, and decorate the method with @endpoint, without tensor_transport."
-        ) from error
+    def _started(self, actor: int, method: str, rank_call: RankCall, objects: Sequence[Any]) -> tuple[Any, Any]:
+        """Calls a method of an actor. Returns references to its reply and its rows."""
+        methods = self._methods  # of these actors, also if another thread replaces some
+        try:
+            if (method, actor) not in methods:
+                methods[method, actor] = getattr(self.actors[actor], method).options(num_returns=2)
+            return methods[method, actor].remote(rank_call, *objects)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise MaskpackError(
+                f'WorkerGroup: the actors cannot be called by "{method}": {error}; expected a method that takes packed '
+                "rows. Give its name, and decorate the method with @endpoint, without tensor_transport."
+            ) from error

@@ -148,6 +148,10 @@ class PackedBatch:
         `own` cuts them loose. Their bytes are made when they are pickled or saved.
         """
         self._need_rows("take")
+        if isinstance(rows, slice) and rows.step is None:
+            part: slice[Any] = rows
+            if type(part.start) is type(part.stop) is int and 0 <= part.start <= part.stop <= self.num_rows:
+                return self._rows_at(part, part.stop - part.start)
         index = row_index(rows, self.num_rows, "PackedBatch.take")
         return self._rows_at(index, index.size)
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -338,15 +338,18 @@ def check_named(fields: Sequence[Key], call: str) -> None:
 
 def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
     """The batch with some of its fields, still encoded."""
+    schema, layouts = _restricted(batch.schema, frozenset(paths))
+    objects = {form.path: batch.objects[form.path] for form in schema.forms if form.kind == "object"}
+    return replace(batch, schema=schema, rows=batch.picked.only(paths, layouts), objects=objects)
+
+
+@lru_cache(256)
+def _restricted(schema: Schema, paths: frozenset[Path]) -> tuple[Schema, frozenset[str]]:
+    """The schema of some fields, and the layouts that they have."""
     above = {path[:n] for path in paths for n in range(1, len(path))}
-    forms = [form for form in batch.schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
-    used = {name for form in forms for name in (form.layout, form.axis)} | {name for name, _, _ in batch.schema.axes}
-    return replace(
-        batch,
-        schema=replace(batch.schema, forms=tuple(forms)),
-        rows=batch.picked.only(paths, {name for name in used if name is not None}),
-        objects={form.path: batch.objects[form.path] for form in forms if form.kind == "object"},
-    )
+    forms = [form for form in schema.forms if form.path in paths or (form.kind == "node" and form.path in above)]
+    used = {name for form in forms for name in (form.layout, form.axis)} | {name for name, _, _ in schema.axes}
+    return replace(schema, forms=tuple(forms)), frozenset(name for name in used if name is not None)
 
 
 def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: int) -> PackedBatch:

@@ -101,9 +101,10 @@ class Segments:
     def shares(self) -> tuple[list[Share], IntArray | None]:
         """The rows of each source that is used, by rising number, and the index that puts the concatenated shares into
         the order of the segments; None if they are in that order."""
-        source, row = self.by_row()
         if self.source.size == 1:
-            return [Share(int(self.source[0]), row)], None
+            start = int(self.start[0])
+            return [Share(int(self.source[0]), np.arange(start, start + int(self.count[0])))], None
+        source, row = self.by_row()
         order = np.argsort(source, kind="stable")
         used, counts = np.unique(source, return_counts=True)
         ends = cumulated(counts)

@@ -155,6 +155,8 @@ class PackingProblem:
 
 def _consecutive(sizes: IntArray, count: int) -> list[list[int]]:
     """The units of each update: consecutive ones, with row counts as equal as the units allow."""
+    if count == 1:
+        return [list(range(sizes.size))]
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0
     wanted = [total * update // count for update in range(1, count)]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from maskpack.core.arguments import said
-from maskpack.core.index import IntArray, ranges
+from maskpack.core.index import IntArray, cumulated, ranges
+from maskpack.core.latest import Latest
 from maskpack.core.tree import Node, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
@@ -24,8 +26,12 @@ from maskpack.packed.batch import PackedBatch
 from maskpack.packed.columns import Columns
 from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
 from maskpack.packed.segments import Segments
+from maskpack.packed.table import Table
 from maskpack.packed.tokens import TokenSpans, tokens_taken
 from maskpack.views.origins import UNKNOWN, Origins
+
+heads: Latest[Table] = Latest()
+"""The tables without rows of batches with the same schema and widths."""
 
 
 class Cut(NamedTuple):
@@ -64,8 +70,11 @@ class BatchMeta:
         """
         if not isinstance(packed, PackedBatch):
             raise LayoutError(f"BatchMeta.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
-        head = packed.take(slice(0, 0))
-        return cls(head.own(), packed.layouts, packed.num_rows, packed.nbytes)
+        key = packed.schema, tuple(packed.frames.items())
+        head, table = packed.take(slice(0, 0)), heads.get(key)
+        if table is None:
+            table = heads.keep(key, head.own().table)
+        return cls(replace(head, rows=table), packed.layouts, packed.num_rows, packed.nbytes)
 
     def take(self, rows: IntArray) -> BatchMeta:
         """Returns the BatchMeta of some rows of the batch."""
@@ -148,10 +157,15 @@ class ColumnGroup(Columns):
         return only(self.head, self.paths)
 
     def layout(self, name: str) -> RowLayout:
-        shares, order = self.rows.shares()
-        parts = [self.parts[share.source].meta.layouts[name].take(share.rows) for share in shares]
-        layout = RowLayout.cat([self.declared().layouts[name], *parts])
-        return layout if order is None else layout.take(order)
+        held = [part.meta.layouts[name] for part in self.parts]
+        first = cumulated(np.array([layout.num_rows for layout in held], np.int64))
+        number, row = self.rows.by_row()
+        at = first[number] + row
+        if first[-1] > 2 * at.size:  # few rows of large batches
+            shares, order = self.rows.shares()
+            held = [held[share.source].take(share.rows) for share in shares]
+            at = np.arange(at.size) if order is None else order
+        return RowLayout.cat([self.declared().layouts[name], *held]).take(at)
 
     def take_tokens(self, spans: TokenSpans) -> ColumnGroup:
         """Spans of tokens, as rows."""
@@ -197,8 +211,15 @@ class ColumnGroup(Columns):
 
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields as one packed batch. `fetch` gives the packed batch of a source."""
-        shares, order = self.rows.shares()
-        parts = [only(fetch(self.parts[share.source]).take(share.rows), self.paths) for share in shares]
+        order: IntArray | None = None
+        if self.rows.count.size == 1:
+            begin, packed = int(self.rows.start[0]), fetch(self.parts[int(self.rows.source[0])])
+            end = begin + int(self.rows.count[0])
+            whole = end - begin == packed.num_rows
+            parts = [only(packed if whole else packed.take(slice(begin, end)), self.paths)]
+        else:
+            shares, order = self.rows.shares()
+            parts = [only(fetch(self.parts[share.source]).take(share.rows), self.paths) for share in shares]
         if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
             whole = parts[0]
         else:
@@ -214,19 +235,29 @@ def assembled(
 ) -> PackedBatch:
     """The rows of all groups as one packed batch with the given root. `fetch` gives the packed batch of a source."""
     packed = parts_merged([group.assembled(fetch) for group in groups], order)
-    return replace(packed, schema=replace(packed.schema, root=root))
+    return packed if packed.schema.root == root else replace(packed, schema=replace(packed.schema, root=root))
 
 
 def cat_groups(groups: Sequence[ColumnGroup], columns: Columns) -> ColumnGroup:
     """The group of `columns`, which has the rows of some fields of several groups."""
     paths = columns.paths
-    heads = list({id(group.head): only(group.declared(), paths) for group in groups}.values())
-    head = heads[0] if len(heads) == 1 else joined(heads, "BatchView.cat")
+    heads = {id(group.head): only(group.declared(), paths) for group in groups}
+    first, *more = heads.values()
+    others = [head for head in more if head.frames != first.frames or not _alike(head, first)]
+    head = joined([first, *others], "BatchView.cat") if others else first
+    parts = columns.parts
+    if not others:  # one head for all, which then need not be sent
+        parts = [_under(part, head) if heads.get(id(part.meta.head)) is part.meta.head else part for part in parts]
     if any(
         form.reason == DIFFERENT_FORMS for form in head.schema.forms
     ):  # its parts are not widened: check that they fit as they are
         joined([head, *(only(source.meta.head, paths) for source in columns.parts)], "BatchView.cat")
-    return ColumnGroup(paths, columns.parts, columns.rows, head=head)
+    return ColumnGroup(paths, tuple(parts), columns.rows, head=head)
+
+
+def _under(source: Source, head: PackedBatch) -> Source:
+    """The source with another head that is alike."""
+    return replace(source, meta=replace(source.meta, head=head))
 
 
 def narrowed(
@@ -234,9 +265,14 @@ def narrowed(
 ) -> tuple[list[ColumnGroup], tuple[Path, ...]]:
     """The groups with the fields that are named, and these fields in the order of the view; all if none is named.
     Raises FieldError for a field that is not in the view."""
-    kept = tuple(path for path, _ in select_entries([(path, None) for path in order], fields, call))
+    kept = _named(tuple(order), tuple(fields), call)
     left = [group.without(set(order) - set(kept)) for group in groups]
     return [group for group in left if group.paths] or left[:1], kept  # one group has to keep the number of rows
+
+
+@lru_cache(256)
+def _named(order: tuple[Path, ...], fields: tuple[Key, ...], call: str) -> tuple[Path, ...]:
+    return tuple(path for path, _ in select_entries([(path, None) for path in order], fields, call))
 
 
 def parts_merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:

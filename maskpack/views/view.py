@@ -110,7 +110,7 @@ class BatchView:
         """The RowLayouts of its rows, by name, on the host."""
         return {name: self._group_of(name).layout(name) for name in self.head.layouts}
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if every row of a packed batch takes an equal share."""
         return sum(
@@ -119,7 +119,7 @@ class BatchView:
             for share in group.rows.shares()[0]
         )
 
-    @property
+    @cached_property
     def padded_nbytes(self) -> int:
         """The bytes of the fields as padded tensors; a jagged field counts its values."""
         total = 0
@@ -149,6 +149,11 @@ class BatchView:
     def known_as(self, origins: Origins) -> BatchView:
         """The same rows, which stand for the rows that `origins` names."""
         return replace(self, groups=tuple(group.known_as(origins) for group in self.groups))
+
+    def layouts_of(self, group: ColumnGroup) -> dict[str, RowLayout]:
+        """The layouts of one of its groups."""
+        names = group.declared().layouts
+        return {name: self.layouts[name] if self._group_of(name) is group else group.layout(name) for name in names}
 
     def _group_of(self, layout: str) -> ColumnGroup:
         return next(group for group in self.groups if layout in group.declared().layouts)
@@ -341,8 +346,8 @@ def _check_places(
     places: dict[str, tuple[int, ...]] = {}
     for numbers, group in zip(paths_of, groups, strict=True):
         parts = [view.groups[number].declared() for view, number in zip(views, numbers, strict=True)]
-        for name, layout in group.declared().layouts.items():
-            place = (layout.width, *(layout.anchor - part.layouts[name].anchor for part in parts))
+        for name, (width, anchor) in group.declared().frames.items():
+            place = (width, *(anchor - part.frames[name][1] for part in parts))
             if places.setdefault(name, place) != place:
                 raise LayoutError(
                     f'BatchView.cat: layout "{name}" becomes {places[name][0]} wide for some fields and {place[0]} for '

@@ -418,3 +418,41 @@ def test_sites_are_learnt_from_the_first_answers(nodes, actors, batch, puts, nee
     assert_same(group.call("echo", batch), batch)
     assert [len(packed) for packed in puts] == [B // 2] * 2
     assert [site for site, _ in needed] == [{nodes[0]}, {nodes[1]}]
+
+
+# -------------------------------------------------------------------- shuffled rows of many objects
+
+
+def test_shuffled_rows_come_out_of_one_object_on_each_node(
+    cluster, nodes, actors, group, batch, puts, needed, tmp_path
+):
+    """Six ranks on three nodes, whose rows lie in twelve objects. Then the third node dies in a call."""
+    third = cluster.add_node(num_cpus=1, **NODE)
+    six = WorkerGroup([*actors, on(third.node_id), on(third.node_id, "gone")], pad_token_id=PAD)
+    batch = batch[:48]
+    # so that Ray inlines no object
+    batch["noise"] = torch.rand(48, 20_000, generator=torch.Generator().manual_seed(0))
+    six.call("echo", batch)
+    kept = mp.views.BatchView.cat([six.call("echo", part, format="view") for part in (batch[:25], batch[25:])])
+    homes = [lies(source.held)[0] for source in sources(kept)]
+    assert homes == [[node] for node in (*nodes, third.node_id) for _ in range(2)] * 2
+    perm = np.random.default_rng(0).permutation(48)
+    puts.clear(), needed.clear()
+    assert_same(six.call("echo", kept.take(perm)), batch[perm])
+    assert [lies(source.held)[0] == [*site] for site, source in needed] == [True] * 3
+    assert [source.meta.num_rows for _, source in needed] == [16] * 3
+    placed = six.put(kept.take(perm))
+    assert_same(placed.materialize(get=ray.get), batch[perm])
+    needed.clear()
+    assert_same(six.call("echo", placed), batch[perm])
+    assert [source.held for _, source in needed] == [source.held for source in sources(placed)]
+    assert puts == []
+
+    here = mp.views.BatchView.cat([group.call("echo", batch[n : n + 16], format="view") for n in (0, 16, 32)])
+    running = six.submit("sleep_in_the_last_rank", here.take(perm), str(tmp_path / "began"))
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    cluster.remove_node(third, allow_graceful=False)
+    with pytest.raises(WorkerError, match=r"rank 5 \(rows 40 to 47\)") as caught:
+        running.result()
+    assert_same(caught.value.call.retry().result(60), batch[perm])

@@ -22,7 +22,7 @@ from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
 from tensordict import NonTensorData, TensorDict, tensorclass
 
 import maskpack as mp
-from maskpack.dispatch import Broadcast, WorkerGroup, endpoint
+from maskpack.dispatch import Broadcast, WorkerGroup, endpoint, placement
 from maskpack.dispatch import call as calls
 from maskpack.errors import (
     CoverageError,
@@ -1028,3 +1028,31 @@ class Said:
 
     def own_repr(self):
         return repr(self)
+
+
+# -------------------------------------------------------------------- small batches
+
+
+def test_rows_of_small_batches_come_back_whichever_way_they_go(group, batch, monkeypatch):
+    """In messages, or through the store."""
+    batch = batch.select("prompts", "responses", "attention_mask", "old_log_probs", "uid")
+    put, puts = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    for limit, objects in ((1 << 20, 0), (0, 1)):
+        monkeypatch.setattr(placement, "INLINED", limit)
+        rows = group.put(batch)
+        assert_same(group.call("echo", rows), batch)
+        kept = group.call("scale", rows[::-1], 2.0, format="view")
+        both = group.call("echo", rows[::-1].with_fields(kept))
+        assert_same(both.select("values"), TensorDict({"values": batch["old_log_probs"].flip(0) * 2.0}, [B]))
+        assert_same(rows.materialize(get=ray.get), batch)
+        assert len(puts) == objects, "views of small batches are not put"
+        assert_same(pickle.loads(cloudpickle.dumps(rows)).materialize(get=ray.get), batch)
+
+
+def test_a_long_text_is_sent_once_for_all_ranks(group, batch, monkeypatch):
+    put, puts = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    text = "long " * 50_000
+    assert [found["args"] for found in group.call("metrics", group.put(batch), text)] == [(text,)] * RANKS
+    assert sum(isinstance(value, bytes) for value in puts) == 1

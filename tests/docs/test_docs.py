@@ -45,6 +45,14 @@ from resume_grpo import *
 folder, policy, steps = Path(), Policy(), 1
 optimizer = torch.optim.Adam(policy.parameters())
 """
+SCALE_CHECK = """
+there = rows.materialize(get=ray.get)
+assert torch.equal(there["response_mask"].sum(1).float() / 8, rewards)
+assert torch.equal(there["old_log_probs"], there["responses"] * -0.5)
+assert torch.equal(updated.materialize(get=ray.get)["old_log_probs"], there["old_log_probs"])
+assert torch.equal(there["advantages"][:, 0], (rewards - rewards.mean()) * there["response_mask"][:, 0])
+group.close()
+"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ PAGES = {
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
+    "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
     "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
     "docs/trainers.md": Page(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from maskpack import PackedBatch, compress
-from maskpack.dispatch.messages import RowsAt
+from maskpack.dispatch.messages import own_rows
 from maskpack.errors import LayoutError
 from maskpack.packed.segments import Segments
 from maskpack.views.column_group import BatchMeta
@@ -182,7 +182,7 @@ def test_ranks_are_not_told() -> None:
     view = BatchView.of(numbers(50))[np.random.default_rng(0).permutation(50)]
     (group,) = view.groups
     sizes = [
-        len(pickle.dumps(RowsAt.of(some, lambda _: 0)))
+        len(pickle.dumps([own_rows(part, None, lambda _: 0) for part in some.groups]))
         for some in (view, view.known_as(UNKNOWN), view.known_as(Origins.whole(50)))
     ]
     assert len(set(sizes)) == 1

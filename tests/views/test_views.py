@@ -682,3 +682,19 @@ def test_the_limit_of_what_is_materialized() -> None:
     assert_same(view.materialize(max_bytes=2 * 100 * 8), batch[1:3])
     with pytest.raises(LayoutError, match=r"decompress: these fields take 1600 bytes padded; expected at most 1599"):
         view.materialize(max_bytes=1599)
+
+
+def test_batches_of_one_schema_share_a_head():
+    """Which is then not sent with the rows of each; batches of other widths keep theirs."""
+
+    def packed(rows: int, width: int) -> PackedBatch:
+        mask = (torch.arange(width) < torch.arange(rows)[:, None]).long()
+        return pickle.loads(
+            pickle.dumps(compress(TensorDict({"m": mask}, [rows]), registry={"m": MaskNestingSpec("m")}))
+        )
+
+    views = [BatchView.of(packed(rows, 6)) for rows in (3, 5, 4)]
+    (group,) = BatchView.cat(views).groups
+    assert [part.meta.head is group.head for part in group.parts] == [True] * 3
+    (group,) = BatchView.cat([*views, BatchView.of(packed(2, 7))]).groups
+    assert [part.meta.head is group.head for part in group.parts] == [False] * 4
