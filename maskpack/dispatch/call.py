@@ -193,7 +193,8 @@ class Call:
         self._collect(until, wanted)
         request, parts = self.request, self.parts
         if request.format == "view":
-            self._lose_rows(parts, self._ranks.store.nodes())
+            answered = {part.outcome.reply.node for part in parts if isinstance(part.outcome, Answer)}
+            self._lose_rows(parts, self._ranks.store.nodes(answered))
         answers = self._answers(parts)
         begun = time.perf_counter()
         try:

@@ -134,10 +134,10 @@ class Placement:
                 return [Site()] * len(self._sites)
             return [self._site(rank) for rank in range(len(self._sites))]
 
-    def nodes(self) -> Mapping[str, float]:
-        """`nodes_alive` of the last second."""
+    def nodes(self, answered: Collection[str] = ()) -> Mapping[str, float]:
+        """`nodes_alive` of the last second, or anew if nodes that have `answered` are not among them."""
         now, (when, nodes) = time.monotonic(), self._nodes
-        if now > when + _REMEMBERED:
+        if now > when + _REMEMBERED or not nodes.keys() >= set(answered):
             nodes = nodes_alive()
             self._nodes = now, nodes
         return nodes
