@@ -6,6 +6,7 @@ name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import DTYPES, Words, from_words, odd_bools, odd_bools_error, words
+from maskpack.core import abi
+from maskpack.core.bits import DTYPES, address, from_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
@@ -21,7 +23,7 @@ from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.table import Job, encode
+from maskpack.packed.table import Job, JobTable, encode_jobs, job_table
 
 
 class Values(NamedTuple):
@@ -66,53 +68,120 @@ def packed_rows(
 
     Raises LayoutError for a dtype without plain bits, and for bools of other bytes than 0 and 1.
     """
-    layouts: dict[str, RowLayout] = {}
-    names: dict[bytes, str] = {}
+    bounds: dict[bytes, IntArray] = {}
+    numbers: dict[bytes, int] = {}
     told: list[tuple[Any, ...]] = []
+    tensors: list[Tensor] = []
     for name, column in columns.items():
         if isinstance(column, Objects):
-            told.append((name, "object", None, None, (), ()))
+            told.append((name,))
             continue
         values, lengths = column
         _check(name, values, call)
         layout = None
         if lengths is not None:
-            layout = names.setdefault(lengths.tobytes(), name_of_jagged((name,)))
-            if layout not in layouts:
-                layouts[layout] = RowLayout.from_lengths(lengths)
-        kind = "dense" if layout is None else "jagged"
-        told.append((name, kind, layout, values.dtype, tuple(values.shape[1:]), hints.get(name, ())))
-    schema = _schema(tuple(told))
-    forms = [form for form in schema.forms if form.dtype is not None]
-    jobs = [Job(form, words=_words_of(columns[form.path[0]])) for form in forms]
-    encoded = encode(jobs, layouts, rows, rows)
-    if encoded is None:
-        odd = [form.path for form, job in zip(forms, jobs, strict=True) if form.dtype is torch.bool and _odd(job)]
+            layout = numbers.setdefault(line := lengths.tobytes(), len(numbers))
+            bounds[line] = lengths
+        told.append((name, layout, values.dtype, values.shape[1:], hints.get(name, ())))
+        tensors.append(values)
+    plan = _plan_of(tuple(told))
+    layouts = _Layouts.of([*bounds.values()], rows)
+    held = [words(tensors[at].contiguous()) for at in plan.order]
+    jobs = plan.table.jobs.copy()
+    jobs["rows"] = rows
+    jobs["field"]["packed"] = [tensor.data_ptr() or _NOWHERE for tensor in held]
+    jobs["bounds"] = [0 if at is None else layouts.bounds[at] for at in plan.layouts]
+    stored, key = np.zeros(len(bounds), abi.STORED), (plan, rows.bit_length())
+    table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
+    if table is None:
+        odd = [form.path for form, values in zip(plan.forms, tensors, strict=True) if form.dtype is torch.bool and _odd(values)]
         raise odd_bools_error(call, odd)
     objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, schema, encoded.table, objects)
+    return PackedBatch(rows, plan.schema, table, objects)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What is the same for all rows of fields of some names, dtypes and shapes.
+
+    Attributes:
+        schema, forms: of all fields, and of the tensors.
+        table: jobs that lack rows and addresses.
+        order: the number of the tensor of each job.
+        layouts: the number of the layout of each job; None for scalars.
+    """
+
+    schema: Schema
+    forms: tuple[FieldForm, ...]
+    table: JobTable
+    order: tuple[int, ...]
+    layouts: tuple[int | None, ...]
 
 
 @lru_cache(256)
-def _schema(told: tuple[tuple[Any, ...], ...]) -> Schema:
-    forms = [
-        FieldForm((name,), kind, layout, dtype=dtype, device=dtype and "cpu", shape=shape, hints=hints)
-        for name, kind, layout, dtype, shape, hints in told
-    ]
-    return Schema(Node((), None), tuple(forms), ())
+def _plan_of(told: tuple[tuple[Any, ...], ...]) -> _Plan:
+    """The plan of fields: names of objects; of tensors the name, number of the layout, dtype, shape and hints."""
+    names: dict[int, str] = {}
+    forms: list[FieldForm] = []
+    for name, *tensor in told:
+        if not tensor:
+            forms.append(FieldForm((name,), "object"))
+            continue
+        number, dtype, shape, hints = tensor
+        layout = None if number is None else names.setdefault(number, name_of_jagged((name,)))
+        kind = "dense" if layout is None else "jagged"
+        forms.append(FieldForm((name,), kind, layout, dtype=dtype, device="cpu", shape=tuple(shape), hints=hints))
+    tensors = tuple([form for form in forms if form.dtype is not None])
+    nothing = [Job(form, words=np.zeros(0, np.uint8)) for form in tensors]
+    table = job_table(nothing, tuple(names.values()), {}, 0, 0, [])
+    order = tuple(np.argsort(table.order).tolist())
+    places = {name: number for number, name in names.items()} | {None: None}
+    layouts = tuple([places[tensors[at].layout] for at in order])
+    return _Plan(Schema(Node((), None), tuple(forms), ()), tensors, table, order, layouts)
+
+
+class _Layouts(NamedTuple):
+    """Layouts of rows without padding, for the core: their table, where the bounds of the rows of each lie, and what
+    these point to."""
+
+    table: IntArray
+    bounds: list[int]
+    held: IntArray
+
+    @classmethod
+    def of(cls, lengths: Sequence[IntArray], rows: int) -> _Layouts:
+        """From int64 [B] each."""
+        held = np.zeros((len(lengths), 4 * rows + 2), np.int64)  # of each: starts, counts, splits, bounds
+        table: list[int] = []
+        at = address(held)
+        for line, own in zip(held, lengths, strict=True):
+            filled = own > 0
+            counts = own[filled]
+            line[rows : rows + counts.size] = counts
+            np.cumsum(filled, out=line[2 * rows + 1 : 3 * rows + 1])
+            np.cumsum(own, out=line[3 * rows + 2 :])
+            width = int(own.max(initial=0))
+            if rows * width >= _MOST:
+                RowLayout.from_lengths(own)  # raises: the values take no memory, but cannot be counted
+            table += [rows, width, at, at + 8 * rows, at + 16 * rows, at + 24 * rows + 8]
+            at += line.nbytes
+        return cls(np.array(table, np.int64), table[5::6], held)
+
+
+_MOST = 1 << 62
+"""Positions that a layout can count."""
+_PLAIN = frozenset(DTYPES.values())
+_NOWHERE = address(_NOTHING := np.zeros(1, np.int64))
+"""Where tensors without elements lie."""
 
 
 def _check(name: str, values: Tensor, call: str) -> None:
-    if values.dtype not in DTYPES.values() or values.device.type != "cpu":
+    if values.dtype not in _PLAIN or values.device.type != "cpu":
         raise LayoutError(
             f'{call}: field "{name}" is {values.dtype} on {values.device}, without plain bits; expected numbers in '
             "memory. Dequantize it, or leave it out."
         )
 
 
-def _words_of(column: Any) -> Words:
-    return words(column.values.contiguous()).numpy().reshape(-1)
-
-
-def _odd(job: Job) -> bool:
-    return job.words is not None and odd_bools(job.words)
+def _odd(values: Tensor) -> bool:
+    return odd_bools(words(values.contiguous()).numpy())

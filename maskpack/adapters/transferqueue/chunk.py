@@ -28,7 +28,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.core.tensors import out_of_memory
-from maskpack.core.tree import dense_stack
+from maskpack.core.tree import Node, dense_stack, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -144,8 +144,7 @@ def _is_padded(columns: Mapping[str, _PutField]) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _PutField:
+class _PutField(NamedTuple):
     """One value for each row.
 
     Attributes:
@@ -203,10 +202,9 @@ def _column(name: str, value: Any, rows: int, call: str) -> _PutField:
         return _PutField(list(value.unbind()))
     if value.dim() == 1:
         return _PutField(value)
-    spec = _PADDED.find((name,))
-    turned = value.dim() == 3 and spec is not None and spec.ragged_dim == -1
+    turned = value.dim() == 3 and (spec := _PADDED.find((name,))) is not None and spec.ragged_dim == -1
     line = value.transpose(1, 2) if turned else value
-    lengths = np.full(rows, line.shape[1], np.int64)
+    lengths = np.array([line.shape[1]] * rows, np.int64)
     return _PutField(value, line.reshape(rows * line.shape[1], *line.shape[2:]), lengths, turned)
 
 
@@ -223,6 +221,8 @@ def _nested(value: Any, rows: int) -> _PutField:
 
 
 def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
+    if type(value) is NonTensorStack and len(value) == rows:
+        return items_of(value)
     if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
         value = cast("Any", value.data)
     elif isinstance(value, NonTensorData) or not is_tensor_collection(value):
@@ -265,7 +265,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
         low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
         names, values = [name for name, _ in same], [value for _, value in same]
         out |= dict(zip(names, jagged_all(values, bounds, low, high), strict=True))
-    return TensorDict(out, batch_size=[rows])
+    return unflatten(Node((), None), [((name,), value) for name, value in out.items()], rows)
 
 
 def stacked(rows: Sequence[Any]) -> Any:
@@ -387,6 +387,8 @@ def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
             found.setdefault(digest, bits)
         return Shared(digest, item.words.itemsize, item.dtype, item.shape, item.tensor)
 
+    if all(entry.bare for entry in chunk.packed.objects.values()):
+        return chunk, {}
     objects = _with_leaves(chunk.packed.objects, leaf)
     if not found:
         return chunk, {}
