@@ -38,6 +38,13 @@ class Values(NamedTuple):
         values: Any = self.values
         return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
 
+    def parts(self) -> list[Values]:
+        """The rows, each alone."""
+        if self.lengths is None:
+            return [Values(self.values[row : row + 1]) for row in range(len(self.values))]
+        lengths = self.lengths.reshape(-1, 1)
+        return [Values(values, own) for values, own in zip(self.rows(), lengths, strict=True)]
+
     def take(self, rows: IntArray) -> Values:
         """The rows at some indices."""
         if self.lengths is None:

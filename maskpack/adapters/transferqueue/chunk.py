@@ -122,17 +122,41 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     data, rows = dense_stack(data, call), data.batch_size[0]
     columns = {name: _column(name, value, rows, call) for name, value in data.items()}
     schema = {name: column.schema() for name, column in columns.items()}
-    turned = frozenset(name for name, column in columns.items() if column.turned)
-    if _is_padded(columns):
-        unknown = [name for name in columns if _PADDED.find((name,)) is None]
-        batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
-        try:
-            with not_strict():
-                return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
-        except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
-            pass
-    values = {name: column.rows() for name, column in columns.items()}
-    return Chunk(packed_rows(values, rows, _HINTS, call), turned), schema
+    chunk = _padded(columns, rows)
+    if chunk is None:
+        values = {name: column.rows() for name, column in columns.items()}
+        chunk = Chunk(packed_rows(values, rows, _HINTS, call), _turned(columns))
+    return chunk, schema
+
+
+def packed_each(data: TensorDictBase, call: str) -> tuple[list[Chunk], dict[str, dict[str, Any]]]:
+    """As `packed`, with a chunk of its own for each sample."""
+    data, rows = dense_stack(data, call), data.batch_size[0]
+    columns = {name: _column(name, value, rows, call) for name, value in data.items()}
+    schema = {name: column.schema() for name, column in columns.items()}
+    chunk = _padded(columns, rows)
+    if chunk is not None:
+        return [chunk.take([row]) for row in range(rows)], schema
+    parts = {name: column.rows().parts() for name, column in columns.items()}
+    each = [{name: parts[name][row] for name in parts} for row in range(rows)]
+    return [Chunk(packed_rows(values, 1, _HINTS, call), _turned(columns)) for values in each], schema
+
+
+def _padded(columns: Mapping[str, _PutField], rows: int) -> Chunk | None:
+    """The chunk of a padded batch; None for other samples."""
+    if not _is_padded(columns):
+        return None
+    unknown = [name for name in columns if _PADDED.find((name,)) is None]
+    batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
+    try:
+        with not_strict():
+            return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown))
+    except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
+        return None
+
+
+def _turned(columns: Mapping[str, _PutField]) -> frozenset[str]:
+    return frozenset(name for name, column in columns.items() if column.turned)
 
 
 def _is_padded(columns: Mapping[str, _PutField]) -> bool:
