@@ -101,7 +101,11 @@ def packed_rows(
     stored, key = np.zeros(len(bounds), abi.STORED), (plan, rows.bit_length())
     table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
     if table is None:
-        odd = [form.path for form, values in zip(plan.forms, tensors, strict=True) if form.dtype is torch.bool and _odd(values)]
+        odd = [
+            form.path
+            for form, values in zip(plan.forms, tensors, strict=True)
+            if form.dtype is torch.bool and _odd(values)
+        ]
         raise odd_bools_error(call, odd)
     objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
     return PackedBatch(rows, plan.schema, table, objects)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -89,7 +90,7 @@ class MaskpackCodecManager(StorageManager):
 
 @lru_cache
 def _coded(inner: type) -> type:
-    return type(f"Packed{inner.__name__}", (_Coded, inner), {})
+    return type(f"Packed{inner.__name__}", (_Coded, inner), {"__module__": __name__})
 
 
 class _Coded:
@@ -116,8 +117,10 @@ class _Coded:
         own = BatchMeta(list(samples), list(metadata.partition_ids), {carrier: {}})
         _told.set((schema, sizes))
         await super().put_data(field, own)  # type: ignore[reportAttributeAccessIssue]
+        if isinstance(self, KVStorageManager):
+            await self._clear(metadata, _replaced(metadata, carrier, schema))
         for place, known in enumerate(metadata._custom_backend_meta):
-            known |= dict.fromkeys(schema, _reference(carrier, sizes[place], own._custom_backend_meta[place]))
+            known |= _references(carrier, schema, sizes[place], own._custom_backend_meta[place])
 
     async def notify_data_update(
         self, partition_id: str, global_indexes: Any, field_schema: Any, custom_backend_meta: Any = None
@@ -126,7 +129,7 @@ class _Coded:
         schema, sizes = _told.get()
         known = custom_backend_meta or {}
         references = {
-            sample: dict.fromkeys(schema, _reference(carrier, size, known.get(sample, {})))
+            sample: _references(carrier, schema, size, known.get(sample, {}))
             for sample, size in zip(global_indexes, sizes, strict=True)
         }
         await super().notify_data_update(partition_id, global_indexes, schema, references)  # type: ignore[reportAttributeAccessIssue]
@@ -144,12 +147,17 @@ class _Coded:
         return chunks.assembled(pieces, fields, len(samples))
 
     async def clear_data(self, metadata: Any) -> None:
-        if not isinstance(self, KVStorageManager):  # it forgets all fields of a sample
-            return await super().clear_data(metadata)  # type: ignore[reportAttributeAccessIssue]
-        carried: dict[str, dict[int, Any]] = {}
-        for place, known in enumerate(metadata._custom_backend_meta):
-            for reference in known.values():
-                carried.setdefault(reference[0], {})[place] = reference
+        if isinstance(self, KVStorageManager):
+            carried: dict[str, dict[int, Any]] = {}
+            for place, known in enumerate(metadata._custom_backend_meta):
+                for reference in known.values():
+                    carried.setdefault(reference[0], {})[place] = reference
+            await self._clear(metadata, carried)
+        else:  # it forgets all fields of a sample
+            await super().clear_data(metadata)  # type: ignore[reportAttributeAccessIssue]
+
+    async def _clear(self, metadata: Any, carried: dict[str, dict[int, Any]]) -> None:
+        """Forgets blobs: for each field of these, the places of samples, with their references."""
         for carrier, found in carried.items():
             await super().clear_data(_meta(metadata, carrier, [*found], [*found.values()]))  # type: ignore[reportAttributeAccessIssue]
 
@@ -161,11 +169,22 @@ StorageManagerFactory.register(NAME)(MaskpackCodecManager)
 # -------------------------------------------------------------------- references: which blob has a field of a sample
 
 
-def _reference(carrier: str, nbytes: int, known: dict[str, Any]) -> tuple[Any, ...]:
-    """What the controller keeps of a field of a sample: the field of the blob, its bytes, and what the other backend
-    says of it."""
-    own = known.get(carrier)
-    return (carrier, nbytes) if own is None else (carrier, nbytes, own)
+def _references(carrier: str, schema: Any, nbytes: int, known: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What the controller keeps of each field of a sample: the field of the blob, how many fields and bytes it has, and
+    what the other backend says of it."""
+    return dict.fromkeys(schema, (carrier, len(schema), nbytes, known.get(carrier)))
+
+
+def _replaced(metadata: Any, carrier: str, schema: Any) -> dict[str, dict[int, Any]]:
+    """The blobs of samples all of whose fields are put again elsewhere, as far as the metadata tells."""
+    out: dict[str, dict[int, Any]] = {}
+    for place, known in enumerate(metadata._custom_backend_meta):
+        again = {name: reference for name, reference in known.items() if name in schema}
+        counts = Counter(reference[0] for reference in again.values())
+        for reference in again.values():
+            if reference[0] != carrier and counts[reference[0]] == reference[1]:
+                out.setdefault(reference[0], {})[place] = reference
+    return out
 
 
 def _carried(metadata: Any, fields: Sequence[str]) -> dict[tuple[str, frozenset[str]], tuple[list[int], list[Any]]]:
@@ -190,13 +209,13 @@ def _carried(metadata: Any, fields: Sequence[str]) -> dict[tuple[str, frozenset[
 
 def _meta(metadata: Any, carrier: str, places: Sequence[int], references: Sequence[Any]) -> Any:
     """The metadata of blobs, for the other backend."""
-    known = [{carrier: reference[2]} if len(reference) > 2 else {} for reference in references]
+    known = [{} if reference[3] is None else {carrier: reference[3]} for reference in references]
     schema = {
         "dtype": torch.uint8,
         "shape": None,
         "is_nested": True,
         "is_non_tensor": False,
-        "per_sample_shapes": [(reference[1],) for reference in references],
+        "per_sample_shapes": [(reference[2],) for reference in references],
     }
     samples, partitions = metadata.global_indexes, metadata.partition_ids
     return BatchMeta(

@@ -213,7 +213,7 @@ class MaskpackStorageManager(StorageManager):
 
     async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await _settled(asked)
         freed = sum((answer for answer in answers if isinstance(answer, Counter)), Counter[bytes]())
         await _all(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
         for answer in answers:
@@ -315,7 +315,7 @@ class MaskpackStorageManager(StorageManager):
     async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
         waited = 0
-        answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
+        answer = socket.recv_multipart(copy=False)
         try:
             while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
                 waited += _PATIENCE
@@ -349,9 +349,20 @@ StorageManagerFactory.register(NAME)(MaskpackStorageManager)
 InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are saved also for include_storage=False
 
 
+async def _settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All answers and errors."""
+    waiting = [*asked]
+    if len(waiting) > 1:
+        return await asyncio.gather(*waiting, return_exceptions=True)
+    try:
+        return [await one for one in waiting]  # without a task of its own
+    except Exception as error:
+        return [error]
+
+
 async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    answers = await _settled(asked)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
