@@ -5,6 +5,8 @@ name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows-
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,15 +17,18 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
-from maskpack.core.bits import DTYPES, address, from_words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import DTYPES, Words, address, from_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
+from maskpack.core.keys import Path
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.table import Job, JobTable, encode_jobs, job_table
+from maskpack.packed.columns import Body, Columns, Picked
+from maskpack.packed.segments import Segments
+from maskpack.packed.table import Job, JobTable, Table, encode_jobs, job_table
 
 
 class Values(NamedTuple):
@@ -75,40 +80,52 @@ def packed_rows(
 
     Raises LayoutError for a dtype without plain bits, and for bools of other bytes than 0 and 1.
     """
-    bounds: dict[bytes, IntArray] = {}
+    told, _, table = _encoded(columns, rows, hints, call)
+    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
+    return PackedBatch(rows, _plan_of(told).schema, table, objects)
+
+
+def _encoded(
+    columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str
+) -> tuple[_Told, list[IntArray], Table]:
+    """What the plan of fields is made from, the lengths of each layout, and the table."""
+    lengths_of: dict[bytes, IntArray] = {}
     numbers: dict[bytes, int] = {}
-    told: list[tuple[Any, ...]] = []
+    about: list[tuple[Any, ...]] = []
     tensors: list[Tensor] = []
     for name, column in columns.items():
         if isinstance(column, Objects):
-            told.append((name,))
+            about.append((name,))
             continue
         values, lengths = column
         _check(name, values, call)
         layout = None
         if lengths is not None:
             layout = numbers.setdefault(line := lengths.tobytes(), len(numbers))
-            bounds[line] = lengths
-        told.append((name, layout, values.dtype, values.shape[1:], hints.get(name, ())))
+            lengths_of[line] = lengths
+        about.append((name, layout, values.dtype, tuple(values.shape[1:]), hints.get(name, ())))
         tensors.append(values)
-    plan = _plan_of(tuple(told))
-    layouts = _Layouts.of([*bounds.values()], rows)
+    told = tuple(about)
+    plan, lengths = _plan_of(told), [*lengths_of.values()]
+    layouts = _Layouts.of(lengths, rows)
     held = [words(tensors[at].contiguous()) for at in plan.order]
     jobs = plan.table.jobs.copy()
     jobs["rows"] = rows
     jobs["field"]["packed"] = [tensor.data_ptr() or _NOWHERE for tensor in held]
     jobs["bounds"] = [0 if at is None else layouts.bounds[at] for at in plan.layouts]
-    stored, key = np.zeros(len(bounds), abi.STORED), (plan, rows.bit_length())
+    stored, key = np.zeros(len(lengths), abi.STORED), (plan, rows.bit_length())
     table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
     if table is None:
-        odd = [
-            form.path
-            for form, values in zip(plan.forms, tensors, strict=True)
-            if form.dtype is torch.bool and _odd(values)
-        ]
-        raise odd_bools_error(call, odd)
-    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, plan.schema, table, objects)
+        bools = [(form, x) for form, x in zip(plan.forms, tensors, strict=True) if form.dtype is torch.bool]
+        raise odd_bools_error(call, [form.path for form, x in bools if odd_bools(words(x.contiguous()).numpy())])
+    return told, lengths, table
+
+
+# -------------------------------------------------------------------- plans
+
+
+_Told = tuple[tuple[Any, ...], ...]
+"""Of each field its name; of tensors also the number of the layout, the dtype, the shape of an element, and hints."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,8 +147,7 @@ class _Plan:
 
 
 @lru_cache(256)
-def _plan_of(told: tuple[tuple[Any, ...], ...]) -> _Plan:
-    """The plan of fields: names of objects; of tensors the name, number of the layout, dtype, shape and hints."""
+def _plan_of(told: _Told) -> _Plan:
     names: dict[int, str] = {}
     forms: list[FieldForm] = []
     for name, *tensor in told:
@@ -141,7 +157,7 @@ def _plan_of(told: tuple[tuple[Any, ...], ...]) -> _Plan:
         number, dtype, shape, hints = tensor
         layout = None if number is None else names.setdefault(number, name_of_jagged((name,)))
         kind = "dense" if layout is None else "jagged"
-        forms.append(FieldForm((name,), kind, layout, dtype=dtype, device="cpu", shape=tuple(shape), hints=hints))
+        forms.append(FieldForm((name,), kind, layout, dtype=dtype, device="cpu", shape=shape, hints=hints))
     tensors = tuple([form for form in forms if form.dtype is not None])
     nothing = [Job(form, words=np.zeros(0, np.uint8)) for form in tensors]
     table = job_table(nothing, tuple(names.values()), {}, 0, 0, [])
@@ -194,5 +210,100 @@ def _check(name: str, values: Tensor, call: str) -> None:
         )
 
 
-def _odd(values: Tensor) -> bool:
-    return odd_bools(words(values.contiguous()).numpy())
+# -------------------------------------------------------------------- one row alone, as bytes
+
+
+class RowAlone(NamedTuple):
+    """One packed row. Its bytes are those of a pickle, compressed, then those of its body.
+
+    Attributes:
+        token: what the plan of its fields is made from, pickled.
+        lengths: of each layout.
+        stored, entries, fields: of its table.
+        objects: in the order of the fields.
+        bare: whether these hold no stowed tensors.
+        about: whatever the writer adds.
+        body: of its table.
+    """
+
+    token: bytes
+    lengths: list[int]
+    stored: bytes
+    entries: bytes
+    fields: bytes
+    objects: list[Any]
+    bare: bool
+    about: Any
+    body: Words
+
+    def to_bytes(self) -> bytes:
+        head = zlib.compress(pickle.dumps(tuple(self[:-1]), 5), 1)
+        return b"".join([len(head).to_bytes(4, "little"), head, self.body.data])
+
+    @classmethod
+    def from_bytes(cls, line: Words) -> RowAlone:
+        """From uint8 [n]. The pickle can run code."""
+        end = 4 + int.from_bytes(line[:4].tobytes(), "little")
+        return cls(*pickle.loads(zlib.decompress(line[4:end].data)), np.array(line[end:]))
+
+
+def row_alone(
+    columns: Mapping[str, Values | Objects], hints: Mapping[str, tuple[str, ...]], call: str, about: Any
+) -> RowAlone:
+    """As `packed_rows` packs one row."""
+    told, lengths, table = _encoded(columns, 1, hints, call)
+    objects = [column for column in columns.values() if isinstance(column, Objects)]
+    return RowAlone(
+        _token(told),
+        [int(own[0]) for own in lengths],
+        table.stored.tobytes(),
+        table.entries.tobytes(),
+        table.fields.tobytes(),
+        [own.data[0] for own in objects],
+        all(own.bare for own in objects),
+        about,
+        table.body,
+    )
+
+
+def rows_together(rows: Sequence[RowAlone], names: frozenset[str]) -> PackedBatch:
+    """Some fields of rows of one token."""
+    plan, schema, numbers, objects = _selected(rows[0].token, names)
+    count, layouts = len(rows), plan.table.names
+    lengths = np.array([row.lengths for row in rows], np.int64).reshape(count, len(layouts))
+    held = np.zeros((count, len(layouts), 6), np.int64)  # of each: start, count, splits, bounds
+    held[..., 1], held[..., 3], held[..., 5] = lengths, lengths > 0, lengths
+    at = address(held) + 48 * np.arange(lengths.size).reshape(lengths.shape)
+    lines = np.stack([np.ones_like(at), lengths, at, at + 8, at + 16, at + 32], -1).reshape(count, -1)
+    pads = np.zeros(len(plan.forms), abi.ARRAY)
+    bodies: list[Body] = []
+    for row, line in zip(rows, lines, strict=True):
+        parts = zip((row.stored, row.entries, row.fields), (abi.STORED, abi.ENTRY, np.int64), strict=True)
+        table = Table(1, 1, layouts, *(np.frombuffer(part, dtype) for part, dtype in parts), pads, row.body)
+        table.__dict__["_layout_rows"] = line, held
+        bodies.append(Body(table, numbers))
+    each = Segments(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64))
+    known = {name: RowLayout.from_lengths(own) for name, own in zip(layouts, lengths.T, strict=True)}
+    frames = {name: (layout.width, 0) for name, layout in known.items()}
+    picked = Picked((Columns(tuple(numbers), tuple(bodies), each, layouts),), frames)
+    bare = all(row.bare for row in rows)
+    data = {path: Objects([row.objects[place] for row in rows], 1, False, bare) for path, place in objects.items()}
+    batch = PackedBatch(count, schema, picked, data)
+    batch.__dict__["layouts"] = known
+    return batch
+
+
+@lru_cache(256)
+def _token(told: _Told) -> bytes:
+    return pickle.dumps(told, 5)
+
+
+@lru_cache(1024)
+def _selected(token: bytes, names: frozenset[str]) -> tuple[_Plan, Schema, dict[Path, int], dict[Path, int]]:
+    """The plan of fields; of some of them the schema, the numbers of tensors, and the places of objects."""
+    plan = _plan_of(pickle.loads(token))
+    forms = tuple([form for form in plan.schema.forms if form.path[0] in names])
+    numbers = {form.path: at for at, form in enumerate(plan.forms) if form in forms}
+    objects = [form for form in plan.schema.forms if form.dtype is None]
+    places = {form.path: at for at, form in enumerate(objects) if form in forms}
+    return plan, Schema(plan.schema.root, forms, ()), numbers, places

@@ -49,7 +49,7 @@ class Memory:
 
 
 class Manager(KVStorageManager):
-    """Without a controller: `told` and `known` are what it would keep, as text and lists after a message."""
+    """Without a controller: `told` and `known` are what it would keep after a message, with lists for tuples."""
 
     def __init__(self, tells=False):
         self.storage_client, self.told, self.known = Memory(tells), {}, {}
@@ -65,7 +65,8 @@ class Manager(KVStorageManager):
 async def notified(self, partition_id, global_indexes, field_schema, custom_backend_meta=None):
     for sample in global_indexes:
         self.told.setdefault(sample, {}).update(field_schema)
-        known = {name: [*reference] for name, reference in custom_backend_meta[sample].items()}
+        known = custom_backend_meta[sample].items()
+        known = {name: told if isinstance(told, str) else [*told] for name, told in known}
         self.known.setdefault(sample, {}).update(known)
 
 

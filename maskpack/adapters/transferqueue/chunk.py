@@ -36,7 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import Values, packed_rows
+from maskpack.packed.rows import RowAlone, Values, packed_rows, row_alone, rows_together
 
 _PADDED = MaskNestingRegistry(
     {
@@ -129,17 +129,35 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     return chunk, schema
 
 
-def packed_each(data: TensorDictBase, call: str) -> tuple[list[Chunk], dict[str, dict[str, Any]]]:
-    """As `packed`, with a chunk of its own for each sample."""
+def packed_each(data: TensorDictBase, call: str) -> tuple[list[RowAlone], dict[str, dict[str, Any]]]:
+    """As `packed`, with each sample alone; `about` it is which fields are turned, or the chunk of a padded sample."""
     data, rows = dense_stack(data, call), data.batch_size[0]
     columns = {name: _column(name, value, rows, call) for name, value in data.items()}
     schema = {name: column.schema() for name, column in columns.items()}
     chunk = _padded(columns, rows)
     if chunk is not None:
-        return [chunk.take([row]) for row in range(rows)], schema
+        return [
+            RowAlone(b"", [], b"", b"", b"", [], True, chunk.take([row]), np.zeros(0, np.uint8)) for row in range(rows)
+        ], schema
     parts = {name: column.rows().parts() for name, column in columns.items()}
     each = [{name: parts[name][row] for name in parts} for row in range(rows)]
-    return [Chunk(packed_rows(values, 1, _HINTS, call), _turned(columns)) for values in each], schema
+    return [row_alone(values, _HINTS, call, _turned(columns)) for values in each], schema
+
+
+def pieces_of(rows: Sequence[RowAlone], places: Sequence[int], fields: frozenset[str]) -> list[Piece]:
+    """Some fields of samples that were packed alone, as pieces at their places in the call."""
+    alike: dict[Any, tuple[list[RowAlone], list[int]]] = {}
+    pieces: list[Piece] = []
+    for row, place in zip(rows, places, strict=True):
+        if isinstance(row.about, Chunk):
+            pieces.append(Piece(row.about.select(fields), [place]))
+        else:
+            own = alike.setdefault((row.token, row.about), ([], []))
+            own[0].append(row)
+            own[1].append(place)
+    for (_, turned), (own, where) in alike.items():
+        pieces.append(Piece(Chunk(rows_together(own, fields), turned & fields), where))
+    return pieces
 
 
 def _padded(columns: Mapping[str, _PutField], rows: int) -> Chunk | None:

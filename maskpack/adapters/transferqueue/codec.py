@@ -11,14 +11,11 @@ which blob has the newest value of a field.
 
 from __future__ import annotations
 
-import pickle
-import zlib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.adapters.transferqueue import chunk as chunks
-from maskpack.adapters.transferqueue.chunk import Chunk, Piece
+from maskpack.adapters.transferqueue.chunk import Piece
 from maskpack.adapters.transferqueue.library import (
     BatchMeta,
     KVStorageManager,
@@ -37,10 +34,12 @@ from maskpack.adapters.transferqueue.library import (
     interface,
     open_dict,
 )
+from maskpack.adapters.transferqueue.manager import all_of, rows_fit
 from maskpack.core.arguments import said
 from maskpack.core.index import cumulated
 from maskpack.errors import MaskpackError
 from maskpack.layout.jagged import jagged_from
+from maskpack.packed.rows import RowAlone
 
 NAME = "MaskpackCodec"
 _told: ContextVar[tuple[Any, list[int]]] = ContextVar("_told")
@@ -97,30 +96,25 @@ class _Coded:
     """Over a storage manager: what is put is packed, what is got is unpacked."""
 
     async def put_data(self, data: TensorDict, metadata: Any, data_parser: Callable[[Any], Any] | None = None) -> None:
-        if data_parser is not None:
-            raise NotImplementedError(
-                f"put_data: the storage backend {NAME} stores packed rows, to which it cannot apply a data_parser; "
-                "expected data_parser=None. Parse the fields before they are put."
-            )
         samples = metadata.global_indexes
-        if not samples:
+        if not rows_fit(data, samples, data_parser, NAME):
             return
-        if not data.batch_size or data.batch_size[0] != len(samples):
-            raise ValueError(
-                f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
-                "each sample. Give one key for each row."
-            )
         packed, schema = chunks.packed_each(data, "put_data")
-        blobs = [_blob(chunk) for chunk in packed]
+        blobs = [row.to_bytes() for row in packed]
         carrier, sizes = _carrier(tuple(sorted(schema))), [len(blob) for blob in blobs]
         field = TensorDict({carrier: _column(blobs, sizes)}, batch_size=[len(samples)])
         own = BatchMeta(list(samples), list(metadata.partition_ids), {carrier: {}})
         _told.set((schema, sizes))
         await super().put_data(field, own)  # type: ignore[reportAttributeAccessIssue]
-        if isinstance(self, KVStorageManager):
-            await self._clear(metadata, _replaced(metadata, carrier, schema))
-        for place, known in enumerate(metadata._custom_backend_meta):
-            known |= _references(carrier, schema, sizes[place], own._custom_backend_meta[place])
+        before = metadata._custom_backend_meta
+        if isinstance(self, KVStorageManager):  # of blobs all of whose fields are put again, nothing is left
+            for place, known in enumerate(before):
+                old = _blobs(known, schema.keys() & known.keys())
+                gone = {name: {place: one} for name, (one, same) in old.items() if len(same) == one.fields}
+                gone.pop(carrier, None)
+                await self._clear(metadata, gone)
+        for known, size, more in zip(before, sizes, own._custom_backend_meta, strict=True):
+            known |= dict.fromkeys(schema, _Reference(carrier, len(schema), size, more.get(carrier)).told())
 
     async def notify_data_update(
         self, partition_id: str, global_indexes: Any, field_schema: Any, custom_backend_meta: Any = None
@@ -129,7 +123,9 @@ class _Coded:
         schema, sizes = _told.get()
         known = custom_backend_meta or {}
         references = {
-            sample: _references(carrier, schema, size, known.get(sample, {}))
+            sample: dict.fromkeys(
+                schema, _Reference(carrier, len(schema), size, known.get(sample, {}).get(carrier)).told()
+            )
             for sample, size in zip(global_indexes, sizes, strict=True)
         }
         await super().notify_data_update(partition_id, global_indexes, schema, references)  # type: ignore[reportAttributeAccessIssue]
@@ -138,25 +134,25 @@ class _Coded:
         samples, fields = metadata.global_indexes, metadata.field_names
         if not samples or not fields:
             return TensorDict({}, batch_size=len(samples))
+        get, carried = super().get_data, _carried(metadata, fields)  # type: ignore[reportAttributeAccessIssue]
+        metas = [_meta(metadata, carrier, *own) for (carrier, _), own in carried.items()]
         pieces: list[Piece] = []
-        for (carrier, wanted), (places, references) in _carried(metadata, fields).items():
-            own = _meta(metadata, carrier, places, references)
-            found: Any = (await super().get_data(own)).get(carrier)  # type: ignore[reportAttributeAccessIssue]
-            for place, blob in zip(places, found.unbind(), strict=True):
-                pieces.append(Piece(_chunk(blob).select(wanted), [place]))
+        for ((carrier, wanted), (places, _)), found in zip(carried.items(), await all_of(map(get, metas)), strict=True):
+            rows = [RowAlone.from_bytes(blob.cpu().numpy().reshape(-1)) for blob in found.get(carrier).unbind()]
+            pieces += chunks.pieces_of(rows, places, wanted)
         return chunks.assembled(pieces, fields, len(samples))
 
     async def clear_data(self, metadata: Any) -> None:
         if isinstance(self, KVStorageManager):
-            carried: dict[str, dict[int, Any]] = {}
+            carried: dict[str, dict[int, _Reference]] = {}
             for place, known in enumerate(metadata._custom_backend_meta):
-                for reference in known.values():
-                    carried.setdefault(reference[0], {})[place] = reference
+                for carrier, (reference, _) in _blobs(known, known).items():
+                    carried.setdefault(carrier, {})[place] = reference
             await self._clear(metadata, carried)
         else:  # it forgets all fields of a sample
             await super().clear_data(metadata)  # type: ignore[reportAttributeAccessIssue]
 
-    async def _clear(self, metadata: Any, carried: dict[str, dict[int, Any]]) -> None:
+    async def _clear(self, metadata: Any, carried: Mapping[str, Mapping[int, _Reference]]) -> None:
         """Forgets blobs: for each field of these, the places of samples, with their references."""
         for carrier, found in carried.items():
             await super().clear_data(_meta(metadata, carrier, [*found], [*found.values()]))  # type: ignore[reportAttributeAccessIssue]
@@ -169,53 +165,66 @@ StorageManagerFactory.register(NAME)(MaskpackCodecManager)
 # -------------------------------------------------------------------- references: which blob has a field of a sample
 
 
-def _references(carrier: str, schema: Any, nbytes: int, known: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What the controller keeps of each field of a sample: the field of the blob, how many fields and bytes it has, and
-    what the other backend says of it."""
-    return dict.fromkeys(schema, (carrier, len(schema), nbytes, known.get(carrier)))
+class _Reference(NamedTuple):
+    """What the controller keeps of a field of a sample: the field of the blob, how many fields and bytes the blob has,
+    and what the other backend says of it."""
+
+    carrier: str
+    fields: int
+    nbytes: int
+    known: Any
+
+    def told(self) -> Any:
+        """As it is sent, for each field: text costs least."""
+        text = f"{self.carrier} {self.fields} {self.nbytes}"
+        return text if self.known is None else (text, self.known)
+
+    @classmethod
+    def of(cls, told: Any) -> _Reference:
+        text, known = (told, None) if isinstance(told, str) else told
+        carrier, fields, nbytes = text.split()
+        return cls(carrier, int(fields), int(nbytes), known)
 
 
-def _replaced(metadata: Any, carrier: str, schema: Any) -> dict[str, dict[int, Any]]:
-    """The blobs of samples all of whose fields are put again elsewhere, as far as the metadata tells."""
-    out: dict[str, dict[int, Any]] = {}
-    for place, known in enumerate(metadata._custom_backend_meta):
-        again = {name: reference for name, reference in known.items() if name in schema}
-        counts = Counter(reference[0] for reference in again.values())
-        for reference in again.values():
-            if reference[0] != carrier and counts[reference[0]] == reference[1]:
-                out.setdefault(reference[0], {})[place] = reference
-    return out
+def _blobs(known: Mapping[str, Any], fields: Iterable[str]) -> dict[str, tuple[_Reference, list[str]]]:
+    """The blobs of a sample that have some fields, by the field of the blob, with those fields. Raises KeyError."""
+    told: dict[str, tuple[Any, list[str]]] = {}
+    for name in fields:
+        own = known[name]
+        told.setdefault(own if isinstance(own, str) else own[0], (own, []))[1].append(name)
+    found = [(_Reference.of(own), names) for own, names in told.values()]
+    return {reference.carrier: (reference, names) for reference, names in found}
 
 
-def _carried(metadata: Any, fields: Sequence[str]) -> dict[tuple[str, frozenset[str]], tuple[list[int], list[Any]]]:
+def _carried(
+    metadata: Any, fields: Sequence[str]
+) -> dict[tuple[str, frozenset[str]], tuple[list[int], list[_Reference]]]:
     """For each field of blobs, and the fields wanted from these: the places of samples, with their references."""
-    out: dict[tuple[str, frozenset[str]], tuple[list[int], list[Any]]] = {}
+    out: dict[tuple[str, frozenset[str]], tuple[list[int], list[_Reference]]] = {}
     for place, known in enumerate(metadata._custom_backend_meta):
-        own: dict[str, tuple[Any, list[str]]] = {}
-        for name in fields:
-            reference = known.get(name)
-            if reference is None:
-                raise StorageKeyNotFoundError(
-                    f"get_data: sample {metadata.global_indexes[place]} has no field {name!r}; put it first, or get "
-                    "the metadata again"
-                )
-            own.setdefault(reference[0], (reference, []))[1].append(name)
-        for carrier, (reference, wanted) in own.items():
+        try:
+            found = _blobs(known, fields)
+        except KeyError as error:
+            raise StorageKeyNotFoundError(
+                f"get_data: sample {metadata.global_indexes[place]} has no field {error}; put it first, or get the "
+                "metadata again"
+            ) from error
+        for carrier, (reference, wanted) in found.items():
             places, references = out.setdefault((carrier, frozenset(wanted)), ([], []))
             places.append(place)
             references.append(reference)
     return out
 
 
-def _meta(metadata: Any, carrier: str, places: Sequence[int], references: Sequence[Any]) -> Any:
+def _meta(metadata: Any, carrier: str, places: Sequence[int], references: Sequence[_Reference]) -> Any:
     """The metadata of blobs, for the other backend."""
-    known = [{} if reference[3] is None else {carrier: reference[3]} for reference in references]
+    known = [{} if reference.known is None else {carrier: reference.known} for reference in references]
     schema = {
         "dtype": torch.uint8,
         "shape": None,
         "is_nested": True,
         "is_non_tensor": False,
-        "per_sample_shapes": [(reference[2],) for reference in references],
+        "per_sample_shapes": [(reference.nbytes,) for reference in references],
     }
     samples, partitions = metadata.global_indexes, metadata.partition_ids
     return BatchMeta(
@@ -233,23 +242,6 @@ def _meta(metadata: Any, carrier: str, places: Sequence[int], references: Sequen
 def _carrier(fields: tuple[str, ...]) -> str:
     """The field of the blobs of puts of some fields."""
     return "maskpack-" + blake2b("\0".join(fields).encode(), digest_size=8).hexdigest()
-
-
-def _blob(chunk: Chunk) -> bytes:
-    """The bytes of a chunk: how many are compressed, these, and its body."""
-    body: list[pickle.PickleBuffer] = []
-    head = zlib.compress(pickle.dumps(chunk, 5, buffer_callback=body.append), 1)
-    raw = [buffer.raw() for buffer in body]
-    lengths = [len(head), *(part.nbytes for part in raw)]
-    return b"".join([np.array([len(lengths), *lengths], np.uint32).tobytes(), head, *raw])
-
-
-def _chunk(blob: Tensor) -> Chunk:
-    line = np.ascontiguousarray(blob.cpu().numpy().reshape(-1))
-    count = int(line[:4].view(np.uint32)[0])
-    ends = 4 * (count + 1) + cumulated(line[4 : 4 * (count + 1)].view(np.uint32))
-    head, *body = (line[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
-    return pickle.loads(zlib.decompress(head.data), buffers=body)
 
 
 def _column(blobs: Sequence[bytes], sizes: Sequence[int]) -> Tensor:
