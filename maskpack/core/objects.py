@@ -128,10 +128,6 @@ class Objects:
                     todo.append(item.values() if kind is dict else item)
         return ITEM_BYTES * count + sum(tensors.values())
 
-    def parts(self) -> list[Objects]:
-        """The objects of each row alone."""
-        return [replace(self, data=[row]) for row in self.data]
-
     def take(self, rows: Iterable[int]) -> Objects:
         """The objects of some rows."""
         return replace(self, data=[self.data[row] for row in rows]) if self.depth else self

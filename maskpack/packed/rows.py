@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core import abi
+from maskpack.core import abi, native
 from maskpack.core.bits import DTYPES, Words, address, from_words, odd_bools, odd_bools_error, words
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
@@ -28,7 +28,16 @@ from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.columns import Body, Columns, Picked
 from maskpack.packed.segments import Segments
-from maskpack.packed.table import Job, JobTable, Table, encode_jobs, job_table
+from maskpack.packed.table import (
+    Job,
+    JobTable,
+    Table,
+    check_memory,
+    done_jobs,
+    encode_jobs,
+    job_table,
+    recall,
+)
 
 
 class Values(NamedTuple):
@@ -42,13 +51,6 @@ class Values(NamedTuple):
         """The rows, as views."""
         values: Any = self.values
         return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
-
-    def parts(self) -> list[Values]:
-        """The rows, each alone."""
-        if self.lengths is None:
-            return [Values(self.values[row : row + 1]) for row in range(len(self.values))]
-        lengths = self.lengths.reshape(-1, 1)
-        return [Values(values, own) for values, own in zip(self.rows(), lengths, strict=True)]
 
     def take(self, rows: IntArray) -> Values:
         """The rows at some indices."""
@@ -80,15 +82,6 @@ def packed_rows(
 
     Raises LayoutError for a dtype without plain bits, and for bools of other bytes than 0 and 1.
     """
-    told, _, table = _encoded(columns, rows, hints, call)
-    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, _plan_of(told).schema, table, objects)
-
-
-def _encoded(
-    columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str
-) -> tuple[_Told, list[IntArray], Table]:
-    """What the plan of fields is made from, the lengths of each layout, and the table."""
     lengths_of: dict[bytes, IntArray] = {}
     numbers: dict[bytes, int] = {}
     about: list[tuple[Any, ...]] = []
@@ -105,8 +98,7 @@ def _encoded(
             lengths_of[line] = lengths
         about.append((name, layout, values.dtype, tuple(values.shape[1:]), hints.get(name, ())))
         tensors.append(values)
-    told = tuple(about)
-    plan, lengths = _plan_of(told), [*lengths_of.values()]
+    plan, lengths = _plan_of(tuple(about)), [*lengths_of.values()]
     layouts = _Layouts.of(lengths, rows)
     held = [words(tensors[at].contiguous()) for at in plan.order]
     jobs = plan.table.jobs.copy()
@@ -116,9 +108,14 @@ def _encoded(
     stored, key = np.zeros(len(lengths), abi.STORED), (plan, rows.bit_length())
     table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
     if table is None:
-        bools = [(form, x) for form, x in zip(plan.forms, tensors, strict=True) if form.dtype is torch.bool]
-        raise odd_bools_error(call, [form.path for form, x in bools if odd_bools(words(x.contiguous()).numpy())])
-    return told, lengths, table
+        raise _odd_error(columns, call)
+    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
+    return PackedBatch(rows, plan.schema, table, objects)
+
+
+def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutError:
+    bools = [(name, x.values) for name, x in columns.items() if isinstance(x, Values) and x.values.dtype is torch.bool]
+    return odd_bools_error(call, [(name,) for name, x in bools if odd_bools(words(x.contiguous()).numpy())])
 
 
 # -------------------------------------------------------------------- plans
@@ -247,23 +244,61 @@ class RowAlone(NamedTuple):
         return cls(*pickle.loads(zlib.decompress(line[4:end].data)), np.array(line[end:]))
 
 
-def row_alone(
-    columns: Mapping[str, Values | Objects], hints: Mapping[str, tuple[str, ...]], call: str, about: Any
-) -> RowAlone:
-    """As `packed_rows` packs one row."""
-    told, lengths, table = _encoded(columns, 1, hints, call)
+def rows_alone(
+    columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str, about: Any
+) -> list[RowAlone]:
+    """As `packed_rows`, each row alone."""
+    tensors = {name: column for name, column in columns.items() if isinstance(column, Values)}
+    held: list[Tensor] = []
+    places, lengths = np.empty((len(tensors), rows), np.int64), np.full((len(tensors), rows), -1)
+    for at, (name, (values, own)) in enumerate(tensors.items()):
+        _check(name, values, call)
+        held.append(words(values.contiguous()))
+        begins = np.arange(rows) if own is None else cumulated(own)[:-1]
+        lengths[at] = -1 if own is None else own
+        places[at] = (held[-1].data_ptr() or _NOWHERE) + begins * (values.nbytes // max(values.shape[0], 1))
+    alike: dict[tuple[int | None, ...], list[int]] = {}
+    for row, line in enumerate(lengths.T.tolist()):
+        numbers: dict[int, int] = {}
+        pattern = tuple([None if one < 0 else numbers.setdefault(one, len(numbers)) for one in line])
+        alike.setdefault(pattern, []).append(row)
     objects = [column for column in columns.values() if isinstance(column, Objects)]
-    return RowAlone(
-        _token(told),
-        [int(own[0]) for own in lengths],
-        table.stored.tobytes(),
-        table.entries.tobytes(),
-        table.fields.tobytes(),
-        [own.data[0] for own in objects],
-        all(own.bare for own in objects),
-        about,
-        table.body,
-    )
+    bare, out = all(column.bare for column in objects), dict[int, RowAlone]()
+    for pattern, own in alike.items():
+        numbers = dict(zip(tensors, pattern, strict=True))
+        shapes = {name: (x.values.dtype, tuple(x.values.shape[1:]), hints.get(name, ())) for name, x in tensors.items()}
+        told = tuple([(name, numbers[name], *shapes[name]) if name in shapes else (name,) for name in columns])
+        plan, key = _plan_of(told), (_plan_of(told), 1)
+        firsts = [pattern.index(number) for number in range(len(plan.table.names))]
+        of_layouts = np.ascontiguousarray(lengths[firsts][:, own].T)
+        lines, bounds, _keep = _layouts_alone(of_layouts)
+        jobs = np.tile(plan.table.jobs, (len(own), 1))
+        jobs["rows"] = 1
+        jobs["field"]["packed"] = places[:, own].T[:, plan.order]
+        for at, number in enumerate(plan.layouts):
+            jobs["bounds"][:, at] = 0 if number is None else bounds[:, number]
+        recall(jobs, key)
+        for row, line, job, own_lengths in zip(own, lines, jobs, of_layouts.tolist(), strict=True):
+            stored = np.zeros(len(firsts), abi.STORED)
+            found = native.encode(job, line, stored, 1)
+            if found is None:
+                check_memory(job["result"])
+                raise _odd_error(columns, call)
+            table = stored.tobytes(), found.entries.tobytes(), found.fields[plan.table.order].tobytes()
+            data = [column.data[row] for column in objects]
+            out[row] = RowAlone(_token(told), own_lengths, *table, data, bare, about, found.body)
+        done_jobs.keep(key, jobs[-1])
+    return [out[row] for row in range(rows)]
+
+
+def _layouts_alone(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Of rows [n], which have layouts of lengths [n, m] without padding: for the core the table of layouts of each,
+    where the bounds of each lie, [n, m], and what these point to."""
+    held = np.zeros((*lengths.shape, 6), np.int64)  # of each: start, count, splits, bounds
+    held[..., 1], held[..., 3], held[..., 5] = lengths, lengths > 0, lengths
+    at = address(held) + 48 * np.arange(lengths.size).reshape(lengths.shape)
+    lines = np.stack([np.ones_like(at), lengths, at, at + 8, at + 16, at + 32], -1).reshape(len(lengths), -1)
+    return lines, at + 32, held
 
 
 def rows_together(rows: Sequence[RowAlone], names: frozenset[str]) -> PackedBatch:
@@ -271,10 +306,7 @@ def rows_together(rows: Sequence[RowAlone], names: frozenset[str]) -> PackedBatc
     plan, schema, numbers, objects = _selected(rows[0].token, names)
     count, layouts = len(rows), plan.table.names
     lengths = np.array([row.lengths for row in rows], np.int64).reshape(count, len(layouts))
-    held = np.zeros((count, len(layouts), 6), np.int64)  # of each: start, count, splits, bounds
-    held[..., 1], held[..., 3], held[..., 5] = lengths, lengths > 0, lengths
-    at = address(held) + 48 * np.arange(lengths.size).reshape(lengths.shape)
-    lines = np.stack([np.ones_like(at), lengths, at, at + 8, at + 16, at + 32], -1).reshape(count, -1)
+    lines, _, held = _layouts_alone(lengths)
     pads = np.zeros(len(plan.forms), abi.ARRAY)
     bodies: list[Body] = []
     for row, line in zip(rows, lines, strict=True):

@@ -36,7 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import RowAlone, Values, packed_rows, row_alone, rows_together
+from maskpack.packed.rows import RowAlone, Values, packed_rows, rows_alone, rows_together
 
 _PADDED = MaskNestingRegistry(
     {
@@ -139,9 +139,8 @@ def packed_each(data: TensorDictBase, call: str) -> tuple[list[RowAlone], dict[s
         return [
             RowAlone(b"", [], b"", b"", b"", [], True, chunk.take([row]), np.zeros(0, np.uint8)) for row in range(rows)
         ], schema
-    parts = {name: column.rows().parts() for name, column in columns.items()}
-    each = [{name: parts[name][row] for name in parts} for row in range(rows)]
-    return [row_alone(values, _HINTS, call, _turned(columns)) for values in each], schema
+    values = {name: column.rows() for name, column in columns.items()}
+    return rows_alone(values, rows, _HINTS, call, _turned(columns)), schema
 
 
 def pieces_of(rows: Sequence[RowAlone], places: Sequence[int], fields: frozenset[str]) -> list[Piece]:
