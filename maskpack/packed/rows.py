@@ -22,7 +22,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, StorageError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
@@ -234,14 +234,27 @@ class RowAlone(NamedTuple):
     body: Words
 
     def to_bytes(self) -> bytes:
-        head = zlib.compress(pickle.dumps(tuple(self[:-1]), 5), 1)
+        head = zlib.compress(pickle.dumps((*self[:-1], self.body.nbytes), 5), 1)
         return b"".join([len(head).to_bytes(4, "little"), head, self.body.data])
 
     @classmethod
     def from_bytes(cls, line: Words) -> RowAlone:
-        """From uint8 [n]. The pickle can run code."""
-        end = 4 + int.from_bytes(line[:4].tobytes(), "little")
-        return cls(*pickle.loads(zlib.decompress(line[4:end].data)), np.array(line[end:]))
+        """From uint8 [n]. The pickle can run code. Raises StorageError for bytes that are cut short or mixed."""
+        try:
+            end = 4 + int.from_bytes(line[:4].tobytes(), "little")
+            *parts, nbytes = pickle.loads(zlib.decompress(line[4:end].tobytes()))
+        except (zlib.error, EOFError, pickle.UnpicklingError) as error:
+            raise _not_a_row(line.size, error) from error
+        if line.size - end != nbytes:
+            raise _not_a_row(line.size, f"{line.size - end} bytes of a body of {nbytes}")
+        return cls(*parts, np.array(line[end:]))
+
+
+def _not_a_row(nbytes: int, why: object) -> StorageError:
+    return StorageError(
+        f"get_data: {nbytes} bytes are no packed row ({why}); expected those of one put. The sample was put again "
+        "meanwhile, or its storage is damaged: get its metadata again, then it."
+    )
 
 
 def rows_alone(

@@ -18,7 +18,7 @@ from transfer_queue.metadata import BatchMeta, extract_field_schema
 from transfer_queue.storage.managers.base import KVStorageManager, StorageManager
 
 from maskpack.adapters.transferqueue import codec
-from maskpack.errors import MaskpackError
+from maskpack.errors import MaskpackError, StorageError
 
 
 class Memory:
@@ -78,7 +78,7 @@ def managers(monkeypatch):
 
 def meta(manager, samples, fields=None):
     known = [dict(manager.known.get(sample, {})) for sample in samples]
-    return BatchMeta(samples, ["p"] * len(samples), dict.fromkeys(fields or [], {}), _custom_backend_meta=known)
+    return BatchMeta(samples, ["p"] * len(samples), {name: {} for name in fields or []}, _custom_backend_meta=known)
 
 
 def put(manager, samples, fields):
@@ -165,11 +165,24 @@ def test_padded_batches_and_metadata_that_was_put_with(managers):
     manager = managers(True)
     mask = torch.tensor([[0, 1, 1], [1, 1, 0], [1, 1, 1]])
     data = TensorDict({"input_ids": mask * 9, "attention_mask": mask, "uid": NonTensorStack("a", "b", "c")}, [3])
-    given = BatchMeta([4, 5, 6], ["p"] * 3, dict.fromkeys(["attention_mask", "uid", "input_ids"], {}))
+    given = BatchMeta([4, 5, 6], ["p"] * 3, {name: {} for name in data.keys()})  # noqa: SIM118
     asyncio.run(manager.put_data(data, given))
     seen = asyncio.run(manager.get_data(given))  # the same metadata, as after `put` of a client
     assert [freeze(row) for row in seen["input_ids"].unbind()] == [freeze(row) for row in mask * 9]
     assert seen.get("uid").tolist() == ["a", "b", "c"]
+
+
+def test_bytes_that_are_not_of_one_put(managers):
+    manager = managers()
+    put(manager, [0], {"a": torch.arange(1000)[None]})
+    kept = manager.storage_client.kept
+    (key,) = kept
+    whole = kept[key]
+    for damaged in (whole[:-1], torch.cat([whole, whole[:1]]), whole[:40], whole[:0], whole.flip(0)):
+        kept[key] = damaged
+        manager.known[0]["a"] = f"{key[2:]} 1 {len(damaged)}"
+        with pytest.raises(StorageError, match=rf"get_data: {len(damaged)} bytes are no packed row"):
+            get(manager, [0], ["a"])
 
 
 def test_what_cannot_be_done(managers):
@@ -179,11 +192,10 @@ def test_what_cannot_be_done(managers):
         get(manager, [0, 3], ["a"])
     with pytest.raises(ValueError, match=r"put_data: the fields have batch_size \[1\]; expected 2 rows"):
         asyncio.run(manager.put_data(TensorDict({"a": torch.zeros(1)}, [1]), meta(manager, [0, 1])))
-    with pytest.raises(NotImplementedError, match="MaskpackCodec.*data_parser"):
+    with pytest.raises(NotImplementedError, match=r"MaskpackCodec.*data_parser"):
         asyncio.run(manager.put_data(TensorDict({"a": torch.zeros(1)}, [1]), meta(manager, [0]), data_parser=len))
     assert get(manager, [], ["a"]).batch_size == torch.Size([0])
     for given in ({}, {"backend": "none such"}, {"backend": "MaskpackCodec"}, {"backend": "Maskpack", "units": 2}):
         conf = OmegaConf.create({"backend": {"MaskpackCodec": given}})
         with pytest.raises(MaskpackError, match=r"transfer_queue.init: backend.MaskpackCodec is .*expected"):
             codec.start(conf)
-

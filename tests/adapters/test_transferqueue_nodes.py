@@ -1,4 +1,4 @@
-"""The storage backend Maskpack on two nodes, with a storage unit that stops for a while, and with the sampler of GRPO."""
+"""The storage backend Maskpack on two nodes, with a storage unit that stops for a while, with the sampler of GRPO."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def require(keys, batch):
 def unit_processes():
     """The node and the process of each storage unit."""
     units = tq.interface._TQ_STORAGE["Maskpack"]
-    told = [unit.__ray_call__.remote(lambda _: (ray.get_runtime_context().get_node_id(), os.getpid())) for unit in units]
+    told = [
+        unit.__ray_call__.remote(lambda _: (ray.get_runtime_context().get_node_id(), os.getpid())) for unit in units
+    ]
     return ray.get(told)
 
 
@@ -90,7 +92,9 @@ def test_a_unit_that_is_frozen_is_given_up_by_name_and_goes_on(monkeypatch):
     monkeypatch.setattr(manager, "_TIMEOUT", 2)
     put(KEYS, "frozen")
     indexes = tq.get_client().kv_retrieve_meta(KEYS, "frozen", create=False).global_indexes
-    of_unit = [[key for key, at in zip(KEYS, indexes, strict=True) if at // manager._BLOCK % 2 == unit] for unit in (0, 1)]
+    of_unit = [
+        [key for key, at in zip(KEYS, indexes, strict=True) if at // manager._BLOCK % 2 == unit] for unit in (0, 1)
+    ]
     infos = tq.get_client().storage_manager._units.infos
     _, process = unit_processes()[1]
     os.kill(process, signal.SIGSTOP)
