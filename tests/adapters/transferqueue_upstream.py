@@ -1,5 +1,6 @@
 """A pytest plugin for tests that others wrote over TransferQueue: with QUEUE_BACKEND=Maskpack, what they initialise as
-SimpleStorage is that backend; with MaskpackCodec, it is SimpleStorage behind the codec. Ray is small, and local to the process.
+SimpleStorage is that backend; with MaskpackCodec, it is SimpleStorage behind the codec. Ray is small, and local to the
+process.
 
     QUEUE_BACKEND=Maskpack python -m pytest -p transferqueue_upstream .../tests/e2e/test_kv_interface_e2e.py
 """

@@ -7,9 +7,9 @@ codec of maskpack: bytes, times, and a whole step.
     calls   the time of calls of one client
     step    a step of V1's trainer, with 8 writers that are ranks later
 
-All have two storage units. The step also runs with a backend that stores nothing: what a backend adds is its time beyond
-that. Every get is compared, bit for bit, with what was put, before anything is timed. Rounds are interleaved, figures
-are medians. glibc is left as it comes, and torch has as many threads as there are cores.
+All have two storage units. The step also runs with a backend that stores nothing: what a backend adds is its time
+beyond that. Every get is compared, bit for bit, with what was put, before anything is timed. Rounds are interleaved,
+figures are medians. glibc is left as it comes, and torch has as many threads as there are cores.
 """
 
 from __future__ import annotations

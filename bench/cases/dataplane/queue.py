@@ -175,8 +175,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def stored_bytes(queue: OwnedQueue) -> int:
-    """Bytes of what the storage units hold. SimpleStorage, alone or behind the codec: those of tensors, and of the pickles
-    of other objects. Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
+    """Bytes of what the storage units hold. SimpleStorage, alone or behind the codec: those of tensors, and of the
+    pickles of other objects. Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
     if queue.backend == MASKPACK:
         figures = queue.client._run_coroutine(queue.client.storage_manager.figures())
         return sum(one["chunk_bytes"] + one["large_bytes"] for one in figures)
