@@ -242,12 +242,12 @@ class RowAlone(NamedTuple):
         """From uint8 [n]. The pickle can run code. Raises StorageError for bytes that are cut short or mixed."""
         try:
             end = 4 + int.from_bytes(line[:4].tobytes(), "little")
-            *parts, nbytes = pickle.loads(zlib.decompress(line[4:end].tobytes()))
+            parts: Any = pickle.loads(zlib.decompress(line[4:end].tobytes()))
         except (zlib.error, EOFError, pickle.UnpicklingError) as error:
             raise _not_a_row(line.size, error) from error
-        if line.size - end != nbytes:
-            raise _not_a_row(line.size, f"{line.size - end} bytes of a body of {nbytes}")
-        return cls(*parts, np.array(line[end:]))
+        if line.size - end != parts[-1]:
+            raise _not_a_row(line.size, f"{line.size - end} bytes of a body of {parts[-1]}")
+        return cls(*parts[:-1], np.array(line[end:]))
 
 
 def _not_a_row(nbytes: int, why: object) -> StorageError:
@@ -263,7 +263,8 @@ def rows_alone(
     """As `packed_rows`, each row alone."""
     tensors = {name: column for name, column in columns.items() if isinstance(column, Values)}
     held: list[Tensor] = []
-    places, lengths = np.empty((len(tensors), rows), np.int64), np.full((len(tensors), rows), -1)
+    places: IntArray = np.empty((len(tensors), rows), np.int64)
+    lengths: IntArray = np.full((len(tensors), rows), -1)
     for at, (name, (values, own)) in enumerate(tensors.items()):
         _check(name, values, call)
         held.append(words(values.contiguous()))
@@ -271,19 +272,21 @@ def rows_alone(
         lengths[at] = -1 if own is None else own
         places[at] = (held[-1].data_ptr() or _NOWHERE) + begins * (values.nbytes // max(values.shape[0], 1))
     alike: dict[tuple[int | None, ...], list[int]] = {}
-    for row, line in enumerate(lengths.T.tolist()):
-        numbers: dict[int, int] = {}
+    lines_of_rows: list[list[int]] = lengths.T.tolist()
+    for row, line in enumerate(lines_of_rows):
+        numbers: dict[int, int] = {}  # as `packed_rows` numbers the layouts
         pattern = tuple([None if one < 0 else numbers.setdefault(one, len(numbers)) for one in line])
         alike.setdefault(pattern, []).append(row)
     objects = [column for column in columns.values() if isinstance(column, Objects)]
     bare, out = all(column.bare for column in objects), dict[int, RowAlone]()
     for pattern, own in alike.items():
-        numbers = dict(zip(tensors, pattern, strict=True))
+        layouts = dict(zip(tensors, pattern, strict=True))
         shapes = {name: (x.values.dtype, tuple(x.values.shape[1:]), hints.get(name, ())) for name, x in tensors.items()}
-        told = tuple([(name, numbers[name], *shapes[name]) if name in shapes else (name,) for name in columns])
+        told = tuple([(name, layouts[name], *shapes[name]) if name in shapes else (name,) for name in columns])
         plan, key = _plan_of(told), (_plan_of(told), 1)
         firsts = [pattern.index(number) for number in range(len(plan.table.names))]
-        of_layouts = np.ascontiguousarray(lengths[firsts][:, own].T)
+        of_layouts: IntArray = np.ascontiguousarray(lengths[firsts][:, own].T)
+        lengths_of_rows: list[list[int]] = of_layouts.tolist()
         lines, bounds, _keep = _layouts_alone(of_layouts)
         jobs = np.tile(plan.table.jobs, (len(own), 1))
         jobs["rows"] = 1
@@ -291,7 +294,7 @@ def rows_alone(
         for at, number in enumerate(plan.layouts):
             jobs["bounds"][:, at] = 0 if number is None else bounds[:, number]
         recall(jobs, key)
-        for row, line, job, own_lengths in zip(own, lines, jobs, of_layouts.tolist(), strict=True):
+        for row, line, job, own_lengths in zip(own, lines, jobs, lengths_of_rows, strict=True):
             stored = np.zeros(len(firsts), abi.STORED)
             found = native.encode(job, line, stored, 1)
             if found is None:
@@ -323,12 +326,12 @@ def rows_together(rows: Sequence[RowAlone], names: frozenset[str]) -> PackedBatc
     pads = np.zeros(len(plan.forms), abi.ARRAY)
     bodies: list[Body] = []
     for row, line in zip(rows, lines, strict=True):
-        parts = zip((row.stored, row.entries, row.fields), (abi.STORED, abi.ENTRY, np.int64), strict=True)
-        table = Table(1, 1, layouts, *(np.frombuffer(part, dtype) for part, dtype in parts), pads, row.body)
+        stored, entries = np.frombuffer(row.stored, abi.STORED), np.frombuffer(row.entries, abi.ENTRY)
+        table = Table(1, 1, layouts, stored, entries, np.frombuffer(row.fields, np.int64), pads, row.body)
         table.__dict__["_layout_rows"] = line, held
         bodies.append(Body(table, numbers))
     each = Segments(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64))
-    known = {name: RowLayout.from_lengths(own) for name, own in zip(layouts, lengths.T, strict=True)}
+    known = {name: RowLayout.from_lengths(lengths[:, at]) for at, name in enumerate(layouts)}
     frames = {name: (layout.width, 0) for name, layout in known.items()}
     picked = Picked((Columns(tuple(numbers), tuple(bodies), each, layouts),), frames)
     bare = all(row.bare for row in rows)

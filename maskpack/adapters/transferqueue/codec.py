@@ -62,8 +62,8 @@ class Inner:
 def start(conf: Any) -> Any:
     """Starts the other backend of a configuration."""
     given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
-    name = given.get("backend")
-    provider = StorageBootstrapProvider.get_provider(name) if isinstance(name, str) and name != NAME else None
+    name = str(given.get("backend"))
+    provider = None if name == NAME else StorageBootstrapProvider.get_provider(name)
     if given.keys() != {"backend"} or provider is None:
         raise MaskpackError(
             f"transfer_queue.init: backend.{NAME} is {said(given)}; expected {{'backend': NAME}} with the name of the "
@@ -103,10 +103,10 @@ class _Coded:
         blobs = [row.to_bytes() for row in packed]
         carrier, sizes = _carrier(tuple(sorted(schema))), [len(blob) for blob in blobs]
         field = TensorDict({carrier: _column(blobs, sizes)}, batch_size=[len(samples)])
-        own = BatchMeta(list(samples), list(metadata.partition_ids), {carrier: {}})
+        own: Any = BatchMeta(list(samples), list(metadata.partition_ids), {carrier: {}})
         _told.set((schema, sizes))
         await super().put_data(field, own)  # type: ignore[reportAttributeAccessIssue]
-        before = metadata._custom_backend_meta
+        before: list[dict[str, Any]] = metadata._custom_backend_meta
         if isinstance(self, KVStorageManager):  # of blobs all of whose fields are put again, nothing is left
             for place, known in enumerate(before):
                 old = _blobs(known, schema.keys() & known.keys())
@@ -134,10 +134,12 @@ class _Coded:
         samples, fields = metadata.global_indexes, metadata.field_names
         if not samples or not fields:
             return TensorDict({}, batch_size=len(samples))
-        get, carried = super().get_data, _carried(metadata, fields)  # type: ignore[reportAttributeAccessIssue]
+        get: Any = super().get_data  # type: ignore[reportAttributeAccessIssue]
+        carried = _carried(metadata, fields)
         metas = [_meta(metadata, carrier, *own) for (carrier, _), own in carried.items()]
         pieces: list[Piece] = []
-        for ((carrier, wanted), (places, _)), found in zip(carried.items(), await all_of(map(get, metas)), strict=True):
+        answers: list[Any] = await all_of(get(own) for own in metas)
+        for ((carrier, wanted), (places, _)), found in zip(carried.items(), answers, strict=True):
             rows = [RowAlone.from_bytes(blob.cpu().numpy().reshape(-1)) for blob in found.get(carrier).unbind()]
             pieces += chunks.pieces_of(rows, places, wanted)
         return chunks.assembled(pieces, fields, len(samples))

@@ -203,8 +203,8 @@ class MaskpackStorageManager(StorageManager):
 
     async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
-        answers = await settled(asked)
-        freed = sum((answer for answer in answers if isinstance(answer, Counter)), Counter[bytes]())
+        answers: list[Any] = await settled(asked)
+        freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
         await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
         for answer in answers:
             if isinstance(answer, BaseException):
