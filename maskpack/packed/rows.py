@@ -82,6 +82,15 @@ def packed_rows(
 
     Raises LayoutError for a dtype without plain bits, and for bools of other bytes than 0 and 1.
     """
+    plan, _, table = _encoded(columns, rows, hints, call)
+    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
+    return PackedBatch(rows, plan.schema, table, objects)
+
+
+def _encoded(
+    columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str
+) -> tuple[_Plan, list[IntArray], Table]:
+    """The plan of fields, the lengths of each layout, and the table."""
     lengths_of: dict[bytes, IntArray] = {}
     numbers: dict[bytes, int] = {}
     about: list[tuple[Any, ...]] = []
@@ -109,8 +118,7 @@ def packed_rows(
     table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
     if table is None:
         raise _odd_error(columns, call)
-    objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, plan.schema, table, objects)
+    return plan, lengths, table
 
 
 def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutError:
@@ -134,6 +142,7 @@ class _Plan:
         table: jobs that lack rows and addresses.
         order: the number of the tensor of each job.
         layouts: the number of the layout of each job; None for scalars.
+        token: what the plan is made from, pickled.
     """
 
     schema: Schema
@@ -141,6 +150,7 @@ class _Plan:
     table: JobTable
     order: tuple[int, ...]
     layouts: tuple[int | None, ...]
+    token: bytes
 
 
 @lru_cache(256)
@@ -161,7 +171,8 @@ def _plan_of(told: _Told) -> _Plan:
     order = tuple(np.argsort(table.order).tolist())
     places = {name: number for number, name in names.items()} | {None: None}
     layouts = tuple([places[tensors[at].layout] for at in order])
-    return _Plan(Schema(Node((), None), tuple(forms), ()), tensors, table, order, layouts)
+    token = pickle.dumps(told, 5)
+    return _Plan(Schema(Node((), None), tuple(forms), ()), tensors, table, order, layouts, token)
 
 
 class _Layouts(NamedTuple):
@@ -247,7 +258,7 @@ class RowAlone(NamedTuple):
             raise _not_a_row(line.size, error) from error
         if line.size - end != parts[-1]:
             raise _not_a_row(line.size, f"{line.size - end} bytes of a body of {parts[-1]}")
-        return cls(*parts[:-1], np.array(line[end:]))
+        return cls._make((*parts[:-1], np.array(line[end:])))
 
 
 def _not_a_row(nbytes: int, why: object) -> StorageError:
@@ -261,10 +272,17 @@ def rows_alone(
     columns: Mapping[str, Values | Objects], rows: int, hints: Mapping[str, tuple[str, ...]], call: str, about: Any
 ) -> list[RowAlone]:
     """As `packed_rows`, each row alone."""
+    objects = [column for column in columns.values() if isinstance(column, Objects)]
+    bare = all(column.bare for column in objects)
+    if rows == 1:
+        plan, own, table = _encoded(columns, 1, hints, call)
+        of_table = table.stored.tobytes(), table.entries.tobytes(), table.fields.tobytes()
+        data = [column.data[0] for column in objects]
+        return [RowAlone(plan.token, [int(one[0]) for one in own], *of_table, data, bare, about, table.body)]
     tensors = {name: column for name, column in columns.items() if isinstance(column, Values)}
     held: list[Tensor] = []
     places: IntArray = np.empty((len(tensors), rows), np.int64)
-    lengths: IntArray = np.full((len(tensors), rows), -1)
+    lengths: IntArray = np.empty((len(tensors), rows), np.int64)
     for at, (name, (values, own)) in enumerate(tensors.items()):
         _check(name, values, call)
         held.append(words(values.contiguous()))
@@ -277,13 +295,13 @@ def rows_alone(
         numbers: dict[int, int] = {}  # as `packed_rows` numbers the layouts
         pattern = tuple([None if one < 0 else numbers.setdefault(one, len(numbers)) for one in line])
         alike.setdefault(pattern, []).append(row)
-    objects = [column for column in columns.values() if isinstance(column, Objects)]
-    bare, out = all(column.bare for column in objects), dict[int, RowAlone]()
+    out: dict[int, RowAlone] = {}
     for pattern, own in alike.items():
         layouts = dict(zip(tensors, pattern, strict=True))
         shapes = {name: (x.values.dtype, tuple(x.values.shape[1:]), hints.get(name, ())) for name, x in tensors.items()}
         told = tuple([(name, layouts[name], *shapes[name]) if name in shapes else (name,) for name in columns])
-        plan, key = _plan_of(told), (_plan_of(told), 1)
+        plan = _plan_of(told)
+        key = plan, 1
         firsts = [pattern.index(number) for number in range(len(plan.table.names))]
         of_layouts: IntArray = np.ascontiguousarray(lengths[firsts][:, own].T)
         lengths_of_rows: list[list[int]] = of_layouts.tolist()
@@ -300,9 +318,9 @@ def rows_alone(
             if found is None:
                 check_memory(job["result"])
                 raise _odd_error(columns, call)
-            table = stored.tobytes(), found.entries.tobytes(), found.fields[plan.table.order].tobytes()
+            of_table = stored.tobytes(), found.entries.tobytes(), found.fields[plan.table.order].tobytes()
             data = [column.data[row] for column in objects]
-            out[row] = RowAlone(_token(told), own_lengths, *table, data, bare, about, found.body)
+            out[row] = RowAlone(plan.token, own_lengths, *of_table, data, bare, about, found.body)
         done_jobs.keep(key, jobs[-1])
     return [out[row] for row in range(rows)]
 
@@ -339,11 +357,6 @@ def rows_together(rows: Sequence[RowAlone], names: frozenset[str]) -> PackedBatc
     batch = PackedBatch(count, schema, picked, data)
     batch.__dict__["layouts"] = known
     return batch
-
-
-@lru_cache(256)
-def _token(told: _Told) -> bytes:
-    return pickle.dumps(told, 5)
 
 
 @lru_cache(1024)

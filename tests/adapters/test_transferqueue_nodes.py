@@ -51,11 +51,13 @@ def put(keys, partition):
     tq.kv_batch_put(keys, partition, TensorDict(fields, batch_size=[len(keys)]))
 
 
+def expected(keys):
+    numbers = [*map(int, keys)]
+    return numbers, [[10 * number + step for step in range(number % 5 + 1)] for number in numbers]
+
+
 def require(keys, batch):
-    assert batch["n"].tolist() == [*map(int, keys)]
-    assert [row.tolist() for row in batch["ids"].unbind()] == [
-        [10 * int(key) + step for step in range(int(key) % 5 + 1)] for key in keys
-    ]
+    assert (batch["n"].tolist(), [row.tolist() for row in batch["ids"].unbind()]) == expected(keys)
 
 
 def unit_processes():
@@ -78,12 +80,17 @@ def test_units_of_several_nodes():
     @ray.remote(num_cpus=1)
     def there():
         tq.init()
-        require(picked, tq.kv_batch_get(picked, "nodes"))
-        return ray.get_runtime_context().get_node_id()
+        seen = tq.kv_batch_get(picked, "nodes")
+        return (
+            ray.get_runtime_context().get_node_id(),
+            seen["n"].tolist(),
+            [row.tolist() for row in seen["ids"].unbind()],
+        )
 
     spread = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     for node, _ in unit_processes():
-        assert ray.get(there.options(scheduling_strategy=spread(node, soft=False)).remote()) == node
+        seen = ray.get(there.options(scheduling_strategy=spread(node, soft=False)).remote())
+        assert seen == (node, *expected(picked))
     tq.kv_clear(KEYS, "nodes")
 
 

@@ -114,14 +114,14 @@ class _Coded:
                 gone.pop(carrier, None)
                 await self._clear(metadata, gone)
         for known, size, more in zip(before, sizes, own._custom_backend_meta, strict=True):
-            known |= dict.fromkeys(schema, _Reference(carrier, len(schema), size, more.get(carrier)).told())
+            known.update(dict.fromkeys(schema, _Reference(carrier, len(schema), size, more.get(carrier)).told()))
 
     async def notify_data_update(
         self, partition_id: str, global_indexes: Any, field_schema: Any, custom_backend_meta: Any = None
     ) -> None:
         (carrier,) = field_schema
         schema, sizes = _told.get()
-        known = custom_backend_meta or {}
+        known: dict[int, dict[str, Any]] = custom_backend_meta or {}
         references = {
             sample: dict.fromkeys(
                 schema, _Reference(carrier, len(schema), size, known.get(sample, {}).get(carrier)).told()
@@ -136,7 +136,7 @@ class _Coded:
             return TensorDict({}, batch_size=len(samples))
         get: Any = super().get_data  # type: ignore[reportAttributeAccessIssue]
         carried = _carried(metadata, fields)
-        metas = [_meta(metadata, carrier, *own) for (carrier, _), own in carried.items()]
+        metas: list[Any] = [_meta(metadata, carrier, *own) for (carrier, _), own in carried.items()]
         pieces: list[Piece] = []
         answers: list[Any] = await all_of(get(own) for own in metas)
         for ((carrier, wanted), (places, _)), found in zip(carried.items(), answers, strict=True):
