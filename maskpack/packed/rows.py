@@ -290,8 +290,8 @@ def rows_alone(
         lengths[at] = -1 if own is None else own
         places[at] = (held[-1].data_ptr() or _NOWHERE) + begins * (values.nbytes // max(values.shape[0], 1))
     alike: dict[tuple[int | None, ...], list[int]] = {}
-    lines_of_rows: list[list[int]] = lengths.T.tolist()
-    for row, line in enumerate(lines_of_rows):
+    by_row: Any = lengths.T
+    for row, line in enumerate(by_row.tolist()):
         numbers: dict[int, int] = {}  # as `packed_rows` numbers the layouts
         pattern = tuple([None if one < 0 else numbers.setdefault(one, len(numbers)) for one in line])
         alike.setdefault(pattern, []).append(row)
@@ -303,7 +303,7 @@ def rows_alone(
         plan = _plan_of(told)
         key = plan, 1
         firsts = [pattern.index(number) for number in range(len(plan.table.names))]
-        of_layouts: IntArray = np.ascontiguousarray(lengths[firsts][:, own].T)
+        of_layouts: IntArray = np.ascontiguousarray(by_row[own][:, firsts])
         lengths_of_rows: list[list[int]] = of_layouts.tolist()
         lines, bounds, _keep = _layouts_alone(of_layouts)
         jobs = np.tile(plan.table.jobs, (len(own), 1))

@@ -136,9 +136,9 @@ class _Coded:
             return TensorDict({}, batch_size=len(samples))
         get: Any = super().get_data  # type: ignore[reportAttributeAccessIssue]
         carried = _carried(metadata, fields)
-        metas: list[Any] = [_meta(metadata, carrier, *own) for (carrier, _), own in carried.items()]
+        asked = [get(_meta(metadata, carrier, *own)) for (carrier, _), own in carried.items()]
         pieces: list[Piece] = []
-        answers: list[Any] = await all_of(get(own) for own in metas)
+        answers: list[Any] = await all_of(asked)
         for ((carrier, wanted), (places, _)), found in zip(carried.items(), answers, strict=True):
             rows = [RowAlone.from_bytes(blob.cpu().numpy().reshape(-1)) for blob in found.get(carrier).unbind()]
             pieces += chunks.pieces_of(rows, places, wanted)
