@@ -1,6 +1,8 @@
 """Packed batches of rows without padding: values and lengths in, no masks and no jagged tensors needed.
 
 name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows--> PackedBatch
+                                                                  --rows_alone---> bytes of each row, and back by
+                                                                                   rows_together
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The storage backend "MaskpackCodec" of TransferQueue: another backend, whose samples are packed on their way into it.
 
-    put_data: fields of n samples --chunk.packed_each--> n chunks of one row --> n blobs, one field of the other backend
-    get_data: which blob of a sample has which field --> blobs --> chunks --chunk.assembled--> fields
+    put_data: fields of n samples --chunk.packed_each--> n rows alone --to_bytes--> n blobs, one field there
+    get_data: which blob of a sample has which field --> blobs --chunk.pieces_of--> pieces --chunk.assembled--> fields
 
 The other backend stores and moves the blobs as it does tensors: uint8 [nbytes] for each sample and put. They lie under
 a field of their own, its name made from the names of the fields in them, so that later fields do not replace earlier
