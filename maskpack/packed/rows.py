@@ -284,18 +284,18 @@ def rows_alone(
     tensors = {name: column for name, column in columns.items() if isinstance(column, Values)}
     held: list[Tensor] = []
     places: IntArray = np.empty((len(tensors), rows), np.int64)
-    lengths: IntArray = np.empty((len(tensors), rows), np.int64)
+    lengths: list[list[int | None]] = []
     for at, (name, (values, own)) in enumerate(tensors.items()):
         _check(name, values, call)
         held.append(words(values.contiguous()))
         begins = np.arange(rows) if own is None else cumulated(own)[:-1]
-        lengths[at] = -1 if own is None else own
+        lengths.append([None] * rows if own is None else own.tolist())
         places[at] = (held[-1].data_ptr() or _NOWHERE) + begins * (values.nbytes // max(values.shape[0], 1))
     alike: dict[tuple[int | None, ...], list[int]] = {}
-    by_row: Any = lengths.T
-    for row, line in enumerate(by_row.tolist()):
+    for row in range(rows):
         numbers: dict[int, int] = {}  # as `packed_rows` numbers the layouts
-        pattern = tuple([None if one < 0 else numbers.setdefault(one, len(numbers)) for one in line])
+        line = [column[row] for column in lengths]
+        pattern = tuple([None if one is None else numbers.setdefault(one, len(numbers)) for one in line])
         alike.setdefault(pattern, []).append(row)
     out: dict[int, RowAlone] = {}
     for pattern, own in alike.items():
@@ -305,16 +305,15 @@ def rows_alone(
         plan = _plan_of(told)
         key = plan, 1
         firsts = [pattern.index(number) for number in range(len(plan.table.names))]
-        of_layouts: IntArray = np.ascontiguousarray(by_row[own][:, firsts])
-        lengths_of_rows: list[list[int]] = of_layouts.tolist()
-        lines, bounds, _keep = _layouts_alone(of_layouts)
+        of_layouts = [[lengths[at][row] or 0 for at in firsts] for row in own]
+        lines, bounds, _keep = _layouts_alone(np.array(of_layouts, np.int64).reshape(len(own), len(firsts)))
         jobs = np.tile(plan.table.jobs, (len(own), 1))
         jobs["rows"] = 1
         jobs["field"]["packed"] = places[:, own].T[:, plan.order]
         for at, number in enumerate(plan.layouts):
             jobs["bounds"][:, at] = 0 if number is None else bounds[:, number]
         recall(jobs, key)
-        for row, line, job, own_lengths in zip(own, lines, jobs, lengths_of_rows, strict=True):
+        for row, line, job, own_lengths in zip(own, lines, jobs, of_layouts, strict=True):
             stored = np.zeros(len(firsts), abi.STORED)
             found = native.encode(job, line, stored, 1)
             if found is None:

@@ -11,7 +11,7 @@ which blob has the newest value of a field.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from hashlib import blake2b
@@ -136,7 +136,7 @@ class _Coded:
             return TensorDict({}, batch_size=len(samples))
         get: Any = super().get_data  # type: ignore[reportAttributeAccessIssue]
         carried = _carried(metadata, fields)
-        asked = [get(_meta(metadata, carrier, *own)) for (carrier, _), own in carried.items()]
+        asked: list[Awaitable[Any]] = [get(_meta(metadata, carrier, *own)) for (carrier, _), own in carried.items()]
         pieces: list[Piece] = []
         answers: list[Any] = await all_of(asked)
         for ((carrier, wanted), (places, _)), found in zip(carried.items(), answers, strict=True):
