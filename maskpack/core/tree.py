@@ -187,7 +187,8 @@ def _sub_batch(node: Node, entries: dict[str, Any], rows: int) -> Any:
     jagged = () if torch.compiler.is_compiling() else _put_unchecked()
     for name, value in entries.items():
         is_valid = isinstance(value, jagged) and batch.device in (None, vars(value)["_values"].device)
-        if is_valid or (jagged and _is_empty_stack(value) and value.batch_size == batch_size):
+        is_stack = type(value) is NonTensorStack and (batch.device is None or _is_empty_stack(value))
+        if is_valid or (jagged and is_stack and value.batch_size == batch_size):
             batch._set_str(name, value, inplace=False, validated=True)
         else:
             batch.set(name, value)

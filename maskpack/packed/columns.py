@@ -93,7 +93,8 @@ class Columns:
             return [(part, row, None) for part in self.parts]
         order = np.argsort(source, kind="stable")
         places = np.split(order, np.searchsorted(source[order], np.arange(1, len(self.parts))))
-        return [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
+        taken = [(part, row[own], own) for part, own in zip(self.parts, places, strict=True) if own.size]
+        return [(part, None if part.num_rows == own.size == 1 else rows, own) for part, rows, own in taken]
 
     def without(self: _Own, paths: Collection[Path]) -> _Own:
         """The columns without some fields."""

@@ -472,6 +472,8 @@ def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: s
         if not all(part.stacked for part in parts):
             raise LayoutError(f"{field} is a lazy stack and a Python object; expected one kind. Pack the same fields.")
         return Objects([row for part in parts for row in part.data], 1, True)
+    if all(part.depth == 1 for part in parts):
+        return Objects([row for part in parts for row in part.data], 1, False, all(part.bare for part in parts))
     if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
         return parts[0]
     depth = max(part.depth for part in parts) or len(dims[0])

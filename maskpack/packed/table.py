@@ -9,7 +9,7 @@ table is never changed; tables of some rows share the body of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -484,18 +484,34 @@ def encode(
     table = job_table(jobs, tuple(layouts), bounds, rows, dense_rows, held)
     key = forms_key([job.form for job in jobs], rows, by_kernels)
     table.jobs["by_kernels"] = by_kernels
-    recall(table.jobs, key)
     line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
-    found = native.encode(table.jobs, line, stored, 1)
+    out = encode_jobs(table, key, line, stored, rows, dense_rows, dict(layouts))
+    if out is None:
+        return None
+    row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
+    return EncodedTable(out.with_row_pads(row_pads) if row_pads else out, table)
+
+
+def encode_jobs(
+    table: JobTable,
+    key: Hashable,
+    layouts: IntArray,
+    stored: Structs,
+    rows: int,
+    dense_rows: int,
+    known: dict[str, RowLayout] | None = None,
+) -> Table | None:
+    """Encodes as the last jobs of the same key were encoded, if that still fits; None as `encode`. `layouts` and
+    `stored` are as for `native.encode`, `known` as of the Table."""
+    recall(table.jobs, key)
+    found = native.encode(table.jobs, layouts, stored, 1)
     if found is None:
         check_memory(table.jobs["result"])
         return None
     done_jobs.keep(key, table.jobs)
     back = table.order
     places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["row_pads"][back]
-    out = Table(*places, found.body, known=dict(layouts), is_compact=True)
-    row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
-    return EncodedTable(out.with_row_pads(row_pads) if row_pads else out, table)
+    return Table(*places, found.body, known, is_compact=True)
 
 
 def forms_key(fields: Sequence[FieldForm], rows: int, by_kernels: bool = False) -> tuple[Any, ...]:
@@ -503,7 +519,7 @@ def forms_key(fields: Sequence[FieldForm], rows: int, by_kernels: bool = False) 
     return rows.bit_length(), by_kernels, *((f.path, f.dtype, f.layout, f.shape, f.hints) for f in fields)
 
 
-def recall(jobs: Structs, key: tuple[Any, ...]) -> None:
+def recall(jobs: Structs, key: Hashable) -> None:
     """Tells jobs how the last ones of their key were encoded, and which of them stayed padded."""
     known = done_jobs.get(key)
     if known is not None:

@@ -1,5 +1,5 @@
-"""The storage backend Maskpack through TransferQueue's interface, client, loader and checkpoints, beside SimpleStorage:
-whatever one gives back or raises, the other must."""
+"""The storage backends Maskpack and MaskpackCodec through TransferQueue's interface, client, loader and checkpoints,
+beside SimpleStorage: whatever one gives back or raises, the others must."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from transfer_queue.storage import AsyncSimpleStorageManager
 
 import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
-BACKENDS = ["SimpleStorage", "Maskpack"]
+BACKENDS = ["SimpleStorage", "Maskpack", "MaskpackCodec"]
 _numbers = itertools.count()
 
 
@@ -42,7 +42,9 @@ def queue(request):
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
     )
-    options = {"storage_backend": request.param, request.param: {"num_data_storage_units": 2}}
+    units = {"num_data_storage_units": 2}
+    options = {"storage_backend": request.param, "SimpleStorage": units, "Maskpack": units}
+    options["MaskpackCodec"] = {"backend": "SimpleStorage"}
     pack = AsyncSimpleStorageManager._pack_field_values
     AsyncSimpleStorageManager._pack_field_values = staticmethod(frozen.uncast(pack))
     try:
@@ -183,7 +185,7 @@ def test_tuples_and_sets_stay_what_they_are(queue, partition):
     tq.kv_put("a", partition, fields={"pair": (1, "b"), "inside": {"k": (1, [2], {3})}})
     got = tq.kv_batch_get(["a"], partition)
     seen = [got.get("pair").tolist()[0], got.get("inside").tolist()[0]["k"]]
-    assert seen == ([(1, "b"), (1, [2], {3})] if queue == "Maskpack" else [[1, "b"], [1, [2], [3]]])
+    assert seen == ([[1, "b"], [1, [2], [3]]] if queue == "SimpleStorage" else [(1, "b"), (1, [2], {3})])
 
 
 # -------------------------------------------------------------------- several processes

@@ -288,7 +288,7 @@ def test_tensors_come_to_the_host() -> None:
 @pytest.mark.parametrize("plain", [True, False])
 def test_stacks_are_taken_apart_and_put_together_as_tensordict_does(plain, monkeypatch):
     if not plain:
-        monkeypatch.setattr(objects, "_fast_entry", lambda: None)
+        monkeypatch.setattr(objects, "_fast_stack", lambda: None)
     items = ["a", 1, None, -0.5, True, b"x", (1, 2), {"k": [1]}, ["p", "q"]]
     stack, own = objects.stack_of(items), NonTensorStack(*[NonTensorData(item) for item in items])
     assert stack.tolist() == own.tolist() == objects.items_of(stack) == objects.items_of(own)

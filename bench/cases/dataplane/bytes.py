@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue.utils.serial_utils import encode
 
-from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue, counted, stored_bytes
+from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, OwnedQueue, counted, stored_bytes
 from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, shuffled
 from bench.cases.dataplane.step import RANKS
 from bench.harness.measure import progress
@@ -34,7 +34,7 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> li
         for what in (_STORED, _MOVED):
             sizes = {name: one[what] / len(rows) for name, one in figures.items()}
             report += [Row(case, f"{what}, {name}", one, "bytes/row") for name, one in sizes.items()]
-            report += ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4")], f"{what}, ")
+            report += ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4"), (SIMPLE, CODEC, ">= 5")], f"{what}, ")
         columns = [b"".join(encode(_columns(batched([row.fields for row in part])))) for part in parts]
         squeezed = sum(len(zstandard.ZstdCompressor(level=1).compress(one)) for one in columns)
         report.append(Row(case, "zstd level 1 of the serialised columns", squeezed / len(rows), "bytes/row"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import transfer_queue as tq
 
-from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue
+from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, OwnedQueue
 from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, select, shuffled
 from bench.harness.local_ray import medians
 from bench.harness.measure import progress
@@ -37,12 +37,13 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], round
 
 
 def phases(case: str, ms: Mapping[str, Mapping[str, float]], targets: Mapping[str, str]) -> list[Row]:
-    """Of each phase, the milliseconds of both, and their ratio."""
+    """Of each phase, the milliseconds of all, and the ratios to SimpleStorage."""
     report: list[Row] = []
     for phase in next(iter(ms.values())):
         took = {name: one[phase] for name, one in ms.items()}
         report += [Row(case, f"{phase}, {name}", value, "ms") for name, value in took.items()]
-        report += ratios(case, took, [(SIMPLE, MASKPACK, targets.get(phase))], f"{phase}, ")
+        pairs = [(SIMPLE, MASKPACK, targets.get(phase)), (SIMPLE, CODEC, None)]
+        report += ratios(case, took, pairs, f"{phase}, ")
     return report
 
 

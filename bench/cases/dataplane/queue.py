@@ -18,24 +18,55 @@ import psutil
 import ray
 import zmq.asyncio
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import client as client_module
 from transfer_queue import interface
 from transfer_queue.client import TransferQueueClient
 from transfer_queue.controller import TransferQueueController
+from transfer_queue.metadata import extract_field_schema
 from transfer_queue.sampler import SequentialSampler
-from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+from transfer_queue.storage import SimpleStorageUnit, StorageManager, StorageManagerFactory
+from transfer_queue.storage.bootstrap import StorageBootstrapProvider, simple_storage_bootstrap
 from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
 
 import maskpack.adapters.transferqueue  # noqa: F401  # registers its backend
 
-SIMPLE, MASKPACK = "SimpleStorage", "Maskpack"
+SIMPLE, MASKPACK, CODEC, NOTHING = "SimpleStorage", "Maskpack", "MaskpackCodec", "Nothing"
 PARTITION = "train"
 UNITS = 2
 CPUS = 16
 """More than all controllers and storage units ask of Ray, each one; a start beyond them would wait for ever."""
 _clients: dict[str, TransferQueueClient] = {}
 """Of this process, by controller."""
+
+
+class _Unnamed:
+    """Units of SimpleStorage without the names that TransferQueue gives them, of which a cluster can have one."""
+
+    @staticmethod
+    def options(*, name: str, **more: Any) -> Any:
+        return SimpleStorageUnit.options(**more)
+
+
+@StorageBootstrapProvider.register_provider(NOTHING)
+def _start_nothing(_: DictConfig) -> dict[str, Any]:
+    return {}
+
+
+@StorageManagerFactory.register(NOTHING)
+class NothingManager(StorageManager):
+    """Stores nothing and returns nothing, in no time: what a call takes beside its storage. The controller is told the
+    fields as SimpleStorage tells them."""
+
+    async def put_data(self, data: TensorDict, metadata: Any, data_parser: Any = None) -> None:
+        await self.notify_data_update(metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data))
+
+    async def get_data(self, metadata: Any) -> TensorDict:
+        return TensorDict({}, batch_size=len(metadata.global_indexes))
+
+    async def clear_data(self, metadata: Any) -> None:
+        pass
 
 
 class Queue:
@@ -82,13 +113,15 @@ class OwnedQueue(Queue):
     def __init__(self, backend: str, **options: Any) -> None:
         config = OmegaConf.create({}, flags={"allow_objects": True})
         default = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
-        chosen = {"storage_backend": backend, backend: {"num_data_storage_units": UNITS, **options}}
+        units = {"num_data_storage_units": UNITS, **options}
+        chosen = {"storage_backend": backend, SIMPLE: units, MASKPACK: units, CODEC: {"backend": SIMPLE}, NOTHING: {}}
         config = OmegaConf.merge(config, default, OmegaConf.create({"backend": chosen}))
         self._controller = TransferQueueController.remote(sampler=SequentialSampler(), polling_mode=False)
         config.controller.zmq_info = process_zmq_server_info(self._controller)
         provider = StorageBootstrapProvider.get_provider(backend)
         if provider is None:
             raise LookupError(f"TransferQueue has no backend {backend!r}.")
+        simple_storage_bootstrap.SimpleStorageUnit = _Unnamed
         started = provider(config)
         self.units = list(started.values() if isinstance(started, dict) else started)
         ray.get(self._controller.store_config.remote(config))
@@ -142,8 +175,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def stored_bytes(queue: OwnedQueue) -> int:
-    """Bytes of what the storage units hold. SimpleStorage: those of tensors, and of the pickles of other objects.
-    Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
+    """Bytes of what the storage units hold. SimpleStorage, alone or behind the codec: those of tensors, and of the
+    pickles of other objects. Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
     if queue.backend == MASKPACK:
         figures = queue.client._run_coroutine(queue.client.storage_manager.figures())
         return sum(one["chunk_bytes"] + one["large_bytes"] for one in figures)

@@ -28,7 +28,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.objects import Objects, Stowed, items_of, mapped, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
 from maskpack.core.tensors import out_of_memory
-from maskpack.core.tree import dense_stack
+from maskpack.core.tree import Node, dense_stack, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry
@@ -36,7 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import Values, packed_rows
+from maskpack.packed.rows import RowAlone, Values, packed_rows, rows_alone, rows_together
 
 _PADDED = MaskNestingRegistry(
     {
@@ -122,17 +122,58 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     data, rows = dense_stack(data, call), data.batch_size[0]
     columns = {name: _column(name, value, rows, call) for name, value in data.items()}
     schema = {name: column.schema() for name, column in columns.items()}
-    turned = frozenset(name for name, column in columns.items() if column.turned)
-    if _is_padded(columns):
-        unknown = [name for name in columns if _PADDED.find((name,)) is None]
-        batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
-        try:
-            with not_strict():
-                return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown)), schema
-        except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
-            pass
+    chunk = _padded(columns, rows)
+    if chunk is None:
+        values = {name: column.rows() for name, column in columns.items()}
+        chunk = Chunk(packed_rows(values, rows, _HINTS, call), _turned(columns))
+    return chunk, schema
+
+
+def packed_each(data: TensorDictBase, call: str) -> tuple[list[RowAlone], dict[str, dict[str, Any]]]:
+    """As `packed`, with each sample alone; `about` it is which fields are turned, or the chunk of a padded sample."""
+    data, rows = dense_stack(data, call), data.batch_size[0]
+    columns = {name: _column(name, value, rows, call) for name, value in data.items()}
+    schema = {name: column.schema() for name, column in columns.items()}
+    chunk = _padded(columns, rows)
+    if chunk is not None:
+        return [
+            RowAlone(b"", [], b"", b"", b"", [], True, chunk.take([row]), np.zeros(0, np.uint8)) for row in range(rows)
+        ], schema
     values = {name: column.rows() for name, column in columns.items()}
-    return Chunk(packed_rows(values, rows, _HINTS, call), turned), schema
+    return rows_alone(values, rows, _HINTS, call, _turned(columns)), schema
+
+
+def pieces_of(rows: Sequence[RowAlone], places: Sequence[int], fields: frozenset[str]) -> list[Piece]:
+    """Some fields of samples that were packed alone, as pieces at their places in the call."""
+    alike: dict[Any, tuple[list[RowAlone], list[int]]] = {}
+    pieces: list[Piece] = []
+    for row, place in zip(rows, places, strict=True):
+        if isinstance(row.about, Chunk):
+            pieces.append(Piece(row.about.select(fields), [place]))
+        else:
+            own = alike.setdefault((row.token, row.about), ([], []))
+            own[0].append(row)
+            own[1].append(place)
+    for (_, turned), (own, where) in alike.items():
+        pieces.append(Piece(Chunk(rows_together(own, fields), turned & fields), where))
+    return pieces
+
+
+def _padded(columns: Mapping[str, _PutField], rows: int) -> Chunk | None:
+    """The chunk of a padded batch; None for other samples."""
+    if not _is_padded(columns):
+        return None
+    unknown = [name for name in columns if _PADDED.find((name,)) is None]
+    batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
+    try:
+        with not_strict():
+            return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown))
+    except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
+        return None
+
+
+def _turned(columns: Mapping[str, _PutField]) -> frozenset[str]:
+    return frozenset(name for name, column in columns.items() if column.turned)
 
 
 def _is_padded(columns: Mapping[str, _PutField]) -> bool:
@@ -144,8 +185,7 @@ def _is_padded(columns: Mapping[str, _PutField]) -> bool:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _PutField:
+class _PutField(NamedTuple):
     """One value for each row.
 
     Attributes:
@@ -203,10 +243,9 @@ def _column(name: str, value: Any, rows: int, call: str) -> _PutField:
         return _PutField(list(value.unbind()))
     if value.dim() == 1:
         return _PutField(value)
-    spec = _PADDED.find((name,))
-    turned = value.dim() == 3 and spec is not None and spec.ragged_dim == -1
+    turned = value.dim() == 3 and (spec := _PADDED.find((name,))) is not None and spec.ragged_dim == -1
     line = value.transpose(1, 2) if turned else value
-    lengths = np.full(rows, line.shape[1], np.int64)
+    lengths = np.array([line.shape[1]] * rows, np.int64)
     return _PutField(value, line.reshape(rows * line.shape[1], *line.shape[2:]), lengths, turned)
 
 
@@ -223,6 +262,8 @@ def _nested(value: Any, rows: int) -> _PutField:
 
 
 def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
+    if type(value) is NonTensorStack and len(value) == rows:
+        return items_of(value)
     if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
         value = cast("Any", value.data)
     elif isinstance(value, NonTensorData) or not is_tensor_collection(value):
@@ -265,7 +306,7 @@ def assembled(pieces: Sequence[Piece], fields: Sequence[str], rows: int) -> Tens
         low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
         names, values = [name for name, _ in same], [value for _, value in same]
         out |= dict(zip(names, jagged_all(values, bounds, low, high), strict=True))
-    return TensorDict(out, batch_size=[rows])
+    return unflatten(Node((), None), [((name,), value) for name, value in out.items()], rows)
 
 
 def stacked(rows: Sequence[Any]) -> Any:
@@ -387,6 +428,8 @@ def parted(chunk: Chunk) -> tuple[Chunk, dict[bytes, Words]]:
             found.setdefault(digest, bits)
         return Shared(digest, item.words.itemsize, item.dtype, item.shape, item.tensor)
 
+    if all(entry.bare for entry in chunk.packed.objects.values()):
+        return chunk, {}
     objects = _with_leaves(chunk.packed.objects, leaf)
     if not found:
         return chunk, {}

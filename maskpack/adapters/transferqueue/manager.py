@@ -118,19 +118,9 @@ class MaskpackStorageManager(StorageManager):
             LayoutError, ValueError: a field has not one value for each sample.
             StorageError: a storage unit did not answer.
         """
-        if data_parser is not None:
-            raise NotImplementedError(
-                f"put_data: the storage backend {NAME} stores packed rows, to which it cannot apply a data_parser; "
-                "expected data_parser=None. Parse the fields before they are put."
-            )
         samples = metadata.global_indexes
-        if not samples:
+        if not rows_fit(data, samples, data_parser, NAME):
             return
-        if not data.batch_size or data.batch_size[0] != len(samples):
-            raise ValueError(
-                f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
-                "each sample. Give one key for each row."
-            )
         chunk, schema = chunks.packed(data, "put_data")
         chunk, large = chunks.parted(chunk)
         puts = [
@@ -166,7 +156,7 @@ class MaskpackStorageManager(StorageManager):
 
     async def _pieces(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
         asked = self._by_unit(samples)
-        answers = await _all(
+        answers = await all_of(
             self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
         )
         return [
@@ -196,9 +186,9 @@ class MaskpackStorageManager(StorageManager):
     async def _bring(self, holds: Counter[bytes], large: Mapping[bytes, Words]) -> None:
         """Announces large tensors, and sends the bits of those that are not stored yet."""
         by_home = self._by_home(holds)
-        missing = await _all(self._ask(unit, "hold", own) for unit, own in by_home.items())
+        missing = await all_of(self._ask(unit, "hold", own) for unit, own in by_home.items())
         sent = {unit: own for unit, own in zip(by_home, missing, strict=True) if own}
-        await _all(
+        await all_of(
             self._ask(unit, "store", encoded({digest: large[digest] for digest in own}, self._codec))
             for unit, own in sent.items()
         )
@@ -208,14 +198,14 @@ class MaskpackStorageManager(StorageManager):
         wanted = Counter(digest for piece in pieces for digest in chunks.digests(piece.chunk))
         if not wanted:
             return pieces
-        answers = await _all(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
+        answers = await all_of(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
         return chunks.whole(pieces, decoded({digest: large for answer in answers for digest, large in answer.items()}))
 
     async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        freed = sum((answer for answer in answers if isinstance(answer, Counter)), Counter[bytes]())
-        await _all(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
+        answers: list[Any] = await settled(asked)
+        freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
+        await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -237,7 +227,7 @@ class MaskpackStorageManager(StorageManager):
         of the units, and of the controller, which TransferQueue has written before."""
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        digests = await _all(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
+        digests = await all_of(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
         controller = None
         if (folder / _CONTROLLER).exists():
             with open(folder / _CONTROLLER, "rb") as file:
@@ -275,7 +265,7 @@ class MaskpackStorageManager(StorageManager):
                 check_digest(file, controller)
         files, loaded = self._files(folder), False
         try:
-            await _all(
+            await all_of(
                 self._ask(unit, "load", str(file), digest)
                 for unit, (file, digest) in enumerate(zip(files, digests, strict=True))
             )
@@ -292,7 +282,7 @@ class MaskpackStorageManager(StorageManager):
         return await self._all_units("figures")
 
     async def _all_units(self, request: str, *given: Any) -> list[Any]:
-        return await _all(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
+        return await all_of(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
 
     # ---------------------------------------------------------------- messages
 
@@ -315,7 +305,7 @@ class MaskpackStorageManager(StorageManager):
     async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
         waited = 0
-        answer = asyncio.ensure_future(socket.recv_multipart(copy=False))
+        answer = socket.recv_multipart(copy=False)
         try:
             while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
                 waited += _PATIENCE
@@ -349,13 +339,40 @@ StorageManagerFactory.register(NAME)(MaskpackStorageManager)
 InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are saved also for include_storage=False
 
 
-async def _all(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+async def settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All answers and errors."""
+    waiting = [*asked]
+    if len(waiting) > 1:
+        return await asyncio.gather(*waiting, return_exceptions=True)
+    try:
+        return [await one for one in waiting]  # without a task of its own
+    except Exception as error:
+        return [error]
+
+
+async def all_of(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    answers = await settled(asked)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
     return answers
+
+
+def rows_fit(data: TensorDict, samples: Sequence[int], data_parser: Any, backend: str) -> bool:
+    """Whether there are samples to put. Raises NotImplementedError for a `data_parser`, and ValueError for fields of
+    another number of rows."""
+    if data_parser is not None:
+        raise NotImplementedError(
+            f"put_data: the storage backend {backend} stores packed rows, to which it cannot apply a data_parser; "
+            "expected data_parser=None. Parse the fields before they are put."
+        )
+    if samples and (not data.batch_size or data.batch_size[0] != len(samples)):
+        raise ValueError(
+            f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
+            "each sample. Give one key for each row."
+        )
+    return bool(samples)
 
 
 def _divided(chunk: Chunk, places: Sequence[int], most: int) -> list[tuple[Sequence[int], Chunk]]:
