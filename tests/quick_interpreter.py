@@ -1,10 +1,12 @@
-"""Makes Triton's interpreter faster; it computes the same. Most of its time goes to the bookkeeping of each operation:
+"""Makes Triton's interpreter faster; it computes the same.
 
-functions of the language     replaced anew in each launch                     -> once
-dtypes of arrays              looked up in a table that each look-up makes     -> remembered
-shapes                        wrapped and checked for each tensor              -> once for each shape
-sums and products of ints     again in 64 bits, for a check that is not made   -> not
-operands of one type          promoted and broadcast                           -> taken as they are
+Most of its time goes to the bookkeeping of each operation:
+
+    functions of the language     replaced anew in each launch                     -> once
+    dtypes of arrays              looked up in a table that each look-up makes     -> remembered
+    shapes                        wrapped and checked for each tensor              -> once for each shape
+    sums and products of ints     again in 64 bits, for a check that is not made   -> not
+    operands                      promoted and broadcast                           -> ints once, equal types not at all
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,70 +23,84 @@ def hasten() -> None:
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
+    lang: Any = core
     own: Any = interpreter
-    patch, found = own._patch_lang, own._get_np_dtype
-    patched: set[frozenset[int]] = set()
-    kept = SimpleNamespace(restore=lambda: None)
+    _language(lang, own)
+    _types(lang)
+    of_scalar, found = functools.cache(own._get_np_dtype), own._get_np_dtype
+    own._get_np_dtype = lambda dtype: found(dtype) if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
+    options = own.interpreter_builder.options
+    assert not options.debug  # or else sums and products are checked
+    own.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    general = semantic.TritonSemantic.binary_op_type_checking_impl
+    semantic.TritonSemantic.binary_op_type_checking_impl = _operands(general, lang.tensor)
+
+
+def _language(lang: Any, own: Any) -> None:
+    """The modules of the language that kernels see stay as the interpreter has them."""
+    patch, done, kept = own._patch_lang, set[frozenset[int]](), SimpleNamespace(restore=lambda: None)
+
+    @functools.cache
+    def seen_by(fn: Any) -> frozenset[int]:
+        return frozenset(id(value) for value in fn.__globals__.values() if value is own.tl or value is lang)
 
     def patched_once(fn: Any) -> Any:
-        modules = modules_of(fn)
-        if modules not in patched:
-            patched.add(modules)
+        if seen_by(fn) not in done:
+            done.add(seen_by(fn))
             patch(fn)
         return kept
 
-    def modules_of(fn: Any) -> frozenset[int]:
-        if id(fn.__globals__) not in known:
-            known[id(fn.__globals__)] = frozenset(
-                id(value) for value in fn.__globals__.values() if value is own.tl or value is core
-            )
-        return known[id(fn.__globals__)]
+    def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        call = getattr(member, "__wrapped__", member)  # without what asks for _semantic
+        more = {"_semantic": own.interpreter_semantic}
+        scope.set_attr(obj, name, lambda *args, **named: call(*args, **{**named, **more}))
 
-    known: dict[int, frozenset[int]] = {}
-    of_scalar = functools.cache(found)
-    own._patch_lang = patched_once
-    own._get_np_dtype = lambda dtype: found(dtype) if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
+    own._patch_lang, own._patch_attr = patched_once, patch_builtin
 
-    builder = own.interpreter_builder
-    assert not builder.options.debug  # else what checks sums and products is in force
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+def _types(lang: Any) -> None:
+    unwrap, equal = lang._unwrap_if_constexpr, lang.dtype.__eq__
 
     @functools.cache
     def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
-
-    def tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = wrapped(tuple(type.shape.values) if type.is_block() else ())
-
-    core.tensor.__init__ = tensor
+        return lang.tuple([lang.constexpr(size) for size in shape]), lang.constexpr(math.prod(shape))
 
     @functools.cache
     def checked(shape: tuple[int, ...]) -> tuple[Any, int]:
         if not shape:
             raise TypeError("0d block_type is forbidden")
-        return core.tuple(shape), core.validate_block_shape(shape)
+        return lang.tuple(shape), lang.validate_block_shape(shape)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = wrapped(tuple(type.shape.values) if type.is_block() else ())
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.shape, self.numel = checked(tuple(core._unwrap_shape(shape)))
+        self.shape, self.numel = checked(tuple(lang._unwrap_shape(shape)))
 
-    core.block_type.__init__ = block_type
-    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    lang.tensor.__init__, lang.block_type.__init__ = tensor, block_type
+    lang.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    lang._unwrap_if_constexpr = lambda x: x if type(x) in (lang.tensor, int) else unwrap(x)
+    lang.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
-    operands = semantic.TritonSemantic.binary_op_type_checking_impl
 
-    def promoted(self: Any, lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
-        """Of one type, other than in a division: as they are."""
-        if len(more) < 4 and not options.get("div_or_mod") and alike(lhs, rhs):
+def _operands(general: Callable[..., Any], tensor: type) -> Callable[..., Any]:
+    ints: dict[Any, Any] = {}
+
+    def operands(self: Any, lhs: Any, rhs: Any, *more: Any, **named: Any) -> Any:
+        if type(lhs) is tensor and type(rhs) is int:
+            key = rhs, lhs.dtype.name, id(lhs.shape), more, *named.items()
+            if key not in ints:
+                left, right = general(self, lhs, rhs, *more, **named)
+                if left is not lhs:  # of another type, too
+                    return left, right
+                ints[key] = right
+            return lhs, ints[key]
+        divides = len(more) == 4 or named.get("div_or_mod")  # low floats become float32
+        same = type(lhs) is type(rhs) is tensor and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
+        if same and not divides and not lhs.dtype.is_ptr():
             return lhs, rhs
-        return operands(self, lhs, rhs, *more, **options)
+        return general(self, lhs, rhs, *more, **named)
 
-    def alike(lhs: Any, rhs: Any) -> bool:
-        if type(lhs) is not core.tensor or type(rhs) is not core.tensor or lhs.dtype is not rhs.dtype:
-            return False
-        if lhs.dtype.is_ptr() or lhs.type.is_block() != rhs.type.is_block():
-            return False
-        return lhs.shape is rhs.shape
-
-    semantic.TritonSemantic.binary_op_type_checking_impl = promoted
+    return operands
