@@ -52,14 +52,19 @@ def _language(lang: Any, own: Any) -> None:
 
     def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         call = getattr(member, "__wrapped__", member)  # without what asks for _semantic
-        more = {"_semantic": own.interpreter_semantic}
-        scope.set_attr(obj, name, lambda *args, **named: call(*args, **{**named, **more}))
+
+        def called(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = own.interpreter_semantic
+            return call(*args, **named)
+
+        scope.set_attr(obj, name, called)
 
     own._patch_lang, own._patch_attr = patched_once, patch_builtin
 
 
 def _types(lang: Any) -> None:
     unwrap, equal = lang._unwrap_if_constexpr, lang.dtype.__eq__
+    plain = {lang.tensor, lang.dtype, lang.block_type, lang.pointer_type, int, bool, float, str, type(None)}
 
     @functools.cache
     def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -81,7 +86,7 @@ def _types(lang: Any) -> None:
 
     lang.tensor.__init__, lang.block_type.__init__ = tensor, block_type
     lang.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
-    lang._unwrap_if_constexpr = lambda x: x if type(x) in (lang.tensor, int) else unwrap(x)
+    lang._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
     lang.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
