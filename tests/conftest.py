@@ -39,8 +39,8 @@ settings.register_profile("full", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 LONGEST = (
-    *("test_interpreted_rows", "test_interpreted_device", "test_interpreted_ops", "test_dispatch", "test_faults"),
-    *("test_cluster", "test_cases", "test_cli"),
+    *("test_interpreted_rows", "test_interpreted_device", "test_interpreted_ops", "test_triton_targets"),
+    *("test_context_parallel", "test_dispatch", "test_faults", "test_cluster", "test_cases", "test_cli"),
 )
 """The files that take longest come first, so that no process is left alone with one at the end."""
 

@@ -3,7 +3,9 @@ which are refused by name."""
 
 from __future__ import annotations
 
+import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +30,8 @@ invariant = pytest.importorskip("maskpack.adapters.transformers.invariant")
 replayable = adapter.replayable
 
 SHARE = ReplayOptions(share_prefixes=True, min_shared=1)
-PACKINGS = 16
+PACKINGS = 16 if os.environ.get("HYPOTHESIS_PROFILE") == "full" else 5
+"""Of each case: all rows in one micro-batch, in as many as may be, and random packings, other ones in each case."""
 DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
@@ -84,9 +87,9 @@ def trees_of(rng: np.random.Generator) -> list[list[int]]:
 
 
 def packings(rng: np.random.Generator, rows: int, count: int) -> Iterator[list[list[int]]]:
-    """All rows in another order, in one to twelve micro-batches."""
-    for _ in range(count):
-        cuts = np.sort(rng.integers(1, rows, rng.integers(0, 12)))
+    """All rows in another order, in one to twelve micro-batches; first in one, then in about twelve."""
+    for number in range(count):
+        cuts = np.sort(rng.integers(1, rows, (0, 11)[number] if number < 2 else rng.integers(0, 12)))
         yield [part.tolist() for part in np.split(rng.permutation(rows), cuts) if len(part)]
 
 
@@ -94,9 +97,9 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().contiguous().view(DTYPES[x.dtype])
 
 
-def differing(replay: Any, rows: list[list[int]], count: int, **options: Any) -> int:
+def differing(replay: Any, rows: list[list[int]], count: int, seed: int = 5, **options: Any) -> int:
     """Log-probs of which a bit differs in some packing from those of the row alone, without shared prefixes."""
-    batch, rng = batch_of(rows), np.random.default_rng(5)
+    batch, rng = batch_of(rows), np.random.default_rng(seed)
     truth = [bits(response_log_probs(replay, batch[b : b + 1]).values()) for b in range(len(rows))]
     assert sum(map(len, truth)) == sum(map(len, rows)) - len(rows)
     off = 0
@@ -111,13 +114,16 @@ def differing(replay: Any, rows: list[list[int]], count: int, **options: Any) ->
 @pytest.mark.parametrize("with_gradients", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_no_bit_differs(make: Callable[..., Any], dtype: torch.dtype, with_gradients: bool, shares: bool) -> None:
+def test_no_bit_differs(
+    make: Callable[..., Any], dtype: torch.dtype, with_gradients: bool, shares: bool, request: pytest.FixtureRequest
+) -> None:
     model, _ = pair(make, dtype)
+    seed = zlib.crc32(request.node.name.encode())
     rng = np.random.default_rng(3)
     options = {"options": SHARE} if shares else {}
     rows = trees_of(rng) if shares else rows_of(rng)
     with torch.set_grad_enabled(with_gradients):
-        assert differing(replayable(model, invariant=True), rows, PACKINGS, **options) == 0
+        assert differing(replayable(model, invariant=True), rows, PACKINGS, seed, **options) == 0
 
 
 def test_soft_caps_and_windows() -> None:

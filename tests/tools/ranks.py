@@ -5,7 +5,8 @@
     rank 2   ready  works ...  deadline: killed, and reported
 
 A function that runs in ranks lies in a module that can be imported. The deadline counts from when all ranks are ready.
-Ranks are forked from a server that has imported torch and no more, so that it is imported once and not in each of them.
+Ranks are forked from a server that has imported torch, and transformers if there is no GPU, so that these are imported
+once and not in each of them; maskpack they import themselves, from where the test has it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ START = 120.0  # seconds to start and to find each other
 PATIENCE = timedelta(seconds=30)  # of one collective
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink multicast can put GPUs that others share out of service."""
+_IMPORTED = ["torch.distributed.fsdp", "tensordict"]
+_IMPORTED_WITHOUT_GPUS = ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
+"""It asks CUDA for devices, and then no process that is forked can use them."""
 _READY, _GO = "ready", "go"
 """What a rank says that has joined, and the file that appears when all have."""
 
@@ -46,7 +50,7 @@ def run_ranks(work: Callable[..., Any], count: int, *args: Any, seconds: float, 
     On NCCL, rank r has device r as the current one. Every rank has one thread.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "tensordict"])
+    context.set_forkserver_preload(_IMPORTED + _IMPORTED_WITHOUT_GPUS * (not torch.cuda.is_available()))
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
