@@ -8,6 +8,7 @@ LocalFolder           reads by mmap;  RemoteFolder: by fsspec
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 from collections.abc import Iterable
@@ -15,11 +16,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
+import numpy as np
 
 _SMALL = 1 << 16
 """Buffers below this many bytes are written together."""
 _OPEN = 128
-"""Mapped files that a folder keeps open."""
+"""Files that a folder keeps mapped."""
+_ROOM = 1 << 26
+"""Bytes for which a map has room at least, so that a file that grows is mapped seldom."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PART = ".part"
 """The end of the name of a file that is not complete."""
 
@@ -123,12 +131,34 @@ class Folder(Protocol):
         ...
 
 
+class _Map:
+    """The bytes of a file, and of what is appended to it later. Python's own mmap keeps a file open for each map, and
+    maps no more than there is."""
+
+    def __init__(self, file: int) -> None:
+        self.nbytes = max(2 * os.fstat(file).st_size, _ROOM)
+        self._at: int = _libc.mmap(None, self.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
+        if self._at == ctypes.c_void_p(-1).value:
+            self._at = 0
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self._at, True),
+        }
+
+    def __del__(self) -> None:
+        if self._at:
+            _libc.munmap(self._at, self.nbytes)
+
+
 class LocalFolder:
     """A folder of this machine. Views are mapped: a replaced file lives as long as views of it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._maps: dict[tuple[str, bytes], mmap.mmap] = {}
+        self._maps: dict[tuple[str, bytes], _Map] = {}
 
     def names(self) -> set[str]:
         return set(os.listdir(self.root))
@@ -143,22 +173,22 @@ class LocalFolder:
             return os.pread(file.fileno(), end - begin, begin)
 
     def forget(self) -> None:
-        """Closes all files; views stay readable."""
+        """Lets go of all files; views stay readable."""
         self._maps.clear()
 
     def view(self, name: str, header: bytes, begin: int, end: int) -> memoryview:
         if end <= begin:
             return memoryview(b"")
         held = self._maps.get((name, header))
-        if held is None or len(held) < end:  # new, or it has grown
+        if held is None or held.nbytes < end:
             with _there(self.root / name, True) as file:
-                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if held[: len(header)] != header:
-                raise Replaced(name)
+                held = _Map(file.fileno())
+                if os.pread(file.fileno(), len(header), 0) != header:
+                    raise Replaced(name)
             while len(self._maps) >= _OPEN:
                 self._maps.pop(next(iter(self._maps)), None)
             self._maps[name, header] = held
-        return memoryview(held)[begin:end]
+        return memoryview(np.asarray(held).data)[begin:end]  # which keeps the map
 
 
 def _there(path: Path, replaced: bool) -> Any:

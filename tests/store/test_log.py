@@ -460,3 +460,16 @@ def test_missing_and_foreign_files(path, tmp_path):
 def test_wrong_arguments(path, call, error, message):
     with pytest.raises(error, match=message):
         call(path)
+
+
+def test_files_are_not_held_open(path):
+    log = opened(path, fsync="interval", segment_bytes=1 << 16)
+    before = len(os.listdir("/proc/self/fd"))
+    taken = []
+    for seed in range(60):
+        taken.append(log[log.append(batch_of(seed))])
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+    log.delete(range(0, 420, 2))
+    log.compact(0.0)
+    for seed, batch in enumerate(taken):  # of files that are gone
+        assert_same(mp.decompress(batch), batch_of(seed))
