@@ -83,6 +83,8 @@ def started(tree: Path, paths: list[str], output: Path, environment: dict[str, s
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **environment}
     sys.path.insert(0, str(tree))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "maskpack"]:
+        del sys.modules[name]  # of this checkout, in which nothing is planted
     options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--timeout", "900", *paths]
     if environment:  # Triton, which is loaded already, has read its own
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *options])
