@@ -36,7 +36,7 @@ def compact(contents: Contents, writer: Writer, least: float) -> int:
         except StorageError as error:
             contents.warn(f"{segment.name} is not compacted: {error}")
             continue
-        frame = replace(segment.frame, key=random_number())
+        frame = replace(segment.frame, key=random_number() | 1)
         new = Segment(contents.folder, frame, frame.header())
         writer.replace(segment, new, _records(contents, segment))
         contents.segments[place] = new
@@ -59,7 +59,7 @@ def _dead_bytes(contents: Contents, segment: Segment) -> int:
 def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
     """The records that are left of a segment. Where others are damaged, what their rows may need stays, too."""
     index = contents.index
-    damaged = any(segment.damages or None in [chunk.head for chunk in segment.chunks] for segment in contents.segments)
+    damaged = not all(segment.is_whole for segment in contents.segments)
     others = [chunk for chunk in index.chunks if chunk.segment is not old and index.live(chunk.rows).any()]
     blobs = {digest for chunk in others for digest in chunk.parsed.get("blobs", {}).values()}
     for record in _rows(contents, old, damaged):

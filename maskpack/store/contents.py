@@ -137,11 +137,14 @@ class Contents:
                 segment.damages.append(Damage(0, 0, row, end_row))
             elif not segment.read_index(index):
                 size = self.folder.size(segment.name)
-                until, durable = size, size
-                if number == last and number + 1 not in there:  # its end may be torn
-                    known = tail if tail is not None and tail.segment == number else None
-                    durable = START if known is None else known.synced
-                    until = size if known is None or self.writes else known.written
+                known = tail if tail is not None and tail.segment == number else None
+                durable = START if known is None else known.synced
+                until = known.written if known is not None and not self.writes else size
+                following = frames.get(number + 1)
+                if frame.key & 1 or (number < last and following is None):
+                    until = durable = size
+                elif following is not None:  # what was there when it was begun; behind it may be a torn end
+                    durable = max(durable, following.before)
                 segment.walk(min(until, size), durable, end_row)
             places = [(damage.begin, damage.end) for damage in segment.damages]
             places += [(chunk.record.at, chunk.record.end) for chunk in segment.chunks if chunk.head is None]

@@ -348,12 +348,12 @@ class RolloutLog:
             name, index = index_name(segment.frame.number), b"".join(map(bytes, segment.index()))
             if not segment.end or (name in here and to.read(name, 0, to.size(name)) == index):
                 continue
-            if segment.damages and name in here:  # the target has it as it was
+            if not segment.is_whole and name in here:  # the target has it as it was
                 continue
             end = segment.end
             to.write(segment.name, (segment.read(at, min(at + _STEP, end)) for at in range(0, end, _STEP)))
             copied += end
-            if not segment.damages:
+            if segment.is_whole:
                 to.write(name, [index])
         to.write(LOG, [log_json(contents.log)])
         last = contents.segments[-1]

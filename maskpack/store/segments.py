@@ -23,7 +23,7 @@ from maskpack.store.disk import Folder
 from maskpack.store.records import ALIGN, DELETE, HEADER, KINDS, MAGIC, PICKED, ROWS, Record, crc_of_file, parsed
 
 VERSION = 1
-_FILE = struct.Struct("<12sIQqQq12x")
+_FILE = struct.Struct("<12sIQqQqQ4x")
 _CRC = struct.Struct("<I")
 _SEGMENT, INDEX = b"maskpack log", b"maskpack idx"
 START = _FILE.size + _CRC.size
@@ -37,17 +37,20 @@ class Frame:
     Attributes:
         log: the number of the log, equal in all its files.
         number: of the segment in the log.
-        key: another one if the segment was written again.
+        key: another one if the segment was written again; it is odd then, and all of the file was on the disk before it
+            had its name.
         next_row: the number of the next row when the segment was begun.
+        before: how many bytes of the segment before were on the disk then.
     """
 
     log: int
     number: int
     key: int
     next_row: int
+    before: int = 0
 
     def header(self, magic: bytes = _SEGMENT) -> bytes:
-        line = _FILE.pack(magic, VERSION, self.log, self.number, self.key, self.next_row)
+        line = _FILE.pack(magic, VERSION, self.log, self.number, self.key, self.next_row, self.before)
         return line + _CRC.pack(zlib.crc32(line))
 
     @classmethod
@@ -148,6 +151,11 @@ class Segment:
     @property
     def name(self) -> str:
         return segment_name(self.frame.number)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no record, and no head of one, is damaged."""
+        return not self.damages and all(chunk.head is not None for chunk in self.chunks)
 
     def read(self, begin: int, end: int) -> bytes:
         return self.folder.read(self.name, begin, end, self.header)

@@ -82,24 +82,28 @@ class Writer:
     def resume(self, contents: Contents) -> None:
         """Cuts off what is torn, and opens the last segment or a new one."""
         self.contents = contents
+        disk.sync_folder(self.root)  # names that a writer gave before it was killed, or whose sync failed
         closed = {number for number in range(len(contents.segments)) if (self.root / index_name(number)).exists()}
-        for segment in contents.segments[:-1]:
-            if segment.frame.number not in closed and not segment.damages:
-                self._write_index(segment)
         last = contents.segments[-1] if contents.segments else None
-        if last is not None and last.end and last.frame.number not in closed:
-            file = self._open(last)
-            if os.fstat(file).st_size > last.end:
-                disk.cut(file, last.end)
-            # written again: pages that a failed sync could not write count as written
-            places = range(last.synced, last.end, _STEP)
-            disk.write(file, last.synced, (last.read(at, min(at + _STEP, last.end)) for at in places))
-            disk.sync(file)
+        for segment in contents.segments:
+            if segment.end and segment.frame.number not in closed:
+                self._secure(segment)
+                if segment is not last:
+                    self._write_index(segment)
         if last is None or last.damages or last.frame.number in closed:
-            self._synced = 0
             self._begin_segment(0 if last is None else last.frame.number + 1)
         else:
             self._acknowledge()
+
+    def _secure(self, segment: Segment) -> None:
+        """Opens a segment to write to it, with all that is whole on the disk, and nothing else."""
+        file = self._open(segment)
+        if os.fstat(file).st_size > segment.end:
+            disk.cut(file, segment.end)
+        # written again: pages that a failed sync could not write count as written
+        places = range(segment.synced, segment.end, _STEP)
+        disk.write(file, segment.synced, (segment.read(at, min(at + _STEP, segment.end)) for at in places))
+        disk.sync(file)
 
     # ---------------------------------------------------------------- records
 
@@ -213,7 +217,9 @@ class Writer:
         self._write_index(segment)
 
     def _write_index(self, segment: Segment) -> None:
-        """Where the disk has no room, a segment has no index, and is walked when it is opened."""
+        """A segment that is damaged, or for whose index the disk has no room, is walked when it is opened."""
+        if not segment.is_whole:
+            return
         name = index_name(segment.frame.number)
         try:
             disk.publish(self.root / name, segment.index())
@@ -221,7 +227,7 @@ class Writer:
             _log.warning("%s: %s could not be written: %s", self._name, name, error)
 
     def _begin_segment(self, number: int) -> None:
-        frame = Frame(self.contents.log, number, random_number(), self.contents.index.next_row)
+        frame = Frame(self.contents.log, number, random_number() & ~1, self.contents.index.next_row, self._synced)
         disk.publish(self.root / segment_name(number), [frame.header()])
         segment = Segment(self.contents.folder, frame, frame.header())
         self._open(segment)
@@ -274,10 +280,18 @@ class Writer:
         return self.failed
 
     def close(self) -> None:
+        """Syncs, and gives the lock back. Raises StorageError if something that was acknowledged may not be on the
+        disk."""
         with self._turn:
             try:
-                if "segment" in self._files and self.why_not() is None:
-                    self.sync()
+                if "segment" in self._files and os.getpid() == self._pid:
+                    if self.failed is None:
+                        self.sync()
+                    elif self._synced < self.contents.segments[-1].end:
+                        raise StorageError(
+                            f"RolloutLog: {self._name} is closed with rows that may not be on the disk: {self.failed}; "
+                            "expected a disk that works. Open the log again: it looks which records are whole."
+                        )
             finally:
                 self.failed = self.failed or "it is closed"
                 _close_all(self._files)
