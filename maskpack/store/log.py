@@ -300,7 +300,8 @@ class RolloutLog:
             return compact(self._contents, writer, least)
 
     def close(self) -> None:
-        """Syncs, and lets another process write. Batches that were taken stay readable."""
+        """Syncs, and lets another process write. Batches that were taken stay readable. Raises StorageError if the
+        disk failed before, and rows that were appended may not be on it."""
         with self._turn:
             if self._writer is not None:
                 self._writer.close()
