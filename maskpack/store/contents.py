@@ -12,7 +12,7 @@ import json
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,49 +103,17 @@ class Contents:
     # ---------------------------------------------------------------- opening
 
     def load(self) -> None:
-        """Reads the indexes of the segments, and walks those without one."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                self._load()
-                return
-            except (Replaced, FileNotFoundError) as error:  # the writer has compacted a segment since it was listed
-                if attempt == _ATTEMPTS - 1:
-                    raise StorageError(
-                        f"RolloutLog: {self.name} changes faster than it can be read ({error}); expected files that "
-                        "stay. Compact less often, or open it again."
-                    ) from error
-
-    def _load(self) -> None:
+        """Reads the indexes of the segments, and walks those without one. Raises StorageError if the writer compacts
+        them faster."""
         self._seen = tail = self._tail()
-        names = self.folder.names()
-        there = {int(name[:-4]) for name in names if name.endswith(".seg") and name[:-4].isdigit()}
+        there = {int(name[:-4]) for name in self.folder.names() if name.endswith(".seg") and name[:-4].isdigit()}
         last = max(there, default=-1) if tail is None else tail.segment
         last = max([last, *there]) if self.writes else last
         headers = {number: self.folder.read(segment_name(number), 0, START) for number in there if number <= last}
-        frames = {number: Frame.parsed(header) for number, header in headers.items()}
         self.segments, self.index = [], RowIndex()
         self._forget()
         for number in range(last + 1):
-            row = self.index.next_row
-            index = self._all(index_name(number)) if index_name(number) in names else b""
-            frame = frames.get(number) or Frame.parsed(index[:START], INDEX) or Frame(self.log, number, 0, row)
-            segment = Segment(self.folder, frame, headers.get(number, b""))
-            later = [frame.next_row for frame in map(frames.get, range(number + 1, last + 1)) if frame is not None]
-            end_row = next(iter(later), None if tail is None else tail.next_row)
-            if len(segment.header) < START or (frame.log, frame.number) != (self.log, number):
-                segment.end = 0
-                segment.damages.append(Damage(0, 0, row, end_row))
-            elif not segment.read_index(index):
-                size = self.folder.size(segment.name)
-                known = tail if tail is not None and tail.segment == number else None
-                durable = START if known is None else known.synced
-                until = known.written if known is not None and not self.writes else size
-                following = frames.get(number + 1)
-                if frame.key & 1 or (number < last and following is None):
-                    until = durable = size
-                elif following is not None:  # what was there when it was begun; behind it may be a torn end
-                    durable = max(durable, following.before)
-                segment.walk(min(until, size), durable, end_row)
+            segment = self._segment(number, last, headers, tail)
             places = [(damage.begin, damage.end) for damage in segment.damages]
             places += [(chunk.record.at, chunk.record.end) for chunk in segment.chunks if chunk.head is None]
             if places:
@@ -155,6 +123,44 @@ class Contents:
             self.index.add(segment)
         if tail is not None:
             self.index.grow(tail.next_row)
+
+    def _segment(self, number: int, last: int, headers: dict[int, bytes], tail: Tail | None) -> Segment:
+        """A segment as it is now; its header is read again if the writer has compacted it since."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._read_segment(number, last, headers, tail)
+            except Replaced:
+                headers[number] = self.folder.read(segment_name(number), 0, START)
+        raise StorageError(
+            f"RolloutLog: {self.name} changes faster than it can be read ({segment_name(number)}); expected files that "
+            "stay. Compact less often, or open it again."
+        )
+
+    def _read_segment(self, number: int, last: int, headers: Mapping[int, bytes], tail: Tail | None) -> Segment:
+        row, header = self.index.next_row, headers.get(number, b"")
+        try:
+            index = self._all(index_name(number))
+        except FileNotFoundError:
+            index = b""
+        frame = Frame.parsed(header) or Frame.parsed(index[:START], INDEX) or Frame(self.log, number, 0, row)
+        segment = Segment(self.folder, frame, header)
+        later = (Frame.parsed(headers.get(other, b"")) for other in range(number + 1, last + 1))
+        end_row = next((one.next_row for one in later if one is not None), None if tail is None else tail.next_row)
+        if len(header) < START or (frame.log, frame.number) != (self.log, number):
+            segment.end = 0
+            segment.damages.append(Damage(0, 0, row, end_row))
+        elif not segment.read_index(index):
+            size = self.folder.size(segment.name)
+            known = tail if tail is not None and tail.segment == number else None
+            durable = START if known is None else known.synced
+            until = known.written if known is not None and not self.writes else size
+            following = Frame.parsed(headers.get(number + 1, b""))
+            if frame.key & 1 or (number < last and following is None):
+                until = durable = size
+            elif following is not None:  # what was there when it was begun; behind it may be a torn end
+                durable = max(durable, following.before)
+            segment.walk(min(until, size), durable, end_row)
+        return segment
 
     def _all(self, name: str) -> bytes:
         return self.folder.read(name, 0, self.folder.size(name))

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import fsspec
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 _SMALL = 1 << 16
 """Buffers below this many bytes are written together."""
@@ -223,8 +224,11 @@ class RemoteFolder:
         return memoryview(self.read(name, begin, end))
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """Writes a file; where the file system allows it, the file appears whole."""
+        """Writes a file that appears under its name when it is complete."""
         self.fs.makedirs(self.root, exist_ok=True)
+        if isinstance(self.fs, LocalFileSystem):
+            publish(Path(self.root, name), parts)
+            return
         with self.fs.open(f"{self.root}/{name}", "wb") as file:
             for part in parts:
                 file.write(part)

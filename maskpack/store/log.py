@@ -339,7 +339,11 @@ class RolloutLog:
 
     def _backed_up(self, to: RemoteFolder) -> int:
         contents, here = self._contents, to.names()
-        if LOG in here and log_number(to) != contents.log:
+        try:
+            other = LOG in here and log_number(to) != contents.log
+        except (ValueError, KeyError, TypeError):
+            other = True
+        if other:
             raise StorageError(
                 f"RolloutLog.back_up: {to.root} has another log; expected an empty folder, or a backup of this one. "
                 "Name another."
