@@ -17,8 +17,7 @@ from typing import Any
 import ray
 from tensordict import TensorDict
 
-from bench.cases.dispatch.forms import set_zero_copy
-from bench.harness.local_ray import local_ray
+from bench.harness.local_ray import local_ray, set_zero_copy
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, ratios
@@ -111,7 +110,7 @@ def _batches(
     def by_ray() -> list[float]:
         set_zero_copy(True)
         try:
-            parts = batch.chunk(ranks)
+            parts = _parts(batch, ranks)
             return ray.get([actor.batches.remote(part) for actor, part in zip(handles, parts, strict=True)])
         finally:
             set_zero_copy(False)
@@ -122,8 +121,14 @@ def _batches(
     return _rows(f"calls, {name}, {rows} rows, {ranks} ranks", ms, (ZERO_COPY, OURS, target))
 
 
+def _parts(batch: TensorDict, ranks: int) -> Sequence[TensorDict]:
+    """As many rows for each rank as WorkerGroup gives it."""
+    least, more = divmod(len(batch), ranks)
+    return batch.split([least + (rank < more) for rank in range(ranks)])
+
+
 def _check(sums: list[float], batch: TensorDict, ranks: int) -> None:
-    expected = [float(part["old_log_probs"].sum()) for part in batch.chunk(ranks)]
+    expected = [float(part["old_log_probs"].sum()) for part in _parts(batch, ranks)]
     if len(sums) != ranks or any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(sums, expected, strict=True)):
         raise NotExact(f"calls: the ranks summed {sums}; expected {expected}.")
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private.tensor_serialization_utils import ZeroCopyTensorsWarning, zero_copy_tensors_reducer
+from ray.cloudpickle import CloudPickler
 from ray.cluster_utils import Cluster
 from tensordict import TensorDict
+from torch import Tensor
 
 from bench.harness.measure import interleaved
 
@@ -64,3 +68,12 @@ def medians(works: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int)
         name: {phase: 1e3 * statistics.median(call[phase] for call in calls[WARM:]) for phase in calls[0]}
         for name, calls in taken.items()
     }
+
+
+def set_zero_copy(on: bool) -> None:
+    """Switches Ray's zero-copy flag for what this process pickles from now on."""
+    if on:
+        warnings.simplefilter("ignore", ZeroCopyTensorsWarning)
+        CloudPickler.dispatch[Tensor] = zero_copy_tensors_reducer
+    else:
+        CloudPickler.dispatch.pop(Tensor, None)

@@ -265,7 +265,10 @@ def narrowed(
 ) -> tuple[list[ColumnGroup], tuple[Path, ...]]:
     """The groups with the fields that are named, and these fields in the order of the view; all if none is named.
     Raises FieldError for a field that is not in the view."""
-    kept = _named(tuple(order), tuple(fields), call)
+    try:
+        kept = _named(tuple(order), tuple(fields), call)
+    except TypeError:  # a list in the place of a name
+        kept = _named.__wrapped__(tuple(order), tuple(fields), call)
     left = [group.without(set(order) - set(kept)) for group in groups]
     return [group for group in left if group.paths] or left[:1], kept  # one group has to keep the number of rows
 

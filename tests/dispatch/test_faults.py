@@ -31,7 +31,7 @@ from samples import PAD, assert_same, freeze
 from tensordict import TensorDictBase
 
 import maskpack as mp
-from maskpack.dispatch import Broadcast, Call, WorkerGroup
+from maskpack.dispatch import Broadcast, Call, WorkerGroup, placement
 from maskpack.views.view import BatchView
 
 B = 32
@@ -199,7 +199,7 @@ def _lost_objects(team: Team, sample: Sample) -> None:
         return ray.get(keeper.put.remote(pickle.dumps(value)))[0]
 
     packed = group.pack(sample.batch)
-    with mock.patch.object(ray, "put", put_by_keeper):
+    with mock.patch.object(ray, "put", put_by_keeper), mock.patch.object(placement, "INLINED", 0):
         placed = group.put(packed)
     kept = group.call("score", sample.batch, FACTOR, format="view")
     first, last = sample.rows(rank)[0], sample.rows(rank)[-1] + 1

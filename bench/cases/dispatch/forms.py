@@ -31,14 +31,12 @@ from typing import Any
 
 import ray
 import torch
-from ray._private.tensor_serialization_utils import ZeroCopyTensorsWarning, zero_copy_tensors_reducer
-from ray.cloudpickle import CloudPickler
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 import maskpack
 from bench.harness import floors
-from bench.harness.local_ray import cores
+from bench.harness.local_ray import cores, set_zero_copy
 from bench.harness.measure import NotExact, bits
 from bench.rivals import nesting
 from bench.workloads import PAD_ID
@@ -129,15 +127,6 @@ FORMS: dict[str, Form] = {
     TRUSTED: _ours(_trusted, "nested"),
     TRUSTED_PADDED: _ours(_trusted, "padded"),
 }
-
-
-def set_zero_copy(on: bool) -> None:
-    """Switches Ray's zero-copy flag for what this process pickles from now on."""
-    if on:
-        warnings.simplefilter("ignore", ZeroCopyTensorsWarning)
-        CloudPickler.dispatch[Tensor] = zero_copy_tensors_reducer
-    else:
-        CloudPickler.dispatch.pop(Tensor, None)
 
 
 def read(value: TensorDictBase) -> None:
