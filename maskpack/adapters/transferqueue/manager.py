@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 from tensordict import TensorDict
 
 from maskpack.adapters.transferqueue import chunk as chunks
@@ -37,6 +40,7 @@ from maskpack.adapters.transferqueue.library import (
 from maskpack.adapters.transferqueue.server import (
     ANSWER,
     DONE,
+    NAMESPACE,
     NO_SAMPLE,
     NONCE,
     REQUEST,
@@ -60,7 +64,9 @@ _PATIENCE, _TIMEOUT = 5, 200
 _FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
 """In the folder of a checkpoint: the list of the files, and the file that TransferQueue writes beside it before."""
 _FORMAT = "maskpack samples 1"
-_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec"}
+_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec", "log", "fsync"}
+_ONCE = {"release", "load", "switch", "recount"}
+"""Requests that are not repeated when a storage unit was started again."""
 
 
 def start(conf: Any) -> list[Any]:
@@ -69,19 +75,26 @@ def start(conf: Any) -> list[Any]:
     given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
     unknown = sorted(given.keys() - _OPTIONS)
     count, codec = given.get("num_data_storage_units", 2), given.get("codec")
+    log, fsync = given.get("log"), given.get("fsync", "interval")
     if unknown or type(count) is not int or count < 1:
         seen = f"options {unknown}" if unknown else f"num_data_storage_units {count!r}"
         raise MaskpackError(
             f"transfer_queue.init: backend.{NAME} has {seen}; expected some of {sorted(_OPTIONS)}, with at least one "
             "storage unit. Correct the configuration."
         )
+    if not (log is None or isinstance(log, str)) or fsync not in ("always", "interval"):
+        raise MaskpackError(
+            f"transfer_queue.init: backend.{NAME} has log {log!r}, fsync {fsync!r}; expected a folder or null, and "
+            '"always" or "interval". Correct the configuration.'
+        )
     check_codec(codec, "transfer_queue.init")
     resource = given.get("required_node_resource")
     secret = token_bytes(32)
-    units = start_units(strategies_of_nodes(count, required_node_resource=resource), secret)
+    strategies = strategies_of_nodes(count, required_node_resource=resource)
+    units, names = start_units(strategies, secret, None if log is None else os.path.abspath(log), fsync)
     infos = ray.get([unit.address.remote() for unit in units])
     with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret)}
+        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret, names)}
     return units
 
 
@@ -92,10 +105,15 @@ class StorageUnits:
     Attributes:
         infos: where they are reached.
         secret: what the processes of the run prove to each other that they know.
+        names: of their actors, if they have logs and are started again.
     """
 
-    def __init__(self, infos: Sequence[Any], secret: bytes) -> None:
-        self.infos, self.secret = list(infos), secret
+    def __init__(self, infos: Sequence[Any], secret: bytes, names: Sequence[str] = ()) -> None:
+        self.infos, self.secret, self.names = list(infos), secret, names
+
+
+class _GoneError(StorageError):
+    """A storage unit cannot be reached."""
 
 
 class MaskpackStorageManager(StorageManager):
@@ -205,7 +223,11 @@ class MaskpackStorageManager(StorageManager):
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
         answers: list[Any] = await settled(asked)
         freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
-        await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
+        try:
+            await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
+        except _GoneError:  # some tensors stay, which is better than to release one twice
+            if not self._units.names:
+                raise
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -272,6 +294,13 @@ class MaskpackStorageManager(StorageManager):
             loaded = True
         finally:
             await self._all_units("switch", loaded)
+        if self._units.names:
+            holds = sum(await self._all_units("holds"), Counter[bytes]())
+            by_home = self._by_home(holds)
+            await all_of(
+                self._ask(unit, "recount", by_home.get(unit, Counter[bytes]()))
+                for unit in range(len(self._units.infos))
+            )
 
     def _files(self, folder: Path) -> list[Path]:
         return [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
@@ -287,7 +316,33 @@ class MaskpackStorageManager(StorageManager):
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
-        info, nonce = self._units.infos[unit], token_bytes(NONCE)
+        nonce = token_bytes(NONCE)
+        while True:
+            info = self._units.infos[unit]
+            try:
+                return await self._asked(info, request, given, nonce)
+            except _GoneError as error:
+                if not self._units.names or request in _ONCE:
+                    raise
+                await self._restarted(unit, info, error)
+
+    async def _restarted(self, unit: int, info: Any, error: _GoneError) -> None:
+        """Waits until Ray has started a storage unit again, and asks where it is. Raises `error` if it does not."""
+        if self._units.infos[unit] is not info:  # known meanwhile
+            return
+        if not ray.is_initialized() or multiprocessing.parent_process() is not None:  # a fork cannot ask Ray
+            raise error
+        get_actor: Callable[..., Any] = ray.get_actor
+        try:
+            actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=NAMESPACE)
+            found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
+        except (RayError, ValueError, asyncio.TimeoutError) as reason:
+            raise error from reason
+        if found.id == info.id:
+            raise error
+        self._units.infos[unit] = found
+
+    async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
         where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
         async with self._sockets.alease(info) as socket:
             await socket.send_multipart(self._requests.frames((request, given), nonce), copy=False)
@@ -313,9 +368,10 @@ class MaskpackStorageManager(StorageManager):
                     _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
-                    raise StorageError(
-                        f"{where} is gone ({error}), and its samples are lost; expected an answer. Restart the run "
-                        "from its last checkpoint."
+                    lost = "did not start again" if self._units.names else "its samples are lost"
+                    raise _GoneError(
+                        f"{where} is gone ({error}), and {lost}; expected an answer. Restart the run from its last "
+                        "checkpoint."
                     ) from error
                 if waited >= _TIMEOUT:
                     raise StorageError(
