@@ -245,10 +245,13 @@ class DurableSamples(Samples):
         for sample in rows.keys() - same:
             for depth, (number, row) in enumerate(reversed(rows[sample])):  # the oldest first
                 layers.setdefault((depth, number), []).append(row)
-        for (_, number), own in sorted(layers.items()):
+        for (depth, number), own in sorted(layers.items()):
             samples = [chunks[number].samples[row] for row in sorted(own)]
-            part = chunks[number].chunk.take(sorted(own)).own()
-            self._keep(samples, part, [lives.get(sample, self._number) for sample in samples])
+            whole = [depth + 1 == len(rows[sample]) for sample in samples]  # else a kill leaves another sample
+            own_lives = [
+                int(done) and lives.get(sample, self._number) for sample, done in zip(samples, whole, strict=True)
+            ]
+            self._keep(samples, chunks[number].chunk.take(sorted(own)).own(), own_lives)
         for digest, kept in large.items():
             super().hold(Counter({digest: kept.holds}))
             self._count({digest: self._holds(digest)})

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_bytes
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -332,7 +332,7 @@ class MaskpackStorageManager(StorageManager):
             return
         if not ray.is_initialized() or multiprocessing.parent_process() is not None:  # a fork cannot ask Ray
             raise error
-        get_actor: Callable[..., Any] = ray.get_actor
+        get_actor: Callable[..., Any] = cast("Any", ray).get_actor
         try:
             actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=NAMESPACE)
             found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
