@@ -11,7 +11,6 @@ import signal
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from frozen import freeze
@@ -31,7 +30,7 @@ from maskpack.adapters.transferqueue import durable, manager
 from maskpack.adapters.transferqueue.chunk import LARGE, Piece
 from maskpack.adapters.transferqueue.durable import DurableSamples
 from maskpack.adapters.transferqueue.large import decoded, encoded
-from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
+from maskpack.adapters.transferqueue.unit import Samples
 from maskpack.errors import MaskpackError, StorageError
 from maskpack.store import disk
 
@@ -368,7 +367,7 @@ def test_a_new_run_goes_on_with_the_log(queue):
     put_keys([*range(100)], 0, model)
     tq.save_checkpoint(queue / "checkpoint")
     put_keys([*range(40, 90)], 2, model)
-    tq.kv_clear([str(key) for key in range(0, 60)], PARTITION)
+    tq.kv_clear([str(key) for key in range(60)], PARTITION)
     put_keys([*range(1000, 1050)], 4, {})  # some of them get the indexes of those that were cleared
     model.update(dict.fromkeys(range(60), 0))
     for process in processes():

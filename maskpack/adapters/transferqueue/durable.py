@@ -247,10 +247,9 @@ class DurableSamples(Samples):
                 layers.setdefault((depth, number), []).append(row)
         for (depth, number), own in sorted(layers.items()):
             samples = [chunks[number].samples[row] for row in sorted(own)]
-            whole = [depth + 1 == len(rows[sample]) for sample in samples]  # else a kill leaves another sample
-            own_lives = [
-                int(done) and lives.get(sample, self._number) for sample, done in zip(samples, whole, strict=True)
-            ]
+            whole = [depth + 1 == len(rows[sample]) for sample in samples]  # else, after a kill, not the same
+            known = [lives.get(sample, self._number) for sample in samples]
+            own_lives = [life if last else 0 for life, last in zip(known, whole, strict=True)]
             self._keep(samples, chunks[number].chunk.take(sorted(own)).own(), own_lives)
         for digest, kept in large.items():
             super().hold(Counter({digest: kept.holds}))

@@ -345,10 +345,10 @@ class MaskpackStorageManager(StorageManager):
     async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
         where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
         async with self._sockets.alease(info) as socket:
-            await socket.send_multipart(self._requests.frames((request, given), nonce), copy=False)
+            await socket.send_multipart(self._requests.frames((request, given, info.id), nonce), copy=False)
             received = await self._received(socket, info, where)
         if self._answers.nonce(received) != nonce:
-            raise StorageError(
+            raise _GoneError(
                 f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
                 "may have its port: restart the run from its last checkpoint."
             )

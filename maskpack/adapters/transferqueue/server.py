@@ -35,7 +35,7 @@ REQUEST, ANSWER = b"request", b"answer"
 DONE, NO_SAMPLE, FAILED = "done", "no sample", "failed"
 NONCE, _MAC = 16, 32
 REFUSAL: list[Any] = [b""]
-"""The answer to those who do not know the secret."""
+"""The answer to those who do not know the secret, or mean another storage unit."""
 
 
 class Seal:
@@ -102,7 +102,9 @@ class StorageUnit:
         if nonce is None:
             return REFUSAL
         try:
-            name, given = message(received)
+            name, given, unit = message(received)
+            if unit != self._info.id:  # another unit, which had this port
+                return REFUSAL
             self._samples.request = nonce
             found = getattr(self._samples, name)(*given)
             if name == "figures":
