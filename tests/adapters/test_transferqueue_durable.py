@@ -30,6 +30,7 @@ from maskpack.adapters.transferqueue import durable, manager
 from maskpack.adapters.transferqueue.chunk import LARGE, Piece
 from maskpack.adapters.transferqueue.durable import DurableSamples
 from maskpack.adapters.transferqueue.large import decoded, encoded
+from maskpack.adapters.transferqueue.library import ServerInfo
 from maskpack.adapters.transferqueue.unit import Samples
 from maskpack.errors import MaskpackError, StorageError
 from maskpack.store import disk
@@ -333,8 +334,13 @@ def test_units_that_are_killed_lose_nothing(queue, monkeypatch):
     os.kill(processes()[0], signal.SIGKILL)
     put_keys([*range(60, 80), 300], 4, model)
     assert_model(model)
-    figures = tq.get_client()._run_coroutine(tq.get_client().storage_manager.figures())
+    storage = tq.get_client().storage_manager
+    figures = tq.get_client()._run_coroutine(storage.figures())
     assert sum(unit["samples"] for unit in figures) == len(model)
+    mine, other = storage._units.infos
+    storage._units.infos[0] = ServerInfo(mine.role, "one that was killed", other.ip, other.ports)  # its port is reused
+    assert_model(model)
+    assert [info.id for info in storage._units.infos] == [mine.id, other.id]
 
 
 def test_units_that_are_killed_while_puts_run(queue, monkeypatch):
@@ -367,17 +373,20 @@ def test_a_new_run_goes_on_with_the_log(queue):
     put_keys([*range(100)], 0, model)
     tq.save_checkpoint(queue / "checkpoint")
     put_keys([*range(40, 90)], 2, model)
+    tq.kv_batch_put(["80"], PARTITION, TensorDict({"later": torch.ones(1)}, batch_size=[1]))
     tq.kv_clear([str(key) for key in range(60)], PARTITION)
     put_keys([*range(1000, 1050)], 4, {})  # some of them get the indexes of those that were cleared
     model.update(dict.fromkeys(range(60), 0))
     for process in processes():
         os.kill(process, signal.SIGKILL)
     tq.close()
-    start(queue / "log")
+    start(queue / "log", fsync="always")
     with pytest.raises(StorageError, match="samples of an earlier run"):
         put_keys([2000], 0, {})
     tq.load_checkpoint(queue / "checkpoint")
     assert_model(model)
+    with pytest.raises(ValueError, match="not ready"):  # the controller does not know it
+        tq.kv_batch_get(["80"], PARTITION, "later")
     put_keys([*range(95, 120)], 6, model)
     assert_model(model)
 
