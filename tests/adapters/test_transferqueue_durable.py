@@ -188,6 +188,18 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
     assert contents(again(unit)) == before
 
 
+def test_a_damaged_log_is_an_error_when_a_unit_starts(tmp_path):
+    unit = opened(tmp_path)
+    put(unit, [0, 1], x=torch.arange(2))
+    unit._log.close()
+    (segment,) = tmp_path.glob("*.seg")
+    bits = bytearray(segment.read_bytes())
+    bits[-150] ^= 1  # of the payload
+    segment.write_bytes(bits)
+    with pytest.raises(StorageError, match=r"damaged|checksum"):
+        opened(tmp_path)
+
+
 # -------------------------------------------------------------------- a checkpoint, and the log of another run
 
 
@@ -292,6 +304,13 @@ def queue(tmp_path):
     tq.close()
 
 
+def of_units(keys, field):
+    """Metadata that names a field, whatever the controller knows."""
+    meta = tq.get_client().kv_retrieve_meta(keys, PARTITION, create=False)
+    meta._field_names = [field]
+    return meta
+
+
 def processes():
     units = tq.interface._TQ_STORAGE["Maskpack"]
     return ray.get([unit.__ray_call__.remote(lambda _: os.getpid()) for unit in units])
@@ -385,8 +404,8 @@ def test_a_new_run_goes_on_with_the_log(queue):
         put_keys([2000], 0, {})
     tq.load_checkpoint(queue / "checkpoint")
     assert_model(model)
-    with pytest.raises(ValueError, match="not ready"):  # the controller does not know it
-        tq.kv_batch_get(["80"], PARTITION, "later")
+    assert not list(tq.kv_batch_get(["80"], PARTITION, "later").keys())  # the controller does not know it
+    assert tq.get_client().get_data(of_units(["80"], "later"))["later"].tolist() == [1]
     put_keys([*range(95, 120)], 6, model)
     assert_model(model)
 

@@ -110,7 +110,8 @@ class DurableSamples(Samples):
     def _keep(self, samples: Sequence[int], chunk: Chunk, lives: Sequence[int]) -> Counter[bytes]:
         tags: dict[str, Any] = {_TURNED + name: True for name in sorted(chunk.turned)}
         tags |= {"shares": True} if chunk.shares else {}
-        rows = self._append(chunk.packed, {**tags, "sample": list(samples), "life": list(lives)})
+        tags |= {"sample": list(samples), "life": lives[0] if len(set(lives)) == 1 else list(lives)}
+        rows = self._append(chunk.packed, tags)
         self._note(rows, samples, lives, chunk.fields)
         return super().put(samples, chunk)
 
