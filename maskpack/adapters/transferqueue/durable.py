@@ -150,11 +150,12 @@ class DurableSamples(Samples):
             self._deleted += self._log.delete([*rows, *self._dead])
             self._dead.clear()
         if self._deleted >= max(_LEAST, len(self._index)) and self._log.segments > 1:
-            self._deleted = 0
             try:
-                self._log.compact()
+                freed = self._log.compact(segments=1)  # the next ones with the next requests
             except StorageError as error:
                 _log.warning("%s", error)
+                freed = 0
+            self._deleted = self._deleted if freed else 0
 
     def _adopt(self) -> None:
         """Says that the samples are those of the run."""
