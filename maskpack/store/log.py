@@ -289,8 +289,8 @@ class RolloutLog:
 
     def compact(self, least: float = 0.5, segments: int | None = None) -> int:
         """Writes segments again without deleted rows, if these are at least a share `least` of their bytes; joins small
-        chunks. Returns the number of bytes that were freed. The last segment is left as it is. `segments` is how many it
-        writes at most, for a call that is short; by default all.
+        chunks. Returns the number of bytes that were freed. The last segment is left as it is. `segments` is the most
+        that it writes, for a call that is short; by default all.
 
         Readers go on. A crash leaves the old segment or the new one. Raises StorageError as `append`; a MaskpackWarning
         names segments that are damaged, which stay as they are.
