@@ -65,7 +65,7 @@ _FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
 """In the folder of a checkpoint: the list of the files, and the file that TransferQueue writes beside it before."""
 _FORMAT = "maskpack samples 1"
 _OPTIONS = {"num_data_storage_units", "required_node_resource", "codec", "log", "fsync"}
-_ONCE = {"release", "load", "switch", "recount"}
+_ONCE = {"load", "switch", "recount"}
 """Requests that are not repeated when a storage unit was started again."""
 
 
@@ -223,11 +223,7 @@ class MaskpackStorageManager(StorageManager):
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
         answers: list[Any] = await settled(asked)
         freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
-        try:
-            await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
-        except _GoneError:  # some tensors stay, which is better than to release one twice
-            if not self._units.names:
-                raise
+        await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -322,25 +318,27 @@ class MaskpackStorageManager(StorageManager):
             try:
                 return await self._asked(info, request, given, nonce)
             except _GoneError as error:
-                if not self._units.names or request in _ONCE:
-                    raise
-                await self._restarted(unit, info, error)
+                if self._units.names and request == "release":  # tensors that stay are better than one released twice
+                    return None
+                if not self._units.names or request in _ONCE or not await self._restarted(unit, info):
+                    raise StorageError(*error.args) from error
 
-    async def _restarted(self, unit: int, info: Any, error: _GoneError) -> None:
-        """Waits until Ray has started a storage unit again, and asks where it is. Raises `error` if it does not."""
+    async def _restarted(self, unit: int, info: Any) -> bool:
+        """Whether Ray has started a storage unit again; waits for it, and asks where it is."""
         if self._units.infos[unit] is not info:  # known meanwhile
-            return
+            return True
         if not ray.is_initialized() or multiprocessing.parent_process() is not None:  # a fork cannot ask Ray
-            raise error
+            return False
         get_actor: Callable[..., Any] = cast("Any", ray).get_actor
         try:
             actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=NAMESPACE)
             found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
-        except (RayError, ValueError, asyncio.TimeoutError) as reason:
-            raise error from reason
+        except (RayError, ValueError, asyncio.TimeoutError):
+            return False
         if found.id == info.id:
-            raise error
+            return False
         self._units.infos[unit] = found
+        return True
 
     async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
         where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
