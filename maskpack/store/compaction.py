@@ -21,11 +21,11 @@ _MOST = 256
 """Rows of a chunk that is made of smaller ones."""
 
 
-def compact(contents: Contents, writer: Writer, least: float) -> int:
-    """Writes closed segments again of which deleted rows are at least a share `least`. Returns the bytes that were
-    freed."""
+def compact(contents: Contents, writer: Writer, least: float, most: int | None) -> int:
+    """Writes closed segments again, `most` of them or all, of which deleted rows are at least a share `least`. Returns
+    the bytes that were freed."""
     writer.sync()  # rows go when what deletes them is on the disk, and arrays that others refer to
-    freed = 0
+    freed = written = 0
     for place, segment in enumerate(contents.segments[:-1]):
         if segment.damages or _dead_bytes(contents, segment) < max(least * (segment.end - START), 1):
             continue
@@ -42,6 +42,9 @@ def compact(contents: Contents, writer: Writer, least: float) -> int:
         contents.segments[place] = new
         contents.reindex()
         freed += segment.end - new.end
+        written += 1
+        if written == most:
+            break
     return freed
 
 

@@ -287,17 +287,19 @@ class RolloutLog:
         with self._writing("sync") as writer:
             writer.sync()
 
-    def compact(self, least: float = 0.5) -> int:
+    def compact(self, least: float = 0.5, segments: int | None = None) -> int:
         """Writes segments again without deleted rows, if these are at least a share `least` of their bytes; joins small
-        chunks. Returns the number of bytes that were freed. The last segment is left as it is.
+        chunks. Returns the number of bytes that were freed. The last segment is left as it is. `segments` is the most
+        that it writes, for a call that is short; by default all.
 
         Readers go on. A crash leaves the old segment or the new one. Raises StorageError as `append`; a MaskpackWarning
         names segments that are damaged, which stay as they are.
         """
         if isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1:
             raise LayoutError(f"RolloutLog.compact: least is {said(least)}; expected a share of 0 to 1. Give one.")
+        most = None if segments is None else whole(segments, "segments", 1, "RolloutLog.compact")
         with self._writing("compact") as writer:
-            return compact(self._contents, writer, least)
+            return compact(self._contents, writer, least, most)
 
     def close(self) -> None:
         """Syncs, and lets another process write. Batches that were taken stay readable. Raises StorageError if the

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_bytes
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 from tensordict import TensorDict
 
 from maskpack.adapters.transferqueue import chunk as chunks
@@ -37,6 +40,7 @@ from maskpack.adapters.transferqueue.library import (
 from maskpack.adapters.transferqueue.server import (
     ANSWER,
     DONE,
+    NAMESPACE,
     NO_SAMPLE,
     NONCE,
     REQUEST,
@@ -60,7 +64,9 @@ _PATIENCE, _TIMEOUT = 5, 200
 _FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
 """In the folder of a checkpoint: the list of the files, and the file that TransferQueue writes beside it before."""
 _FORMAT = "maskpack samples 1"
-_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec"}
+_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec", "log", "fsync"}
+_ONCE = {"load", "switch", "recount"}
+"""Requests that are not repeated when a storage unit was started again."""
 
 
 def start(conf: Any) -> list[Any]:
@@ -69,19 +75,26 @@ def start(conf: Any) -> list[Any]:
     given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
     unknown = sorted(given.keys() - _OPTIONS)
     count, codec = given.get("num_data_storage_units", 2), given.get("codec")
+    log, fsync = given.get("log"), given.get("fsync", "interval")
     if unknown or type(count) is not int or count < 1:
         seen = f"options {unknown}" if unknown else f"num_data_storage_units {count!r}"
         raise MaskpackError(
             f"transfer_queue.init: backend.{NAME} has {seen}; expected some of {sorted(_OPTIONS)}, with at least one "
             "storage unit. Correct the configuration."
         )
+    if not (log is None or isinstance(log, str)) or fsync not in ("always", "interval"):
+        raise MaskpackError(
+            f"transfer_queue.init: backend.{NAME} has log {log!r}, fsync {fsync!r}; expected a folder or null, and "
+            '"always" or "interval". Correct the configuration.'
+        )
     check_codec(codec, "transfer_queue.init")
     resource = given.get("required_node_resource")
     secret = token_bytes(32)
-    units = start_units(strategies_of_nodes(count, required_node_resource=resource), secret)
+    strategies = strategies_of_nodes(count, required_node_resource=resource)
+    units, names = start_units(strategies, secret, None if log is None else os.path.abspath(log), fsync)
     infos = ray.get([unit.address.remote() for unit in units])
     with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret)}
+        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret, names)}
     return units
 
 
@@ -92,10 +105,15 @@ class StorageUnits:
     Attributes:
         infos: where they are reached.
         secret: what the processes of the run prove to each other that they know.
+        names: of their actors, if they have logs and are started again.
     """
 
-    def __init__(self, infos: Sequence[Any], secret: bytes) -> None:
-        self.infos, self.secret = list(infos), secret
+    def __init__(self, infos: Sequence[Any], secret: bytes, names: Sequence[str] = ()) -> None:
+        self.infos, self.secret, self.names = list(infos), secret, names
+
+
+class _GoneError(StorageError):
+    """A storage unit cannot be reached."""
 
 
 class MaskpackStorageManager(StorageManager):
@@ -272,6 +290,13 @@ class MaskpackStorageManager(StorageManager):
             loaded = True
         finally:
             await self._all_units("switch", loaded)
+        if self._units.names:
+            holds = sum(await self._all_units("holds"), Counter[bytes]())
+            by_home = self._by_home(holds)
+            await all_of(
+                self._ask(unit, "recount", by_home.get(unit, Counter[bytes]()))
+                for unit in range(len(self._units.infos))
+            )
 
     def _files(self, folder: Path) -> list[Path]:
         return [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
@@ -287,13 +312,41 @@ class MaskpackStorageManager(StorageManager):
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
-        info, nonce = self._units.infos[unit], token_bytes(NONCE)
+        nonce = token_bytes(NONCE)
+        while True:
+            info = self._units.infos[unit]
+            try:
+                return await self._asked(info, request, given, nonce)
+            except _GoneError as error:
+                if self._units.names and request == "release":  # tensors that stay are better than one released twice
+                    return None
+                if not self._units.names or request in _ONCE or not await self._restarted(unit, info):
+                    raise StorageError(*error.args) from error
+
+    async def _restarted(self, unit: int, info: Any) -> bool:
+        """Whether Ray has started a storage unit again; waits for it, and asks where it is."""
+        if self._units.infos[unit] is not info:  # known meanwhile
+            return True
+        if not ray.is_initialized() or multiprocessing.parent_process() is not None:  # a fork cannot ask Ray
+            return False
+        get_actor: Callable[..., Any] = cast("Any", ray).get_actor
+        try:
+            actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=NAMESPACE)
+            found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
+        except (RayError, ValueError, asyncio.TimeoutError):
+            return False
+        if found.id == info.id:
+            return False
+        self._units.infos[unit] = found
+        return True
+
+    async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
         where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
         async with self._sockets.alease(info) as socket:
-            await socket.send_multipart(self._requests.frames((request, given), nonce), copy=False)
+            await socket.send_multipart(self._requests.frames((request, given, info.id), nonce), copy=False)
             received = await self._received(socket, info, where)
         if self._answers.nonce(received) != nonce:
-            raise StorageError(
+            raise _GoneError(
                 f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
                 "may have its port: restart the run from its last checkpoint."
             )
@@ -313,9 +366,10 @@ class MaskpackStorageManager(StorageManager):
                     _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
-                    raise StorageError(
-                        f"{where} is gone ({error}), and its samples are lost; expected an answer. Restart the run "
-                        "from its last checkpoint."
+                    lost = "did not start again" if self._units.names else "its samples are lost"
+                    raise _GoneError(
+                        f"{where} is gone ({error}), and {lost}; expected an answer. Restart the run from its last "
+                        "checkpoint."
                     ) from error
                 if waited >= _TIMEOUT:
                     raise StorageError(

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import ray
 
+from maskpack.adapters.transferqueue.durable import DurableSamples
 from maskpack.adapters.transferqueue.library import (
     STORAGE_ROLE,
     ServerInfo,
@@ -29,11 +30,12 @@ from maskpack.adapters.transferqueue.library import (
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 
 SOCKET = "put_get_socket"
+NAMESPACE = "transfer_queue"
 REQUEST, ANSWER = b"request", b"answer"
 DONE, NO_SAMPLE, FAILED = "done", "no sample", "failed"
 NONCE, _MAC = 16, 32
 REFUSAL: list[Any] = [b""]
-"""The answer to those who do not know the secret."""
+"""The answer to those who do not know the secret, or mean another storage unit."""
 
 
 class Seal:
@@ -70,11 +72,12 @@ def message(received: Sequence[Any]) -> Any:
 
 
 class StorageUnit:
-    """Serves the samples of one storage unit, from the start until its process ends."""
+    """Serves the samples of one storage unit, from the start until its process ends. `log` is what DurableSamples
+    takes, for samples that are in a log, too."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, log: tuple[Any, ...] | None = None) -> None:
         self._requests, self._answers = Seal(secret, REQUEST), Seal(secret, ANSWER)
-        self._samples = Samples()
+        self._samples = Samples() if log is None else DurableSamples(*log)
         self._sent = self._received = 0
         ip: str = node_ip()
         self._socket = create_socket(zmq.Context(), zmq.ROUTER, ip)
@@ -99,7 +102,10 @@ class StorageUnit:
         if nonce is None:
             return REFUSAL
         try:
-            name, given = message(received)
+            name, given, unit = message(received)
+            if unit != self._info.id:  # another unit, which had this port
+                return REFUSAL
+            self._samples.request = nonce
             found = getattr(self._samples, name)(*given)
             if name == "figures":
                 found |= {"received_bytes": self._received, "sent_bytes": self._sent}
@@ -111,7 +117,20 @@ class StorageUnit:
         return self._answers.frames(failed, nonce)
 
 
-def start_units(strategies: Sequence[Any], secret: bytes) -> list[Any]:
-    """Actors of storage units, one for each scheduling strategy."""
+def start_units(
+    strategies: Sequence[Any], secret: bytes, log: str | None = None, fsync: str = "interval"
+) -> tuple[list[Any], list[str]]:
+    """Actors of storage units, one for each scheduling strategy. With a log, each has one in this folder, Ray starts it
+    again when its process ends, and it has a name."""
     actor: Any = ray.remote(num_cpus=1)(StorageUnit)
-    return [actor.options(scheduling_strategy=strategy).remote(secret) for strategy in strategies]
+    if log is None:
+        return [actor.options(scheduling_strategy=strategy).remote(secret) for strategy in strategies], []
+    run = uuid4().hex
+    names = [f"MaskpackStorageUnit-{run}-{number}" for number in range(len(strategies))]
+    units = [
+        actor.options(
+            scheduling_strategy=strategy, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
+        ).remote(secret, (f"{log}/unit-{number}", run, fsync))
+        for number, (strategy, name) in enumerate(zip(strategies, names, strict=True))
+    ]
+    return units, names

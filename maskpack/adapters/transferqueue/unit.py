@@ -65,11 +65,13 @@ class Samples:
         chunks: by number.
         rows: for each sample, the chunks that hold it, the newest first: (number, row).
         large: large tensors by digest.
+        request: the nonce of the request that is served; a request that is repeated has the same.
     """
 
     chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
     rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
     large: dict[bytes, _LargeHolds] = field(default_factory=dict[bytes, _LargeHolds])
+    request: bytes = b""
     _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
     """Small chunks of each kind that are to be joined."""
     _next: int = 0
@@ -272,12 +274,15 @@ class Samples:
             "large_bytes": sum(stored),
         }
 
+    def _state(self) -> tuple[Any, ...]:
+        return self.chunks, self.rows, self.large, self._next
+
     def save(self, path: str) -> str:
         """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file."""
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
         with open(partial, "wb+") as file:
-            pickle.dump((self.chunks, self.rows, self.large, self._next), file, protocol=5)
+            pickle.dump(self._state(), file, protocol=5)
             digest = digest_of(file)
         partial.replace(target)
         return digest
@@ -292,7 +297,7 @@ class Samples:
         """Replaces all of it by what was loaded, or forgets what was loaded."""
         found, self._loaded = self._loaded, None
         if loaded:
-            self.chunks, self.rows, self.large, self._next = found
+            self.chunks, self.rows, self.large, self._next, *_ = found
             self._waiting.clear()
             for number in tuple(self.chunks):
                 self._wait(number)

@@ -1,0 +1,416 @@
+"""Storage units with logs: killed at any moment, they come back with every sample that was put, once."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import pickle
+import random
+import signal
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from frozen import freeze
+from tensordict import NonTensorStack, TensorDict
+
+pytest.importorskip("transfer_queue")
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from test_transferqueue_backend import COLUMNS, ROWS
+
+from maskpack.adapters.transferqueue import chunk as chunks
+from maskpack.adapters.transferqueue import durable, manager
+from maskpack.adapters.transferqueue.chunk import LARGE, Piece
+from maskpack.adapters.transferqueue.durable import DurableSamples
+from maskpack.adapters.transferqueue.large import decoded, encoded
+from maskpack.adapters.transferqueue.library import ServerInfo
+from maskpack.adapters.transferqueue.unit import Samples
+from maskpack.errors import MaskpackError, StorageError
+from maskpack.store import disk
+
+PARTITION = "durable"
+_nonces = itertools.count(1)
+
+
+# -------------------------------------------------------------------- a unit in this process
+
+
+def asked(unit, name, *given, nonce=None):
+    """A request, as from another process."""
+    unit.request = (next(_nonces) if nonce is None else nonce).to_bytes(16, "little")
+    return pickle.loads(pickle.dumps(getattr(unit, name)(*pickle.loads(pickle.dumps(given)))))
+
+
+def put(unit, samples, nonce=None, **fields):
+    """What the manager asks for a put; with large tensors."""
+    chunk, _ = chunks.packed(TensorDict(fields, batch_size=[len(samples)]), "put")
+    chunk, large = chunks.parted(chunk)
+    missing = asked(unit, "hold", Counter(chunks.digests(chunk)))
+    asked(unit, "store", encoded({digest: large[digest] for digest in missing}, None))
+    asked(unit, "release", asked(unit, "put", samples, chunk, nonce=nonce))
+
+
+def clear(unit, samples):
+    asked(unit, "release", asked(unit, "clear", samples))
+
+
+def got(unit, samples, *fields):
+    pieces = asked(unit, "get", samples, fields)
+    wanted = {digest for piece in pieces for digest in chunks.digests(piece.chunk)}
+    if wanted:
+        pieces = chunks.whole(pieces, decoded(asked(unit, "fetch", list(wanted))))
+    return freeze(chunks.assembled([Piece(*piece) for piece in pieces], fields, len(samples)))
+
+
+def contents(unit):
+    """Everything in a unit, field by field."""
+    held = {}
+    for sample, lying in unit.rows.items():
+        fields = sorted(set().union(*(unit.chunks[number].chunk.fields for number, _ in lying)))
+        held[sample] = {name: got(unit, [sample], name) for name in fields}
+    return held
+
+
+def opened(folder, run="run"):
+    return DurableSamples(str(folder), run, "interval")
+
+
+def again(unit, run="run"):
+    """The unit, started again, as after a kill."""
+    path = unit._log.path
+    unit._log.close()
+    return opened(path, run)
+
+
+def picture(seed):
+    return {"p": torch.full((LARGE // 4,), float(seed)), "seed": seed}
+
+
+def test_columns_of_all_kinds_are_read_again(tmp_path):
+    unit, plain = opened(tmp_path), Samples()
+    samples = [*range(ROWS)]
+    for each in (plain, unit):
+        for kind, column in COLUMNS.items():
+            put(each, samples, **{kind: column()})
+        mask = torch.tensor([[0, 1, 1]] * ROWS)
+        put(each, [*range(50, 50 + ROWS)], attention_mask=mask, input_ids=7 * mask)
+        turned = [torch.arange(3 * n).reshape(3, n) for n in (2, 5)]
+        put(each, [90, 91], turned=torch.nested.as_nested_tensor(turned, layout=torch.strided))
+    assert contents(again(unit)) == contents(plain)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_puts_and_clears_of_any_order(tmp_path, monkeypatch, seed):
+    """Beside a unit without a log, with small segments, so that they are compacted."""
+    monkeypatch.setattr(durable, "_SEGMENT", 1 << 14)
+    monkeypatch.setattr(durable, "_LEAST", 8)
+    rng, unit, plain = random.Random(seed), opened(tmp_path), Samples()
+    for step in range(150):
+        samples = [rng.randrange(40) for _ in range(rng.choice([1, 3, 12]))]
+        if rng.random() < 0.2:
+            clear(unit, samples)
+            clear(plain, samples)
+        else:
+            names = rng.sample(["a", "b", "c", "o"], rng.randint(1, 3))
+            rows = {name: torch.tensor([[step, rng.randrange(9)]] * len(samples)) for name in names}
+            if "o" in names:
+                rows["o"] = NonTensorStack(*[picture(rng.randrange(3)) for _ in samples])
+            put(unit, samples, **rows)
+            put(plain, samples, **rows)
+        if rng.random() < 0.1:
+            unit = again(unit)
+        if step % 30 == 29:
+            assert contents(unit) == contents(plain)
+    assert contents(again(unit)) == contents(plain)
+
+
+def test_the_log_does_not_grow_with_what_was_cleared(tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "_SEGMENT", 1 << 14)
+    monkeypatch.setattr(durable, "_LEAST", 8)
+    unit, sizes = opened(tmp_path), []
+    put(unit, [1000], x=torch.arange(1), o=NonTensorStack(picture(5)))
+    before = contents(unit)
+    for _ in range(40):
+        put(unit, [*range(8)], x=torch.randn(8, 200), o=NonTensorStack(*map(picture, range(8))))
+        clear(unit, [*range(8)])
+        sizes.append(unit.figures()["log_bytes"])
+    assert max(sizes) < 3 * max(sizes[:10])
+    unit = again(unit)
+    assert contents(unit) == before
+    assert (unit.figures()["samples"], unit.figures()["large_tensors"]) == (1, 1)
+
+
+def test_a_put_that_is_repeated_changes_nothing(tmp_path):
+    unit = opened(tmp_path)
+    put(unit, [0, 1], x=torch.arange(2), o=NonTensorStack(picture(0), picture(0)))
+    chunk, large = chunks.parted(chunks.packed(TensorDict({"o": NonTensorStack(picture(1))}, [1]), "put")[0])
+    wanted = Counter(chunks.digests(chunk))
+    for _ in range(2):  # the second after a kill: the answer was lost
+        missing = asked(unit, "hold", wanted, nonce=10**9)
+        asked(unit, "store", encoded({digest: large[digest] for digest in missing}, None))
+        unit = again(unit)
+    for _ in range(2):
+        freed = asked(unit, "put", [0], chunk, nonce=10**9 + 10**6)
+        unit = again(unit)
+    assert not freed
+    assert [unit.large[digest].holds for digest in wanted] == [1]
+    assert contents(unit)[0]["o"] == freeze(TensorDict({"o": NonTensorStack(picture(1))}, [1]))
+    clear(unit, [0, 1])
+    assert not unit.rows
+    assert not wanted.keys() & unit.large.keys()
+
+
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
+    unit = opened(tmp_path)
+    put(unit, [0, 1], x=torch.arange(2), o=NonTensorStack(picture(0), picture(1)))
+    before, write = contents(unit), disk.write
+
+    def full(file, at, parts):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "write", full)
+    for change in (
+        lambda: put(unit, [0], x=torch.tensor([7])),
+        lambda: put(unit, [0], o=NonTensorStack(picture(2))),
+        lambda: clear(unit, [0]),
+    ):
+        with pytest.raises(StorageError, match="No space left"):
+            change()
+        assert contents(unit) == before
+    monkeypatch.setattr(disk, "write", write)
+    assert contents(again(unit)) == before
+
+
+def test_a_damaged_log_is_an_error_when_a_unit_starts(tmp_path):
+    unit = opened(tmp_path)
+    put(unit, [0, 1], x=torch.arange(2))
+    unit._log.close()
+    (segment,) = tmp_path.glob("*.seg")
+    bits = bytearray(segment.read_bytes())
+    bits[-150] ^= 1  # of the payload
+    segment.write_bytes(bits)
+    with pytest.raises(StorageError, match=r"damaged|checksum"):
+        opened(tmp_path)
+
+
+# -------------------------------------------------------------------- a checkpoint, and the log of another run
+
+
+def loaded(unit, saved):
+    asked(unit, "load", *saved)
+    asked(unit, "switch", True)
+    asked(unit, "recount", asked(unit, "holds"))
+    return unit
+
+
+def test_a_new_run_has_the_samples_of_the_checkpoint_with_what_was_put_since(tmp_path):
+    unit = opened(tmp_path / "log", "first")
+    for sample in range(5):
+        put(unit, [sample], x=torch.tensor([sample]), o=NonTensorStack(picture(sample)))
+    put(unit, [0, 2], y=torch.tensor([0, 2]))
+    file = str(tmp_path / "file")
+    saved = file, asked(unit, "save", file)
+    before = contents(unit)
+    put(unit, [1], x=torch.tensor([11]), o=NonTensorStack(picture(6)))  # overwritten
+    put(unit, [3], y=torch.tensor([3]))  # a later field
+    after = contents(unit)
+    clear(unit, [0, 2])
+    put(unit, [2], x=torch.tensor([22]), z=torch.tensor([22]))  # another sample, of the same index
+    put(unit, [7], x=torch.tensor([7]), o=NonTensorStack(picture(9)))
+    expected = {0: before[0], 1: after[1], 2: before[2], 3: after[3], 4: before[4]}
+
+    unit = again(unit, "second")
+    for name in ("hold", "put", "clear"):
+        with pytest.raises(StorageError, match=rf"^{name}: .* samples of an earlier run; .*load_checkpoint"):
+            asked(unit, name, *([[0], None] if name == "put" else [Counter()]))
+    unit = loaded(again(unit, "second"), saved)
+    for _ in range(2):
+        assert contents(unit) == expected
+        assert unit.figures()["large_tensors"] == len({0, 6, 2, 3, 4})
+        unit = again(unit, "second")
+    put(unit, [1], x=torch.tensor([12]))
+    assert contents(loaded(unit, saved)) == before  # in the same run it goes back
+    assert contents(again(unit, "second")) == before
+    plain = Samples()
+    asked(plain, "load", *saved)
+    asked(plain, "switch", True)
+    assert contents(plain) == before
+
+
+def test_a_load_that_was_killed_is_done_again(tmp_path, monkeypatch):
+    unit = opened(tmp_path / "log", "first")
+    put(unit, [0, 1, 2], x=torch.arange(3))
+    put(unit, [2], y=torch.arange(1))
+    saved = str(tmp_path / "file"), asked(unit, "save", str(tmp_path / "file"))
+    before = contents(unit)
+    clear(unit, [0, 2])
+    put(unit, [1, 5], x=torch.tensor([9, 9]))
+    expected, append = {**before, 1: contents(unit)[1]}, DurableSamples._append
+    for limit in range(6):
+        unit, left = again(unit, "second"), [limit]
+
+        def killed(self, *given, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return append(self, *given)
+
+        monkeypatch.setattr(DurableSamples, "_append", killed)
+        asked(unit, "load", *saved)
+        try:
+            asked(unit, "switch", True)
+        except KeyboardInterrupt:
+            monkeypatch.setattr(DurableSamples, "_append", append)
+            continue
+        break
+    assert 2 <= limit < 5
+    monkeypatch.setattr(DurableSamples, "_append", append)
+    assert contents(unit) == contents(again(unit, "second")) == expected
+
+
+# -------------------------------------------------------------------- TransferQueue on a local Ray
+
+
+def start(folder, **options):
+    options = {"log": str(folder), "num_data_storage_units": 2} | options
+    tq.init(OmegaConf.create({"backend": {"storage_backend": "Maskpack", "Maskpack": options}}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=150_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def queue(tmp_path):
+    start(tmp_path / "log")
+    yield tmp_path
+    tq.close()
+
+
+def of_units(keys, field):
+    """Metadata that names a field, whatever the controller knows."""
+    meta = tq.get_client().kv_retrieve_meta(keys, PARTITION, create=False)
+    meta._field_names = [field]
+    return meta
+
+
+def processes():
+    units = tq.interface._TQ_STORAGE["Maskpack"]
+    return ray.get([unit.__ray_call__.remote(lambda _: os.getpid()) for unit in units])
+
+
+def batch_of(keys, version):
+    rows = [torch.arange((7 * key + version) % 5) + 1000 * version + key for key in keys]
+    extra = [{"key": key, **picture(version + key % 2)} for key in keys]
+    fields = {"ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged), "extra": NonTensorStack(*extra)}
+    return TensorDict(fields, batch_size=[len(keys)])
+
+
+def put_keys(keys, version, model):
+    tq.kv_batch_put([str(key) for key in keys], PARTITION, batch_of(keys, version))
+    model.update(dict.fromkeys(keys, version))
+
+
+def assert_model(model):
+    """All of it equals the model; each key was read alone from the fields of its version."""
+    got = tq.kv_batch_get([str(key) for key in model], PARTITION)
+    for place, (key, version) in enumerate(model.items()):
+        want = batch_of([key], version)
+        assert freeze(got["ids"].unbind()[place]) == freeze(want["ids"].unbind()[0]), (key, version)
+        assert freeze(got["extra"][place]) == freeze(want["extra"][0]), (key, version)
+
+
+def test_units_that_are_killed_lose_nothing(queue, monkeypatch):
+    monkeypatch.setattr(manager, "_PATIENCE", 0.5)
+    model = {}
+    put_keys([*range(200)], 0, model)
+    victims = processes()
+    for process in victims:
+        os.kill(process, signal.SIGKILL)
+    assert_model(model)
+    assert not set(victims) & set(processes())
+    put_keys([*range(50, 150)], 2, model)
+    tq.kv_clear([str(key) for key in range(70, 140)], PARTITION)
+    for key in range(70, 140):
+        del model[key]
+    os.kill(processes()[0], signal.SIGKILL)
+    put_keys([*range(60, 80), 300], 4, model)
+    assert_model(model)
+    storage = tq.get_client().storage_manager
+    figures = tq.get_client()._run_coroutine(storage.figures())
+    assert sum(unit["samples"] for unit in figures) == len(model)
+    mine, other = storage._units.infos
+    storage._units.infos[0] = ServerInfo(mine.role, "one that was killed", other.ip, other.ports)  # its port is reused
+    assert_model(model)
+    assert [info.id for info in storage._units.infos] == [mine.id, other.id]
+
+
+def test_units_that_are_killed_while_puts_run(queue, monkeypatch):
+    monkeypatch.setattr(manager, "_PATIENCE", 0.5)
+    model, errors, stop, rng = {}, [], threading.Event(), random.Random(0)
+
+    def puts():
+        try:
+            for version in itertools.count(0, 2):
+                if stop.is_set():
+                    break
+                put_keys(sorted(rng.sample(range(200), rng.choice([1, 20]))), version, model)
+        except Exception as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=puts)
+    writer.start()
+    for place in (0, 1, 0):
+        stop.wait(0.3)
+        os.kill(processes()[place], signal.SIGKILL)
+    stop.wait(0.3)
+    stop.set()
+    writer.join()
+    assert not errors
+    assert_model(model)
+
+
+def test_a_new_run_goes_on_with_the_log(queue):
+    model = {}
+    put_keys([*range(100)], 0, model)
+    tq.save_checkpoint(queue / "checkpoint")
+    put_keys([*range(40, 90)], 2, model)
+    tq.kv_batch_put(["80"], PARTITION, TensorDict({"later": torch.ones(1)}, batch_size=[1]))
+    tq.kv_clear([str(key) for key in range(60)], PARTITION)
+    put_keys([*range(1000, 1050)], 4, {})  # some of them get the indexes of those that were cleared
+    model.update(dict.fromkeys(range(60), 0))
+    for process in processes():
+        os.kill(process, signal.SIGKILL)
+    tq.close()
+    start(queue / "log", fsync="always")
+    with pytest.raises(StorageError, match="samples of an earlier run"):
+        put_keys([2000], 0, {})
+    tq.load_checkpoint(queue / "checkpoint")
+    assert_model(model)
+    assert not list(tq.kv_batch_get(["80"], PARTITION, "later").keys())  # the controller does not know it
+    assert tq.get_client().get_data(of_units(["80"], "later"))["later"].tolist() == [1]
+    put_keys([*range(95, 120)], 6, model)
+    assert_model(model)
+
+
+def test_options_that_are_wrong():
+    for options in ({"log": 3}, {"log": None, "fsync": "never"}):
+        with pytest.raises(MaskpackError, match=r"has log .*, fsync .*; expected"):
+            manager.start(OmegaConf.create({"backend": {"Maskpack": options}}))
