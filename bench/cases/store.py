@@ -2,8 +2,8 @@
 
 The floor of an append is one write and one fsync of the same packed bytes; a user without maskpack has `torch.save` of
 the padded batch and an fsync, or TensorDict's `memmap`. The floor of reading is the decode of the same rows of mapped
-files, one for each append, from the page cache. Routed experts are counted at a size that fits the disk: what grows with
-rows is named beside it.
+files, one for each append, from the page cache. Routed experts are counted at a size that fits the disk: what grows
+with rows is named beside it.
 """
 
 from __future__ import annotations
