@@ -30,7 +30,7 @@ GROUPS = {
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1000),
 ]
 
 
@@ -41,7 +41,7 @@ def run_interpreted(file: str) -> None:
         env={"HYPOTHESIS_PROFILE": "slow", **os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=980,
         cwd=HERE.parent,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -27,7 +27,7 @@ from maskpack.ops.sampling_mask import SamplingMask
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 TARGETS = {"gfx942": ("hip", "gfx942", 64, "hsaco"), "sm_90": ("cuda", 90, 32, "ptx")}
 HALF = (torch.bfloat16, torch.float16)
