@@ -273,7 +273,7 @@ def _program(
         durable = done is not None and (policy == "always" or op["do"] in ("sync", "reopen"))
         history.append((before, done, model if done is not None else later, durable))
         if done is None:
-            if was_full and op["do"] in ("append", "delete"):  # the log goes on
+            if was_full and not later_fault and op["do"] in ("append", "delete"):  # the log goes on
                 assert_log(log, model)
                 if rng.random() < 0.5:
                     continue
