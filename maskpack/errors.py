@@ -54,8 +54,8 @@ class WireFormatError(MaskpackError, ValueError):
 
 
 class StorageError(MaskpackError, RuntimeError):
-    """Ray's object store or a storage unit of a data plane has no room, did not answer, or could not do what it was
-    asked to."""
+    """Ray's object store, a storage unit of a data plane or the disk of a log has no room, did not answer, or could not
+    do what it was asked to; or what it stored is damaged."""
 
 
 class WorkerError(MaskpackError):
@@ -97,4 +97,4 @@ class WorkerError(MaskpackError):
 
 
 class MaskpackWarning(UserWarning):
-    """The result is exact but larger than it could be."""
+    """The result is exact but larger than it could be; or parts of a log are damaged, and the others can be read."""

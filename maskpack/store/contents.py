@@ -75,11 +75,13 @@ def deletion(rows: IntArray) -> NewRecord:
 
 
 class Contents:
-    """Attributes:
-    folder: the files.
-    log: the number of the log.
-    writes: whether this process writes to it.
-    segments, index: what is in it.
+    """What a process knows of a log.
+
+    Attributes:
+        folder: the files.
+        log: the number of the log.
+        writes: whether this process writes to it.
+        segments, index: what is in it.
     """
 
     def __init__(self, folder: LocalFolder | RemoteFolder, name: str, writes: bool, allow_pickle: bool) -> None:
@@ -251,13 +253,15 @@ class Contents:
         tables = {0, *([body] if isinstance(body, int) else body)}
         arrays = list(message.arrays)
         blobs: dict[str, str] = {}
+        new: set[str] = set()
         for number, array in enumerate(arrays):
             if number in tables or array.nbytes < _LARGE:
                 continue
             line: Any = np.ascontiguousarray(array)
             dtype = line.dtype.str
             digest = hashlib.blake2b(line.data, digest_size=16, person=dtype.encode()).hexdigest()
-            if digest not in blobs.values() and not self._has(digest):
+            if digest not in new and not self._has(digest):
+                new.add(digest)
                 yield NewRecord(BLOB, 0, 0, {"digest": digest, "dtype": dtype}, [line])
             blobs[str(number)] = digest
             arrays[number] = array[:0]

@@ -34,7 +34,7 @@ class RowIndex:
         self.next_row = 0
         self._chunk = np.full(1024, -1, np.int64)
         self._dead = np.zeros(1024, np.bool_)
-        self._segments: list[Segment] = []
+        self._segments: dict[Segment, None] = {}
         self._tags: dict[str, dict[Any, list[IntArray]]] = {}
         self._tagged = 0
         self.grow(next_row)
@@ -49,8 +49,7 @@ class RowIndex:
 
     def add(self, segment: Segment, begin: int = 0) -> None:
         """Takes the records of a segment from one on."""
-        if segment not in self._segments:
-            self._segments.append(segment)
+        self._segments[segment] = None
         self.grow(segment.frame.next_row)
         for chunk in segment.chunks[begin:]:
             record = chunk.record

@@ -136,7 +136,7 @@ class Segment:
         header: its first bytes as they are on the disk.
         chunks: its records, in order.
         end: where the next record begins; 0 if the file is missing.
-    synced: how many of its bytes are known to be on the disk.
+        synced: how many of its bytes are known to be on the disk.
         damages: what is no record any more.
     """
 
