@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -411,6 +413,33 @@ def test_a_torn_end_is_cut_off(path):
         assert log.append(batch_of(2)) == range(14, 21)
         log.close()
         (path / "000001.seg").unlink()
+
+
+def test_a_segment_that_was_named_and_not_begun(path, tmp_path, monkeypatch):
+    """The writer goes on with the one before, whose end may be torn then."""
+
+    def fails(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    first, second = batch_of(0, LINES * 10), batch_of(1, LINES * 10)
+    with monkeypatch.context() as patch:
+        log = opened(path, fsync="interval", interval=3600, segment_bytes=1 << 12)
+        patch.setattr(disk, "sync_folder", fails)
+        assert log.append(first) == range(30)
+        assert (log.segments, (path / "000001.seg").exists()) == (1, True)
+        shutil.copytree(path, tmp_path / "found")
+        end = log.nbytes
+        assert log.append(second) == range(30, 60)
+    (tmp_path / "found" / "tail").unlink()  # a power failure: it was not synced
+    torn = (path / "000000.seg").read_bytes()[end:-10]
+    with open(tmp_path / "found" / "000000.seg", "ab") as file:
+        file.write(torn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaskpackWarning)  # torn, and no damage
+        found = opened(tmp_path / "found")
+    assert found.rows.tolist() == [*range(30)]
+    assert_same(mp.decompress(found[:30]), first)
+    assert found.append(second) == range(30, 60)
 
 
 def test_missing_and_foreign_files(path, tmp_path):
