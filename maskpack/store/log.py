@@ -33,7 +33,7 @@ from maskpack.store.segments import index_name
 from maskpack.store.writer import Writer
 
 _T = TypeVar("_T")
-_ATTEMPTS = 3
+_ATTEMPTS = 10
 _STEP = 1 << 24
 """Bytes that are copied at a time."""
 
@@ -211,7 +211,10 @@ class RolloutLog:
                 return look()
             except Replaced:
                 self._contents.load()
-        return look()
+        raise StorageError(
+            f"RolloutLog: {self.path} changes faster than it can be read; expected segments that stay for a while. Compact "
+            "less often, or look again."
+        )
 
     def _taken(self, numbers: IntArray, fields: Sequence[Key]) -> PackedBatch:
         contents = self._contents

@@ -567,5 +567,8 @@ def _read(rng: random.Random, root: Path, shared: torch.Tensor, until: float, an
             own = log.where(own=acknowledged - 1).tolist()
             assert own == [acknowledged - 1] or (acknowledged - 1) % 3 == 0
         elif kind < 0.3:
-            assert log.damaged().size == 0
+            try:
+                assert log.damaged().size == 0
+            except StorageError as error:  # the writer compacts all the time
+                assert "changes faster" in str(error)
         shared[2] += 1
