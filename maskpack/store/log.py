@@ -212,8 +212,8 @@ class RolloutLog:
             except Replaced:
                 self._contents.load()
         raise StorageError(
-            f"RolloutLog: {self.path} changes faster than it can be read; expected segments that stay for a while. Compact "
-            "less often, or look again."
+            f"RolloutLog: {self.path} changes faster than it can be read; expected segments that stay for a while. "
+            "Compact less often, or look again."
         )
 
     def _taken(self, numbers: IntArray, fields: Sequence[Key]) -> PackedBatch:
