@@ -570,5 +570,6 @@ def _read(rng: random.Random, root: Path, shared: torch.Tensor, until: float, an
             try:
                 assert log.damaged().size == 0
             except StorageError as error:  # the writer compacts all the time
-                assert "changes faster" in str(error)
+                if "changes faster" not in str(error):
+                    raise
         shared[2] += 1
