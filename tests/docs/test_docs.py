@@ -128,9 +128,10 @@ def blocks(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def printed(code: str, name: str, names: dict[str, Any]) -> str:
+    """What a block prints; a slow node may print a warning of its own through the driver."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(code, name, "exec"), names)
-    return out.getvalue()
+    return "".join(line for line in out.getvalue().splitlines(keepends=True) if "(raylet)" not in line)
 
 
 def run(name: str, text: str, page: Page, only: int | None = None) -> None:
