@@ -115,12 +115,14 @@ def values(rng: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> to
     return line.view(dtype).view(shape) if count else torch.zeros(shape, dtype=dtype)
 
 
-_DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fn)
+KINDS = 13
+DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.float64, torch.float8_e4m3fn)
 _WORDS = ("a", "", None, 3, -1.5, True, b"x", (1, "b"))
 
 
-def column(rng: random.Random, rows: int, kind: int | None = None) -> Any:
-    dtype, kind = rng.choice(_DTYPES), rng.randrange(13) if kind is None else kind
+def column(rng: random.Random, rows: int, kind: int | None = None, dtype: torch.dtype | None = None) -> Any:
+    dtype = rng.choice(DTYPES) if dtype is None else dtype
+    kind = rng.randrange(KINDS) if kind is None else kind
     if kind == 0:
         return ragged(rng, rows, dtype)
     if kind == 1:
@@ -150,7 +152,7 @@ def column(rng: random.Random, rows: int, kind: int | None = None) -> Any:
     return NonTensorStack(*[values(rng, (40_000,), torch.float32) * 0 + row % 2 for row in range(rows)])
 
 
-_NAMES = ("input_ids", "position_ids", "prompts", "responses", "response_mask", "old_log_probs", "uid", "x", "y", "z")
+NAMES = ("input_ids", "position_ids", "prompts", "responses", "response_mask", "old_log_probs", "uid", "x", "y", "z")
 
 
 def padded(rng: random.Random, rows: int) -> TensorDict:
@@ -172,7 +174,7 @@ def padded(rng: random.Random, rows: int) -> TensorDict:
 def batch(rng: random.Random, rows: int) -> TensorDict:
     if rng.random() < 0.2:
         return padded(rng, rows)
-    names = rng.sample(_NAMES, rng.randint(1, 6))
+    names = rng.sample(NAMES, rng.randint(1, 6))
     return TensorDict({name: column(rng, rows) for name in names}, batch_size=[rows])
 
 

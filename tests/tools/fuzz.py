@@ -4,7 +4,7 @@
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes
     log         processes that write a RolloutLog die, disks lose power and flip bits, others read   --kind KIND ...
-    queue       processes of TransferQueue die while others put and get
+    queue       sequences of puts and gets of TransferQueue, and its processes die while others put and get
     rows        programs of operations on rows, fields and tokens, against lists of what each row holds
     wire        broken files; what was read must decode                          --table FILE ...
 
