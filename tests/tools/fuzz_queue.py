@@ -130,7 +130,8 @@ class Sequence:
             seen[step.__name__] += 1
             for _ in range(2 * bool(self.known)):
                 seen["get"] += self.get()
-        self.cleared(list(self.known))
+        if self.known:
+            self.cleared(list(self.known))
 
     def keys(self, samples: list[int]) -> list[str]:
         return [str(sample) for sample in samples]
@@ -271,7 +272,8 @@ def hung(*_: object) -> None:
 
 @contextmanager
 def session(_: Any) -> Iterator[None]:
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([*(str(tests / name) for name in ("tools", "adapters")), os.environ.get("PYTHONPATH", "")])
     ray.init(
         address="local",
         num_cpus=12,
