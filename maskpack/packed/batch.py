@@ -34,7 +34,7 @@ from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
-from maskpack.nesting.coverage import check_coverage
+from maskpack.nesting.coverage import check_coverage, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.plan import Carried, Seen, plan_of, seen_of
@@ -452,12 +452,15 @@ def compress(
     found = _by_plan(batch, options, carried, layouts, seen, like)
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
-        check_coverage(gathering.forms, batch, options, 3)
-        return _encoded(gathering, codec, seen, options, carried.layouts or layouts)
-    table, schema = found
-    check_coverage(schema.forms, batch, options, 3)
-    objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
-    return PackedBatch(table.rows, schema, table, objects, codec)
+        check_coverage(gathering.forms, batch, options)
+        packed = _encoded(gathering, codec, seen, options, carried.layouts or layouts)
+    else:
+        table, schema = found
+        check_coverage(schema.forms, batch, options)
+        objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
+        packed = PackedBatch(table.rows, schema, table, objects, codec)
+    warn_dense(packed.schema.forms, options, batch, lambda: packed.nbytes, 2)
+    return packed
 
 
 def decompress(
