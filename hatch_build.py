@@ -6,6 +6,7 @@ that built it.
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sysconfig
 from pathlib import Path
@@ -23,11 +24,20 @@ class CustomBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        self._build()["compile_core"]()
+        build = self._build()
+        if not build["compiler"]():
+            self._say("no C compiler was found: ziglang compiles the core, which takes a minute or two the first time")
+        build["compile_core"]()
         build_data["artifacts"] += [f"{CORE}/_core.so", f"{CORE}/abi.py"]
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"
+
+    def _say(self, line: str) -> None:
+        """To the terminal, if there is one: pip keeps what a build prints for itself, but with -v."""
+        print(f"maskpack: {line}", flush=True)
+        with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+            print(f"\n  maskpack: {line}", file=terminal, flush=True)
 
     def _build(self) -> dict[str, Any]:
         return runpy.run_path(str(Path(self.root) / CORE / "build.py"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -112,13 +112,10 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
         )
 
 
-def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, level: int) -> None:
-    """Raises CoverageError in strict mode for fields of a batch that stay padded; else warns, as `level` frames
-    above."""
+def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options) -> None:
+    """Raises CoverageError in strict mode for fields of a batch that stay padded."""
     if options.strict:
         check_strict(options.call, _dense(forms, batch, options))
-    else:
-        warn_dense(forms, options.call, level + 1)
 
 
 def _dense(forms: Iterable[FieldForm], batch: Any, options: Options) -> list[DenseField]:
@@ -130,12 +127,30 @@ def _dense(forms: Iterable[FieldForm], batch: Any, options: Options) -> list[Den
     ]
 
 
-def warn_dense(forms: Iterable[FieldForm], call: str, level: int) -> None:
-    """Warns of the fields that stay padded, as `level` frames above."""
-    # without sizes, so that Python shows the warning once for batches of all widths
+def nbytes_of(values: Iterable[Any]) -> int:
+    """Bytes of the tensors among some values; nested ones without their offsets."""
+    return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+_SAID: dict[str, str] = {}
+_MOST_SAID = 1_000
+
+
+def warn_dense(
+    forms: Iterable[FieldForm], options: Options, batch: TensorDictBase, sent: Callable[[], int], level: int
+) -> None:
+    """Warns of the fields that stay padded, as `level` frames above, with the bytes that the whole batch takes all the
+    same. Those are of the first batch whose fields stay padded for these reasons: Python shows equal warnings once."""
     fields = "; ".join(f'"{show(form.path)}": {form.reason}' for form in forms if form.reason)
-    if fields:
-        warnings.warn(f"{call}: fields stay padded: {fields}", MaskpackWarning, stacklevel=level)
+    if not fields or options.strict:
+        return
+    text = f"{options.call}: fields stay padded: {fields}"
+    if text not in _SAID:
+        if len(_SAID) == _MOST_SAID:
+            _SAID.clear()
+        padded = nbytes_of(batch.values(True, True))
+        _SAID[text] = f"{text}; the first such batch takes {sent():,} bytes instead of {padded:,} all the same"
+    warnings.warn(_SAID[text], MaskpackWarning, stacklevel=level + 1)
 
 
 def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:

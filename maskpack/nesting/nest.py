@@ -19,7 +19,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
-from maskpack.nesting.coverage import check_coverage
+from maskpack.nesting.coverage import check_coverage, nbytes_of, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.plan import seen_of
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, layouts_entry, pads_of_rows, read_layouts
@@ -69,13 +69,14 @@ def nest_batch_by_mask(
     ).of_this_process()
     batch, carried = whole_batch(batch, options.call)
     found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
-    check_coverage(found.forms, batch, options, 3)
+    check_coverage(found.forms, batch, options)
     fields = _jagged_fields(found, options.call)
 
     def nested(form: FieldForm) -> Any:
         return rows_only(form.node) if form.node is not None else fields.get(form.path, found.entries[form.path])
 
     out = unflatten(rows_only(found.plan.root), [(form.path, nested(form)) for form in found.forms], found.rows)
+    warn_dense(found.forms, options, batch, lambda: nbytes_of({**found.entries, **found.values}.values()), 2)
     return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.row_pads, found.rows))
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import torch
@@ -25,20 +26,21 @@ from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
 from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
-from maskpack.core.keys import path_of
+from maskpack.core.keys import path_of, plain
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
 from maskpack.core.tree import entry_at, select_entries, unflatten
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, MaskpackError
 from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
-from maskpack.nesting.coverage import check_coverage
+from maskpack.nesting.coverage import check_coverage, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.plan import Carried, Seen, plan_of, seen_of
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
+from maskpack.packed.arrow import table_of
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -56,6 +58,7 @@ from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
+File = str | os.PathLike[str] | BinaryIO
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -120,6 +123,16 @@ class PackedBatch:
     def forms(self) -> dict[Path, FieldForm]:
         """The form of each entry, by its path."""
         return {form.path: form for form in self.schema.forms}
+
+    def keys(self) -> tuple[Key, ...]:
+        """The keys of the fields, in key order: a name, or a tuple of names for a field of a sub-batch."""
+        return tuple(plain(form.path) for form in self.schema.forms if form.node is None)
+
+    @property
+    def fields(self) -> dict[Key, FieldForm]:
+        """What is known of each field without decoding it, by its key: kind, layout, dtype, shape of an element, pad,
+        device, and the reason why it stays padded."""
+        return {plain(form.path): form for form in self.schema.forms if form.node is None}
 
     @cached_property
     def tensors(self) -> tuple[FieldForm, ...]:
@@ -306,10 +319,20 @@ class PackedBatch:
         """
         return self._pieces(allow_pickle, checksum, "PackedBatch.to_bytes").joined()
 
-    def save(self, file: str | os.PathLike[str], *, allow_pickle: bool = False, checksum: bool = False) -> None:
-        """Writes `to_bytes` to a file. An existing file is replaced only when the new one is complete on the disk."""
-        target = _path(file, "PackedBatch.save")
-        self._pieces(allow_pickle, checksum, "PackedBatch.save").save(target)
+    def save(self, file: File, *, allow_pickle: bool = False, checksum: bool = False) -> None:
+        """Writes `to_bytes` to a file.
+
+        Args:
+            file: a path, whose old file is replaced only when the new one is complete on the disk; a URL of fsspec, as
+                `s3://bucket/rollouts.maskpack`; or an open binary file, to which the bytes are appended.
+        """
+        target = _file(file, "PackedBatch.save", "write")
+        pieces = self._pieces(allow_pickle, checksum, "PackedBatch.save")
+        if isinstance(target, str):
+            with _of_fsspec(target, "PackedBatch.save"):
+                pieces.save(target)
+        else:
+            pieces.write(target)
 
     @classmethod
     def from_bytes(cls, data: Any, *, allow_pickle: bool = False, max_bytes: int | None = MAX_BYTES) -> PackedBatch:
@@ -331,29 +354,51 @@ class PackedBatch:
 
     @classmethod
     def load(
-        cls,
-        file: str | os.PathLike[str],
-        *,
-        allow_pickle: bool = False,
-        mmap: bool = True,
-        max_bytes: int | None = MAX_BYTES,
+        cls, file: File, *, allow_pickle: bool = False, mmap: bool = True, max_bytes: int | None = MAX_BYTES
     ) -> PackedBatch:
-        """Reads a batch from a file that `save` wrote.
+        """Reads a batch that `save` wrote.
 
         Args:
-            mmap: map the file into memory: rows are read when they are decoded. If the file is later truncated, reading
-                a lost part ends the process with SIGBUS, which no error handler catches; if it is written to in place,
-                values may be wrong, but no memory outside of the file is touched. `save` never changes a file in
-                place. False reads the whole file first.
+            file: a path, a URL of fsspec, or an open binary file, which is read to its end.
+            mmap: map the file of a path into memory: rows are read when they are decoded. If the file is later
+                truncated, reading a lost part ends the process with SIGBUS, which no error handler catches; if it is
+                written to in place, values may be wrong, but no memory outside of the file is touched. `save` never
+                changes a file in place. False reads the whole file first.
             max_bytes: as for `from_bytes`.
 
         Raises WireFormatError as `from_bytes`.
         """
-        call = f"PackedBatch.load({_path(file, 'PackedBatch.load')!r})"
+        source = _file(file, "PackedBatch.load", "read")
         flag(allow_pickle, "allow_pickle", "PackedBatch.load")
         flag(mmap, "mmap", "PackedBatch.load")
         _check_limit(max_bytes, "PackedBatch.load")
-        return read_batch(cls, read_message(file_bytes(file, mmap), call), call, allow_pickle, max_bytes)
+        call = f"PackedBatch.load({source!r})" if isinstance(source, str) else "PackedBatch.load"
+        if isinstance(source, str):
+            with _of_fsspec(source, "PackedBatch.load"):
+                data = file_bytes(source, mmap)
+        else:
+            data = source.read()
+        return read_batch(cls, read_message(data, call), call, allow_pickle, max_bytes)
+
+    def to_arrow(self, *fields: Key) -> Any:
+        """Decodes fields to a `pyarrow.Table` with one row for each row of the batch (needs maskpack[arrow]).
+
+        A field of tokens is a column of lists with the valid values alone, so rows differ in length as their tokens do;
+        other tensors are columns of numbers, or of lists of fixed size. bfloat16 and float8 become float32. Columns of
+        sub-batches are named `sub/field`.
+
+        Args:
+            fields: the fields to decode; all if none is named.
+
+        Raises:
+            LayoutError: a field that is not in the batch, or that Arrow has no type for, as complex numbers.
+            MaskpackError: pyarrow is missing.
+        """
+        self._need_rows("to_arrow")
+        nested = decompress(self, *fields, format="nested", device="cpu")
+        entries = {show(key): entry_at(nested, path_of(key)) for key in self.keys()}
+        named = {name: entry for name, entry in entries.items() if entry is not None}
+        return table_of(named, self.num_rows, "PackedBatch.to_arrow")
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> Pieces:
         flag(allow_pickle, "allow_pickle", call)
@@ -392,15 +437,30 @@ def _check_limit(max_bytes: Any, call: str) -> None:
         whole(max_bytes, "max_bytes", 0, call)
 
 
-def _path(file: Any, call: str) -> str:
+def _file(file: Any, call: str, method: Literal["read", "write"]) -> Any:
+    """A path or a URL as text, or an open file."""
     if not isinstance(file, str | os.PathLike):
+        if callable(getattr(file, method, None)):
+            return file
         raise LayoutError(
-            f"{call}: file is {said(file)}; expected a path. Pass one; from_bytes and to_bytes take bytes."
+            f"{call}: file is {said(file)}; expected a path, a URL, or an open binary file. Pass one; from_bytes and "
+            "to_bytes take bytes."
         )
     path = os.fspath(cast("str", file))
     if not isinstance(path, str) or "\0" in path or not os.path.basename(path):
         raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
     return path
+
+
+@contextmanager
+def _of_fsspec(file: str, call: str) -> Generator[None]:
+    """Errors of a URL that fsspec has no file system for."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if "://" not in file or isinstance(error, MaskpackError):
+            raise
+        raise LayoutError(f"{call}: file is {file!r}; expected a URL that fsspec can open: {error}.") from error
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -452,12 +512,15 @@ def compress(
     found = _by_plan(batch, options, carried, layouts, seen, like)
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
-        check_coverage(gathering.forms, batch, options, 3)
-        return _encoded(gathering, codec, seen, options, carried.layouts or layouts)
-    table, schema = found
-    check_coverage(schema.forms, batch, options, 3)
-    objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
-    return PackedBatch(table.rows, schema, table, objects, codec)
+        check_coverage(gathering.forms, batch, options)
+        packed = _encoded(gathering, codec, seen, options, carried.layouts or layouts)
+    else:
+        table, schema = found
+        check_coverage(schema.forms, batch, options)
+        objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
+        packed = PackedBatch(table.rows, schema, table, objects, codec)
+    warn_dense(packed.schema.forms, options, batch, lambda: packed.nbytes, 2)
+    return packed
 
 
 def decompress(

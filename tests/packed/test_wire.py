@@ -7,6 +7,7 @@ maskpack.
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import fuzz
 import fuzz_wire
 import numpy as np
@@ -260,6 +262,39 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as error:
         PackedBatch.from_bytes(golden("rollout")).save(tmp_path / "none" / "x")
     assert error.value.filename == str(tmp_path / "none" / "x")
+
+
+def test_files_that_are_open_and_urls(tmp_path: Path) -> None:
+    packed = PackedBatch.from_bytes(golden("rollout"))
+    stream = io.BytesIO(b"before")
+    stream.seek(0, io.SEEK_END)
+    packed.save(stream, checksum=True)
+    assert stream.getvalue() == b"before" + packed.to_bytes(checksum=True)
+    stream.seek(6)
+    assert_same(decompress(PackedBatch.load(stream)), decompress(packed))
+    for url in ("memory://folder/rollout.maskpack", f"file://{tmp_path}/rollout.maskpack"):
+        packed.save(url)
+        packed.save(url)  # takes the place of the old one
+        assert fsspec.open(url).open().read() == packed.to_bytes()
+        assert_same(decompress(PackedBatch.load(url)), decompress(packed))
+    with pytest.raises(FileNotFoundError):
+        PackedBatch.load("memory://folder/none")
+    for call in (packed.save, PackedBatch.load):
+        with pytest.raises(LayoutError, match="file is 'nothing://x'; expected a URL that fsspec can open"):
+            call("nothing://x")
+        with pytest.raises(LayoutError, match="expected a path, a URL, or an open binary file"):
+            call(3)  # type: ignore[arg-type]
+
+
+def test_keys_and_fields_without_decoding() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    sub = TensorDict({"score": torch.ones(1)}, [1])
+    packed = compress(TensorDict({"attention_mask": mask, "sub": sub, "old": mask * 1.5}, [1]), registry={})
+    assert packed.keys() == ("attention_mask", ("sub", "score"), "old")
+    assert list(packed.fields) == list(packed.keys())
+    assert packed.fields["old"].dtype is torch.float32
+    assert packed.fields["old"].reason == "the registry does not know it"
+    assert packed.fields["sub", "score"].reason is None
 
 
 # -------------------------------------------------------------------- malformed containers

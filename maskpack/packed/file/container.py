@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+import fsspec
 import numpy as np
+from fsspec.implementations.local import LocalFileSystem
 
 from maskpack.core.bits import Words
 from maskpack.errors import WireFormatError
@@ -86,15 +88,23 @@ class Pieces:
         """All of them as bytes."""
         return b"".join([self.header, *map(_raw, self.arrays)])
 
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Writes them to a file, which takes the place of an old one when all of it is on the disk."""
-        target = Path(file)
+    def write(self, out: Any) -> None:
+        """Writes them to an open binary file."""
+        for piece in (self.header, *map(_raw, self.arrays)):
+            out.write(piece)
+
+    def save(self, file: str) -> None:
+        """Writes them to a file, which takes the place of an old one when all of it is on the disk, or to a URL of
+        fsspec, in one piece."""
+        remote, path = _place(file)
+        if remote is not None:
+            remote.pipe_file(path, self.joined())
+            return
+        target = Path(path)
         part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
         try:
             with part.open("wb") as out:
-                out.write(self.header)
-                for array in self.arrays:
-                    out.write(array.data)
+                self.write(out)
                 out.flush()
                 os.fsync(out.fileno())
             part.replace(target)
@@ -113,9 +123,21 @@ class Pieces:
                 os.close(folder)
 
 
-def file_bytes(file: str | os.PathLike[str], mapped: bool) -> Any:
-    """The bytes of a file: mapped to memory, or read into it."""
-    with open(file, "rb") as opened:
+def _place(file: str) -> tuple[Any, str]:
+    """The file system of fsspec, None for a file of this machine, and the path in it. Raises ImportError or ValueError,
+    whose messages name the package or the protocol, if there is none."""
+    if "://" not in file:
+        return None, file
+    fs, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(file))  # type: ignore[reportUnknownMemberType]
+    return None if isinstance(fs, LocalFileSystem) else fs, path
+
+
+def file_bytes(file: str, mapped: bool) -> Any:
+    """The bytes of a file: mapped to memory, or read into it. Those behind a URL of fsspec are always read."""
+    remote, path = _place(file)
+    if remote is not None:
+        return remote.cat_file(path)
+    with open(path, "rb") as opened:
         if mapped and os.fstat(opened.fileno()).st_size:
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
         return opened.read()
