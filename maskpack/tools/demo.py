@@ -37,6 +37,7 @@ PROMPT_WIDTH, RESPONSE_WIDTH = 256, 768
 _FIELDS = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask", "advantages")
 _ROWS_AT_ONCE = 8
 _TOKENS_AT_ONCE = 4096  # fewer than _ROWS_AT_ONCE padded rows
+_Tensors = Mapping[str, Tensor]
 _OPTIONS = ReplayOptions(share_prefixes=True)
 
 WAYS = {
@@ -79,13 +80,13 @@ def rollout_batch(prompts: int, responses: int, seed: int) -> TensorDict:
     rng = torch.Generator().manual_seed(seed)
     rows = prompts * responses
 
-    def lengths(count: int, median: int, most: int) -> Tensor:
-        return (median * torch.empty(count).log_normal_(0, 1, generator=rng)).long().clamp(1, most)
+    def lengths(count: int, median: int, deviation: float, most: int) -> Tensor:
+        return (median * torch.empty(count).log_normal_(0, deviation, generator=rng)).long().clamp(1, most)
 
     ids = torch.randint(PAD, (rows, PROMPT_WIDTH + RESPONSE_WIDTH), generator=rng)
     ids[:, :PROMPT_WIDTH] = ids[::responses, :PROMPT_WIDTH].repeat_interleave(responses, 0)
-    before = lengths(prompts, 128, PROMPT_WIDTH).repeat_interleave(responses)[:, None]
-    after = lengths(rows, 128, RESPONSE_WIDTH)[:, None]
+    before = lengths(prompts, 128, 0.5, PROMPT_WIDTH).repeat_interleave(responses)[:, None]
+    after = lengths(rows, 128, 1, RESPONSE_WIDTH)[:, None]
     column = torch.arange(ids.shape[1]) - PROMPT_WIDTH
     mask = (column >= -before) & (column < after)
     ids = torch.where(mask, ids, PAD)
@@ -260,12 +261,7 @@ def wire_bytes(value: Any) -> int:
     return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
 
 
-# -------------------------------------------------------------------- compared
-
-
-def compare(
-    padded: Mapping[str, Tensor], other: Mapping[str, Tensor], way: str = "maskpack", rounding: float = 0
-) -> None:
+def compare(padded: _Tensors, other: _Tensors, way: str = "maskpack", rounding: float = 0) -> None:
     """Compares the tensors of two ways: bit for bit, or within `rounding` times the largest value of each tensor.
 
     Raises:
