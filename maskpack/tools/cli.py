@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -56,11 +56,12 @@ def _positive(text: str) -> int:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="send a batch to Ray workers, padded and through maskpack, and compare bits, bytes and time",
-        description="Scores rollouts by a tiny model in Ray workers, once from the padded batch and once through "
-        "maskpack. Exits with status 1 if any bit of the outputs differs.",
+        help="make a step of a GRPO trainer, padded, with maskpack and with replay; compare outputs, bytes and time",
+        description="Makes a step of a GRPO trainer with a tiny model in Ray workers: from padded rows, through "
+        "maskpack, and with replay of packed rows. Exits with status 1 if maskpack changes a bit of the outputs, or "
+        "replay more than rounding does.",
     )
-    demo.add_argument("--prompts", type=_positive, default=16, help="prompts (default: %(default)s)")
+    demo.add_argument("--prompts", type=_positive, default=6, help="prompts (default: %(default)s)")
     demo.add_argument("--responses", type=_positive, default=8, help="responses to each prompt (default: %(default)s)")
     demo.add_argument("--ranks", type=_positive, default=2, help="Ray workers (default: %(default)s)")
     demo.add_argument("--seed", type=int, default=0, help="of the weights and the batch (default: %(default)s)")
@@ -111,7 +112,13 @@ def _add_file(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
 
 
 def _demo(args: argparse.Namespace) -> int:
+    begin = time.monotonic()
+
+    def progress(text: str) -> None:
+        print(f"{time.monotonic() - begin:5.1f} s  {text} ...", flush=True)
+
     try:
+        progress("importing Ray and transformers")
         from maskpack.tools import demo
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
@@ -119,7 +126,9 @@ def _demo(args: argparse.Namespace) -> int:
             raise
         print(f"maskpack demo: {missing} is not installed; run: pip install 'maskpack[demo]'", file=sys.stderr)
         return 2
-    return demo.run(args.prompts, args.responses, args.seed, args.ranks, functools.partial(print, flush=True))
+    text, status = demo.run(args.prompts, args.responses, args.seed, args.ranks, progress)
+    print(text)
+    return status
 
 
 if __name__ == "__main__":
