@@ -86,6 +86,9 @@ PAGES = {
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/replay-faster.md": Page(needs=("transformers",)),
+    "docs/replay-images.md": Page(needs=("transformers",)),
+    "docs/replay-rollout.md": Page(needs=("transformers",)),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
     "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
     "docs/testing.md": Page(),
@@ -107,7 +110,9 @@ PAGES = {
 }
 ELSEWHERE = {
     "docs/verl.md": "adapters/test_verl.py",
+    "docs/wire-encodings.md": "tools/fuzz_wire.py",
     "docs/wire-format.md": "tools/fuzz_wire.py",
+    "docs/wire-table.md": "tools/fuzz_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""
 
