@@ -34,7 +34,9 @@ def table() -> str:
 
 
 def packages_table() -> str:
-    return PACKAGES_HEAD + "".join(f"| {name} | {accepted(name)} | {', '.join(run_with(name))} |\n" for name in PACKAGES)
+    return PACKAGES_HEAD + "".join(
+        f"| {name} | {accepted(name)} | {', '.join(run_with(name))} |\n" for name in PACKAGES
+    )
 
 
 def accepted(name: str) -> str:
