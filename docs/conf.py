@@ -2,6 +2,8 @@
 
 pages of docs/*.md, docstrings, bench/results  ->  build/docs; nothing is fetched from elsewhere
 
+Figures (docs/*.svg) become part of their pages, so that they follow the switch of the theme.
+
 Frameworks that are not installed are stood in for by mocks, so that the reference of the adapters is whole everywhere.
 """
 
@@ -11,9 +13,11 @@ import importlib.util
 import pkgutil
 import re
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
@@ -27,12 +31,15 @@ project = "maskpack"
 copyright = "the maskpack authors"
 version = release = maskpack.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"maskpack {release}"
 html_show_sphinx = False
+html_static_path, html_css_files = ["_static"], ["site.css"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
+highlight_language = "none"  # of fences without a name: diagrams and what commands print
+copybutton_selector = ", ".join(f"div.highlight-{kind} pre" for kind in ("python", "bash", "yaml"))
 
 myst_heading_anchors = 3
 
@@ -104,8 +111,19 @@ def _write_figures(app: Sphinx) -> None:
     write_page(Path(app.srcdir).parent / "bench/results", Path(app.srcdir) / "figures.md")
 
 
+def _put_figures_in(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """An image that is linked to sees no style of the page."""
+    if app.builder.format == "html":
+        for image in list(tree.findall(nodes.image)):
+            if image["uri"].endswith(".svg"):
+                drawing = (Path(app.srcdir) / image["uri"]).read_text()
+                label = f'<svg role="img" aria-label="{escape(image.get("alt", ""))}" '
+                image.replace_self(nodes.raw("", drawing.replace("<svg ", label, 1), format="html"))
+
+
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", _write_figures)
+    app.connect("doctree-resolved", _put_figures_in)
     app.connect("autodoc-process-signature", _sign)
     app.connect("autodoc-process-docstring", _document, priority=400)
     app.connect("autodoc-process-docstring", _restore, priority=600)  # napoleon has 500

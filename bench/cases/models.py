@@ -36,7 +36,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from bench.harness.measure import NotExact, progress, torch_threads
 from bench.harness.registry import case
 from bench.harness.report import Row
-from maskpack.adapters.transformers import refusals, replayable
+from maskpack.adapters.transformers import replayable
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
@@ -247,13 +247,13 @@ def page(found: Sequence[Found]) -> str:
         "",
         "Made by `python -m bench models --plot docs/models.md`. *Rows in mixers*: layers that carry state run "
         "on rows, and everything else is packed. *Not compared*: the script makes no small model that runs; the "
-        "self-check of the first batch tells.",
+        "self-check of the first batch tells. [Refusals](refusals.md) has all messages of replay.",
         "",
         "| class | way | why not |",
         "|---|---|---|",
     ]
     lines += [f"| `{one.name}` | {one.way} | {_short(one.reason)} |" for one in found]
-    return "\n".join([*lines, "", refusals.section()])
+    return "\n".join([*lines, ""])
 
 
 def _short(reason: str) -> str:

@@ -86,6 +86,9 @@ PAGES = {
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",)),
+    "docs/replay-faster.md": Page(needs=("transformers",)),
+    "docs/replay-images.md": Page(needs=("transformers",)),
+    "docs/replay-rollout.md": Page(needs=("transformers",)),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
     "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
     "docs/testing.md": Page(),
@@ -107,7 +110,9 @@ PAGES = {
 }
 ELSEWHERE = {
     "docs/verl.md": "adapters/test_verl.py",
+    "docs/wire-encodings.md": "tools/fuzz_wire.py",
     "docs/wire-format.md": "tools/fuzz_wire.py",
+    "docs/wire-table.md": "tools/fuzz_wire.py",
 }
 """Pages that other files run, which look at more than that they run."""
 
@@ -204,6 +209,11 @@ def test_every_fence_is_of_a_kind_that_is_looked_at(name: str) -> None:
     assert len(BLOCK.findall(text)) == len(list(blocks(text)))
 
 
+@pytest.mark.parametrize("name", sorted(pages().keys() - {"docs/figures.md"}))
+def test_no_page_has_more_than_3000_words(name: str) -> None:
+    assert len(pages()[name].split()) <= 3000
+
+
 # -------------------------------------------------------------------- the picture of a batch
 
 
@@ -246,7 +256,9 @@ def missing_files(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", ["docs/house.md", "docs/decisions.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/house.md", "docs/decisions.md", "docs/decisions-training.md", "CONTRIBUTING.md"]
+)
 def test_files_that_are_named_are_there(name: str) -> None:
     assert missing_files((ROOT / name).read_text()) == set()
 

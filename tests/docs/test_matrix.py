@@ -1,12 +1,14 @@
-"""The table "What was run" of docs/adapters.md comes from .ci/matrix.json, which .ci/matrix runs.
+"""The tables of versions in docs/versions.md come from .ci/matrix.json, which .ci/matrix runs, and from pyproject.toml.
 
-`python tests/docs/test_matrix.py` writes the table into the page.
+`python tests/docs/test_matrix.py` writes the tables into the page.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CI = ROOT / ".ci"
-PAGE = ROOT / "docs" / "adapters.md"
+PAGE = ROOT / "docs" / "versions.md"
 MATRIX: dict[str, Any] = json.loads((CI / "matrix.json").read_text())
 COLUMNS = ("python", "torch", "tensordict", "transformers", "what", "by")
 HEAD = "| Python | torch | tensordict | transformers | what | run by |\n|---|---|---|---|---|---|\n"
+PACKAGES = ("Python", "torch", "tensordict", "Ray", "transformers", "verl", "TRL", "TorchRL", "TransferQueue")
+PACKAGES_HEAD = "| | accepted | tested |\n|---|---|---|\n"
 UNABLE = sorted(path.name for path in CI.glob("*.txt") if path.name != "constraints.txt")
 
 
@@ -29,13 +33,51 @@ def table() -> str:
     return HEAD + "".join(f"| {' | '.join(row)} |\n".replace("|  |", "| |") for row in rows)
 
 
+def packages_table() -> str:
+    return PACKAGES_HEAD + "".join(
+        f"| {name} | {accepted(name)} | {', '.join(run_with(name))} |\n" for name in PACKAGES
+    )
+
+
+def accepted(name: str) -> str:
+    """What pyproject.toml asks for."""
+    project = (ROOT / "pyproject.toml").read_text()
+    if name == "Python":
+        minors = re.findall(r"Python :: (3\.\d+)", project)
+        return f"{minors[0]} to {minors[-1]}"
+    found = re.search(rf'"{name}([<>=][^"]*)"', project, re.IGNORECASE)
+    assert found is not None, name
+    return found[1].replace(",", ", ")
+
+
+def run_with(name: str) -> list[str]:
+    """The versions of all runs; `newest` where a run names none."""
+    found: set[str] = set()
+    for run in (*MATRIX["layers"].values(), *MATRIX["other runs"]):
+        found.add(run.get(name.lower(), "").partition(",")[0])
+        for pin in (*run.get("pins", ()), *run.get("packages", ()), *run.get("alone", ())):
+            package, _, version = pin.partition("==")
+            if package.lower() == name.lower():
+                found.add(version.removesuffix(".*") or "newest")
+    shown = [version for version in found if version and not any(other.startswith(f"{version}.") for other in found)]
+    return sorted(shown, key=lambda version: [int(part) if part.isdigit() else 999 for part in version.split(".")])
+
+
 def unable(name: str) -> list[str]:
     """The tests of a list, without its comments."""
     return [line for line in (CI / name).read_text().splitlines() if not line.startswith("#")]
 
 
-def test_the_page_has_the_table() -> None:
-    assert table() in PAGE.read_text(), f"write it with `python {Path(__file__).relative_to(ROOT)}`"
+@pytest.mark.parametrize("made", [table, packages_table])
+def test_the_page_has_the_table(made: Callable[[], str]) -> None:
+    assert made() in PAGE.read_text(), f"write it with `python {Path(__file__).relative_to(ROOT)}`"
+
+
+def test_versions_are_in_order_and_a_longer_one_stands_for_a_shorter_one() -> None:
+    versions = run_with("tensordict")
+    assert versions[0] == MATRIX["layers"]["oldest"]["tensordict"]
+    assert "0.15" not in versions
+    assert run_with("Ray") == ["2.40.0", "newest"]
 
 
 def test_other_runs_install_what_the_table_says() -> None:
@@ -75,6 +117,8 @@ def is_there(test: str) -> bool:
 
 if __name__ == "__main__":
     text = PAGE.read_text()
-    begin = text.index("| Python | torch |")
-    end = text.index("\n\n", begin) + 1
-    PAGE.write_text(text[:begin] + table() + text[end:])
+    for head, made in ((PACKAGES_HEAD, packages_table()), (HEAD, table())):
+        begin = text.index(head)
+        end = text.index("\n\n", begin) + 1
+        text = text[:begin] + made + text[end:]
+    PAGE.write_text(text)

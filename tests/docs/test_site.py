@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from maskpack import store, testing
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
 pytest.importorskip("myst_parser")
+pytest.importorskip("sphinx_copybutton")
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINK = re.compile(r'href="([^"#?]+\.html)')
@@ -90,10 +92,24 @@ def test_every_page_is_in_a_table_of_contents(site: Path) -> None:
     assert {page.as_posix() for page in PAGES} - {"index"} <= listed
 
 
-def test_figures_are_there(site: Path) -> None:
-    for page in reachable(site):
-        for image in re.findall(r'<img[^>]* src="([^"]+)"', (site / page).read_text()):
-            assert (site / page).parent.joinpath(image).is_file(), (page, image)
+@pytest.mark.parametrize("name", ["batch", "dispatch"])
+def test_figures_are_in_their_pages_and_follow_the_switch_of_the_theme(name: str, site: Path) -> None:
+    page = (site / ("index.html" if name == "batch" else "dispatch.html")).read_text()
+    assert re.search(rf'<svg role="img" aria-label="[^"]+" [^>]*class="{name}"', page)
+    assert all(f"body[data-theme={theme}] .{name}{{" in page for theme in ("light", "dark"))
+    assert f"{name}.svg" not in page
+
+
+def test_no_text_without_a_language_is_coloured(site: Path) -> None:
+    assert not [page for page in reachable(site) if "highlight-default" in (site / page).read_text()]
+
+
+def test_the_search_leaves_all_figures_out(site: Path) -> None:
+    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    number = index["docnames"].index("figures")
+    assert not [
+        term for term, pages in index["terms"].items() if number in ([pages] if isinstance(pages, int) else pages)
+    ]
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:

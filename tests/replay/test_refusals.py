@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_has_all_refusals() -> None:
     """After a change: `python -c "from maskpack.adapters.transformers import refusals; print(refusals.table())"`."""
-    _, _, after = (ROOT / "docs/models.md").read_text().partition("<!-- refusals -->\n")
+    _, _, after = (ROOT / "docs/refusals.md").read_text().partition("<!-- refusals -->\n")
     page, end, _ = after.partition("\n<!-- end of refusals -->")
     assert end
     assert page == refusals.table()

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
 
 from bench.cases.dispatch.forms import JAGGED, TRUSTED, VERIFIED, ZERO_COPY
 from bench.cases.dispatch.link import Crossing
+from bench.harness.figure import line, svg, text
 from bench.harness.report import Row
 
 FORMS = (ZERO_COPY, JAGGED, VERIFIED, TRUSTED)
@@ -49,34 +49,55 @@ def report(model: Model) -> list[Row]:
 
 # -------------------------------------------------------------------- chart
 
-_INK, _PAPER, _FAINT = ("#1f2328", "#e6e8eb"), ("#ffffff", "#14181d"), ("#d5d9de", "#3b424b")  # on white, on dark
-_LEFT, _TOP, _WIDTH, _HEIGHT, _AFTER, _BELOW = 64, 96, 600, 360, 250, 58
-_LINE_GAP = 17  # between the names at the ends of lines
-_COLOURS = {ZERO_COPY: ("#c2410c", "#fb923c"), JAGGED: ("#6b7280", "#a8b0bd")}  # on white, on dark
-_COLOURS |= {VERIFIED: ("#1d4ed8", "#7aa5ff"), TRUSTED: ("#0f766e", "#3fd0bd")}
+_LEFT, _TOP, _WIDTH, _HEIGHT, _AFTER, _BELOW = 46, 152, 360, 300, 58, 56
+_LINE_GAP = 15  # between the times at the ends of lines
+_COLOURS = {  # on white, on dark
+    "ink": ("#1f2328", "#e6e8eb"),
+    "paper": ("#ffffff", "#14181d"),
+    "faint": ("#d5d9de", "#3b424b"),
+    "c0": ("#c2410c", "#fb923c"),
+    "c1": ("#6b7280", "#a8b0bd"),
+    "c2": ("#1d4ed8", "#7aa5ff"),
+    "c3": ("#0f766e", "#3fd0bd"),
+}
+_RULES = "".join(
+    (
+        ".dispatch .grid{stroke:var(--faint)}.dispatch .dot{stroke:var(--paper);stroke-width:1.5}",
+        ".dispatch .mark{fill:var(--paper);stroke:var(--ink);stroke-width:2}",
+        *(
+            f".dispatch .c{place}{{fill:var(--c{place})}}.dispatch .line.c{place}{{fill:none;stroke:var(--c{place})}}"
+            for place in range(len(FORMS))
+        ),
+    )
+)
 
 
 def chart(model: Model, crossings: Sequence[Crossing], rows: int, workload: str) -> str:
     """An SVG: time against the speed of the link, both on log axes. Lines are the model, dots were measured, those at
     the right edge on one machine; diamonds are points of break-even."""
     scale = _Scale.of(model, crossings)
-    wide, high = _LEFT + _WIDTH + _AFTER, _TOP + _HEIGHT + _BELOW
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
-        'font-family="sans-serif" font-size="12" class="ink">',
-        f"<style>{_rules(0)}@media (prefers-color-scheme:dark){{{_rules(1)}}}</style>",
-        '<rect width="100%" height="100%" rx="6" class="paper"/>',
-        text(24, 28, "Time from driver to actor, against the speed of the link", 'font-size="16" font-weight="bold"'),
-        text(24, 48, f"{rows} rows of the {workload} workload; lines: model; dots: measured; both axes log"),
-        text(24, 64, _note(model)),
+    title = "Time from driver to actor, by the speed of the link"
+    parts = [
+        text(20, 28, title, 'font-size="15" font-weight="bold"'),
+        text(20, 48, f"{rows} rows of the {workload} workload; both axes log; lines: model; dots: measured"),
+        text(20, 66, f"Up to {_FASTEST:g} Gbit/s, faster than {ZERO_COPY}:"),
+        text(20, 82, _ahead(model)),
+        *_legend(),
         *_axes(scale),
     ]
     ends = _spread({name: scale.y(model.ms[name]) for name in FORMS})
     for name in FORMS:
-        out += _curve(model, crossings, name, scale, ends[name])
+        parts += _curve(model, crossings, name, scale, ends[name])
     for name in FORMS:
-        out += _diamond(model, name, scale)
-    return "\n".join([*out, "</svg>", ""])
+        parts += _diamond(model, name, scale)
+    return svg("dispatch", _LEFT + _WIDTH + _AFTER, _TOP + _HEIGHT + _BELOW, title, _COLOURS, _RULES, parts)
+
+
+def _legend() -> Iterator[str]:
+    for place, name in enumerate(FORMS):
+        x, y = 20 + 220 * (place % 2), 106 + 18 * (place // 2)
+        yield f'<rect x="{x}" y="{y - 9}" width="10" height="10" class="c{place}"/>'
+        yield text(x + 16, y, name)
 
 
 @dataclass(frozen=True)
@@ -121,7 +142,7 @@ def _axes(scale: _Scale) -> Iterator[str]:
 
 
 def _curve(model: Model, crossings: Sequence[Crossing], name: str, scale: _Scale, end: float) -> Iterator[str]:
-    """The line of a form, its dots, and its name with the time on one machine at its end."""
+    """The line of a form, its dots, and the time on one machine at its end."""
     hue = f"c{FORMS.index(name)}"
     steps = [_SLOWEST * (_FASTEST / _SLOWEST) ** (step / 80) for step in range(81)]
     points = [(scale.x(speed), scale.y(model.at(name, speed))) for speed in steps]
@@ -133,7 +154,7 @@ def _curve(model: Model, crossings: Sequence[Crossing], name: str, scale: _Scale
     yield f'<path d="{last}{local}" stroke-dasharray="3 4" class="line {hue}"/>'
     for x, ms in [*dots, (scale.local, model.ms[name])]:
         yield f'<circle cx="{x:.1f}" cy="{scale.y(ms):.1f}" r="4.5" class="dot {hue}"/>'
-    yield text(scale.local + 12, end + 4, f"{name}, {model.ms[name]:.0f} ms", f'class="{hue}"')
+    yield text(scale.local + 10, end + 4, f"{model.ms[name]:.0f} ms", f'class="{hue}"')
 
 
 def _diamond(model: Model, form: str, scale: _Scale) -> Iterator[str]:
@@ -149,37 +170,15 @@ def _diamond(model: Model, form: str, scale: _Scale) -> Iterator[str]:
         yield text(x - 12, y + 22, label, 'text-anchor="end" font-weight="bold"')
 
 
-def _note(model: Model) -> str:
+def _ahead(model: Model) -> str:
     """Which forms of maskpack the zero-copy rival does not catch up with."""
-    ahead = [name for name in (VERIFIED, TRUSTED) if (model.break_even(name) or math.inf) > _FASTEST]
-    return f"Faster than {ZERO_COPY}, up to {_FASTEST:g} Gbit/s: {'; '.join(ahead) or 'none'}"
+    return "; ".join(form for form in (VERIFIED, TRUSTED) if (model.break_even(form) or math.inf) > _FASTEST) or "none"
 
 
 def _spread(places: Mapping[str, float]) -> dict[str, float]:
-    """Heights for names at the ends of lines, moved apart downwards where they would overlap."""
+    """Heights for times at the ends of lines, moved apart downwards where they would overlap."""
     out: dict[str, float] = {}
     before = -math.inf
     for name, y in sorted(places.items(), key=lambda item: item[1]):
         before = out[name] = max(y, before + _LINE_GAP)
     return out
-
-
-def _rules(which: int) -> str:
-    """Colours for white, 0, and for dark, 1, where the reader's system asks for them."""
-    ink, paper = _INK[which], _PAPER[which]
-    lines = [
-        f".ink{{fill:{ink}}}.paper{{fill:{paper}}}.grid{{stroke:{_FAINT[which]}}}",
-        f".mark{{fill:{paper};stroke:{ink};stroke-width:2}}.dot{{stroke:{paper};stroke-width:1.5}}",
-    ]
-    for place, name in enumerate(FORMS):
-        colour = _COLOURS[name][which]
-        lines.append(f".c{place}{{fill:{colour}}}.line.c{place}{{fill:none;stroke:{colour}}}")
-    return "".join(lines)
-
-
-def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
-def text(x: float, y: float, words: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'

@@ -3,7 +3,7 @@
     raise Refusal.WINDOW("Qwen2MoeAttention", window=5, longest=15)
     Qwen2MoeAttention: the layer has a window of 5 tokens that ..., and a row has 15; expected sliding_window. Replay it
 
-docs/models.md has them as a table, which `table` makes.
+docs/refusals.md has them as a table, which `table` makes.
 """
 
 from __future__ import annotations
@@ -335,15 +335,6 @@ def table() -> str:
         cells = (re.sub(r"{(\w+)[^}]*}", r"*\1*", text) for text in (one.refused, one.expected, one.instead))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def section() -> str:
-    """The section of docs/models.md with the table."""
-    about = (
-        "The messages of all refusals of a model, a batch or a set-up, as maskpack/adapters/transformers/refusals.py "
-        "has them. Words in *italics* stand for what a message names."
-    )
-    return f"## Refusals\n\n{about}\n\n<!-- refusals -->\n{table()}\n<!-- end of refusals -->\n"
 
 
 def may_refuse(error: Exception, *more: type[Exception]) -> bool:
