@@ -1,10 +1,10 @@
 """Sequences and faults of the storage backend of TransferQueue.
 
-Fifteen cases of sixteen are sequences: columns of all kinds are put, overwritten, read in any order, cleared, saved and
+Most cases are sequences: columns of all kinds are put, overwritten, read in any order, cleared, saved and
 restored, and beside them SimpleStorage's own classes hold the same rows in this process; every result is the same, bit
 for bit and in the same containers.
 
-In every sixteenth case a process of the queue dies while others put and get samples: a writer in the middle of its
+In every 64th case a process of the queue dies while others put and get samples: a writer in the middle of its
 puts, or a storage unit. A get gives rows as some put wrote them, all fields of a row from the same put, or raises an
 error of TransferQueue or of maskpack; it never takes longer than PATIENCE. After the death of a writer every sample can
 be put again, and then read as it was put last.
@@ -294,10 +294,10 @@ def session(_: Any) -> Iterator[None]:
 def play(seed: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     try:
-        if seed % 16:
+        if seed % 64:
             Sequence(seed).play(seen)
         else:
-            (writer_dies, unit_dies)[seed // 16 % 2](random.Random(seed), seen)
+            (writer_dies, unit_dies)[seed // 64 % 2](random.Random(seed), seen)
     except Exception:
         tq.close()
         start()
