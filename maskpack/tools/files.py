@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,18 +172,40 @@ def _nbytes(batch: TensorDictBase) -> int:
     return total
 
 
+def write_registry(registry: MaskNestingRegistry, file: str) -> None:
+    """Writes a new file that `saved_registry` reads. Raises Unusable if there is one already."""
+    notation = _notation("--write", file)
+    data = registry.to_dict()
+    text = json.dumps(data, indent=2) if notation is json else notation.safe_dump(data, sort_keys=False)
+    path = Path(file)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+        os.link(part, path)  # whole or not at all, and never over another
+    except FileExistsError as error:
+        raise Unusable(f"--write {file}: the file exists. Give another name, or remove it") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _notation(option: str, file: str) -> Any:
+    """The module that writes and reads the notation of a file: json or yaml."""
+    if not file.lower().endswith((".json", ".yaml", ".yml")):
+        raise Unusable(f"{option} is {file}; expected a file that ends in .json, .yaml or .yml")
+    try:
+        return json if file.lower().endswith(".json") else importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or use a .json file") from error
+
+
 def saved_registry(file: str | None) -> MaskNestingRegistry:
     """The registry of a YAML or JSON file, or RL_FIELDS."""
     if file is None:
         return RL_FIELDS
-    if not file.lower().endswith((".json", ".yaml", ".yml")):
-        raise Unusable(f"--registry is {file}; expected a file that ends in .json, .yaml or .yml")
+    notation = _notation("--registry", file)
     text = Path(file).read_bytes()
     try:
-        yaml: Any = json if file.lower().endswith(".json") else importlib.import_module("yaml")
-        return MaskNestingRegistry.from_dict(yaml.loads(text) if yaml is json else yaml.safe_load(text))
-    except ModuleNotFoundError as error:
-        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or give the registry as JSON") from error
+        return MaskNestingRegistry.from_dict(notation.loads(text) if notation is json else notation.safe_load(text))
     except Exception as error:  # of json, of yaml, or of the registry
         raise Unusable(f"--registry {file}: {error}; expected what MaskNestingRegistry.to_dict gives") from error
 

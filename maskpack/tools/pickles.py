@@ -84,7 +84,7 @@ def _encoded(text: Any, name: Any) -> bytes:
 
 
 _MAKERS: Any = importlib.import_module("tensordict._reductions")
-_LOCKED: Any = getattr(importlib.import_module("tensordict.utils"), "_LockedSchema", None)  # a tuple, from 0.14 on
+_LOCKED: Any = getattr(importlib.import_module("tensordict.utils"), "_LockedSchema", tuple)  # a tuple, from 0.13 on
 _CALLS: dict[str, Any] = {
     "multiarray._reconstruct": np.empty(0).__reduce__()[0],
     "multiarray.scalar": np.float32(0).__reduce__()[0],
@@ -94,7 +94,7 @@ _SAFE: list[Any] = [
     *((call, f"numpy.{core}.{name}") for core in ("core", "_core") for name, call in _CALLS.items()),  # numpy 1 and 2
     *((value, f"numpy.{value.__name__}") for value in (np.ndarray, np.dtype)),
     *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFDGOSUMm"),
-    *(_MAKERS._make_td, _MAKERS._rebuild_tensordict_files_consolidated, *filter(None, [_LOCKED])),
+    *(_MAKERS._make_td, _MAKERS._rebuild_tensordict_files_consolidated, (_LOCKED, "tensordict.utils._LockedSchema")),
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
     *((_encoded, "_codecs.encode"), (DataProto, _CLASS)),
 ]
