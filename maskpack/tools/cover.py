@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tensordict import TensorDictBase
@@ -70,50 +69,55 @@ class Cover:
         return bool(self.added.fields or self.added.axes)
 
 
-def uncovered(packed: PackedBatch, registry: MaskNestingRegistry, known: Suggester, sizes: Figures) -> Cover:
+def axes_of(batch: TensorDictBase, known: Suggester) -> FoundAxes:
+    """The axes that the fields of a batch show, if its registry lacks some that replay needs."""
+    if has(batch, LAYOUTS) or known.gives(SEQUENCE, RESPONSE):
+        return NONE
+    return found_axes(known.tensors, known.pad_token_id)
+
+
+def base_of(registry: MaskNestingRegistry, known: Suggester, found: FoundAxes) -> MaskNestingRegistry:
+    """The registry that axes are added to: an empty one instead of RL_FIELDS, if that does not know the names."""
+    foreign = registry is RL_FIELDS and bool(found.axes) and not known.gives(SEQUENCE)
+    return MaskNestingRegistry({}) if foreign else registry
+
+
+def uncovered(packed: PackedBatch, known: Suggester, sizes: Figures) -> Cover:
     """The suggestions for a batch that is packed already, which show no axes and are not tried."""
     found = tuple(map(known.suggest, [*_dense(sizes), *known.hidden()]))
     added = MaskNestingRegistry({one.key: one.spec for one in found})
-    return Cover(registry, added, NONE, found, known.pad_token_id, packed, None)
+    return Cover(known.registry, added, NONE, found, known.pad_token_id, packed, None)
 
 
 def cover(
-    batch: TensorDictBase, registry: MaskNestingRegistry, known: Suggester, sizes: Figures, pad_token_id: int | None
+    batch: TensorDictBase,
+    base: MaskNestingRegistry,
+    found: FoundAxes,
+    known: Suggester,
+    sizes: Figures,
+    pad_token_id: int | None,
 ) -> Cover:
     """The cover of a padded or nested batch.
 
     Args:
-        known: of the batch and the registry.
-        sizes: of the batch, packed with the registry.
+        base, found: of `base_of` and `axes_of`.
+        known: of the batch and the registry given.
+        sizes: of the batch, packed with the registry given.
 
     Raises:
         MaskpackError: `compress` refuses the batch.
     """
-    if not has(batch, LAYOUTS) and not known.gives(SEQUENCE, RESPONSE):
-        found = found_axes(known.tensors, known.pad_token_id)
-        if found.axes:
-            with suppress(LayoutError):  # a field that the registry knows has another width than the axes
-                return _cover(batch, registry, known, sizes, pad_token_id, found)
-    return _cover(batch, registry, known, sizes, pad_token_id, NONE)
-
-
-def _cover(
-    batch: TensorDictBase,
-    registry: MaskNestingRegistry,
-    known: Suggester,
-    sizes: Figures,
-    pad_token_id: int | None,
-    found: FoundAxes,
-) -> Cover:
-    alone = bool(found.axes) and registry is RL_FIELDS and not known.gives(SEQUENCE)
-    base, suggester = MaskNestingRegistry({}) if alone else registry, known
-    fields = [*_dense(sizes), *known.hidden()]
+    fields, suggester = [*_dense(sizes), *known.hidden()], known
     padded = {field.path for field in fields}
-    if found.axes:
-        start = base | MaskNestingRegistry({}, found.axes)
-        suggester = Suggester(batch, start, pad_token_id)
-        again = figures(compressed(batch, start, suggester.pad_token_id), left=False)
-        fields += [field for field in [*_dense(again), *suggester.hidden()] if field.path not in padded]
+    axes = {name: ways for name, ways in found.axes.items() if base.axes.get(name) != ways}
+    if axes:
+        suggester = Suggester(batch, base | MaskNestingRegistry({}, axes), pad_token_id)
+        try:
+            packed = compressed(batch, suggester.registry, suggester.pad_token_id)
+        except LayoutError:  # a field that the registry knows has another width than the axes
+            return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
+        again = [*_dense(figures(packed, left=False)), *suggester.hidden()]
+        fields += [field for field in again if field.path not in padded]
     token = suggester.pad_token_id
     every = [suggester.suggest(field) for field in fields]
     specs = {one.key: one.spec for one in every}
@@ -121,11 +125,11 @@ def _cover(
         rows = batch[:_ROWS] if batch.batch_dims else batch
 
         def wire_bytes(tried: Specs) -> Mapping[Path, int]:
-            packed = compressed(rows, base | MaskNestingRegistry(tried, found.axes), token)
+            packed = compressed(rows, base | MaskNestingRegistry(tried, axes), token)
             return {field.path: field.wire_bytes for field in figures(packed, left=False).fields}
 
         specs = with_hints(specs, suggester.tensors, found.concats, wire_bytes)
-    added = MaskNestingRegistry(specs, found.axes)
+    added = MaskNestingRegistry(specs, axes)
     packed = _checked(batch, base | added, token)
     suggestions = tuple(replace(one, spec=specs[one.key]) for one in every if one.field.path in padded)
     return Cover(base, added, found, suggestions, token, packed, _scored(packed, base | added))

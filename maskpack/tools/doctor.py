@@ -33,7 +33,7 @@ from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
-from maskpack.tools.cover import Cover, compressed, cover, uncovered
+from maskpack.tools.cover import NONE, Cover, axes_of, base_of, compressed, cover, uncovered
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry, write_registry
 from maskpack.tools.suggest import Suggester, Suggestion, line_of
 
@@ -61,6 +61,8 @@ class Diagnosis:
         cover: the registry that covers the batch; of a batch that was packed, without new axes and unchecked.
         preset: the one that takes the fewest bytes, if it is worth its name; None if the batch was packed.
         note: about a pad_token_id that was not given; empty if none is needed.
+        refusal: why `compress` refuses the batch with the registry given; `sizes` are those with the axes of `cover`.
+            Empty if it does not.
     """
 
     sizes: Figures
@@ -68,6 +70,7 @@ class Diagnosis:
     cover: Cover
     preset: Preset | None
     note: str
+    refusal: str
 
     @property
     def suggestions(self) -> tuple[Suggestion, ...]:
@@ -108,23 +111,27 @@ def diagnose(
     tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
     known = Suggester(tensors, registry, pad_token_id)
     preset = None if saved is not None else _preset_of(tensors, registry, pad_token_id)
+    axes = NONE if saved is not None else axes_of(tensors, known)
+    base, refusal = base_of(registry, known, axes), ""
     try:
         packed = compressed(tensors, registry, known.pad_token_id) if saved is None else saved
     except LayoutError as error:
-        if preset is None:
-            raise
-        fits = f"maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes."
-        raise LayoutError(f"{error} {fits}") from error
+        fits = f" maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes." if preset else ""
+        refusal = f"{error}{fits}"
+        try:
+            packed = compressed(tensors, base | MaskNestingRegistry({}, axes.axes), known.pad_token_id)
+        except LayoutError:
+            raise LayoutError(refusal) from error
     sizes = figures(packed, left=False)
-    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes:
+    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not refusal:
         preset = None
     if saved is not None:
-        found, covered = uncovered(saved, registry, known, sizes), None
+        found, covered = uncovered(saved, known, sizes), None
     else:
-        found = cover(tensors, registry, known, sizes, pad_token_id)
+        found = cover(tensors, base, axes, known, sizes, pad_token_id)
         covered = figures(found.packed, left=False) if found.adds else None
     note = "" if pad_token_id is not None else _note(found, packing=saved is None)
-    return Diagnosis(sizes, covered, found, preset, note)
+    return Diagnosis(sizes, covered, found, preset, note, refusal)
 
 
 def _preset_of(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Preset | None:
@@ -178,7 +185,9 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     if args.write is not None:
         write_registry(diagnosis.cover.registry, args.write)
     out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, base)
-    return out if isinstance(out, str) else json.dumps(out, indent=2), 1 if diagnosis.suggestions else 0
+    return out if isinstance(out, str) else json.dumps(
+        out, indent=2
+    ), 1 if diagnosis.suggestions or diagnosis.refusal else 0
 
 
 def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
@@ -191,6 +200,8 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
     for file in files:
         try:
             diagnosis = diagnosed(file)
+            if diagnosis.refusal:
+                raise Unusable(diagnosis.refusal)
         except (Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
             status = 2
             found.append({"file": file, "error": one_line(error)})
@@ -241,6 +252,8 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         )
     out.append("")
     padded = {one.field.path for one in diagnosis.suggestions}
+    if diagnosis.refusal:
+        out += [f"refused with {base}: {diagnosis.refusal}", ""]
     if padded:
         sent = sum(field.wire_bytes for field in sizes.fields if field.path in padded)
         out.append(f"{len(diagnosis.suggestions)} stay padded; they are compressed all the same, to {sent:,} bytes:")
@@ -253,12 +266,17 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         out += ["", "Replay needs the axes sequence and response. The fields show them:"]
         out += [f"  {clause}" for clause in found.found.seen]
     if found.added.fields or found.added.axes:
-        title = "Pack it again with this registry:"
-        if covered is not None:
-            scored = "no response axis" if found.scored is None else f"{found.scored:,} response tokens"
-            title = f"With this registry {covered.wire_bytes:,} bytes travel. Strict mode takes the batch, every bit "
-            title += f"comes back, and replay finds {scored}:"
-        out += ["", title, "", *snippet(diagnosis, base).split("\n")]
+        if covered is None:
+            out += ["", "Pack it again with this registry:"]
+        else:
+            scored = (
+                "finds no response axis (name its masks as the axes sequence and response)"
+                if found.scored is None
+                else f"scores {found.scored:,} response tokens"
+            )
+            out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {covered.ratio:,.1f} times fewer."]
+            out += [f"Checked: strict mode takes the batch, every bit comes back, replay {scored}."]
+        out += ["", *snippet(diagnosis, base).split("\n")]
     if diagnosis.note:
         out += ["", f"note: {diagnosis.note}"]
     return "\n".join(map(printable, out))
@@ -304,6 +322,7 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
             {**asdict(one.field), "dtype": str(one.field.dtype)[6:], "seen": one.seen, "line": one.line}
             for one in diagnosis.suggestions
         ],
+        "refusal": diagnosis.refusal or None,
         "axes": list(found.found.seen),
         "response_tokens": found.scored,
         "registry": snippet(diagnosis, base) if found.added.fields or found.added.axes else None,

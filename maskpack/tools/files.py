@@ -2,7 +2,8 @@
 
     PackedBatch.save                                           \\
     torch.save of a TensorDict, a dict or a verl DataProto      >
-    a pickled DataProto (DataProto.save_to_disk)                /  saved_batch --> PackedBatch or TensorDict
+    a pickled DataProto (DataProto.save_to_disk)                >  saved_batch --> PackedBatch or TensorDict
+    a folder of TensorDict.memmap                              /
     a folder or URL of a RolloutLog             saved_log --> RolloutLog -- a sample of its rows --'
 
 Reading runs no code of the file unless `allow_pickle` is true.
@@ -15,7 +16,8 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +35,7 @@ from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.file.container import MAX_HEADER
 from maskpack.packed.sizes import printable
 from maskpack.store.log import RolloutLog
+from maskpack.tools.memmaps import META, read_memmap
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 from maskpack.views.view import BatchView
 
@@ -43,13 +46,17 @@ SAMPLE = 256
 """The most rows of a log that are looked at, and the most chunks that they come from."""
 
 
+_KINDS = "a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
+
+
 class Unusable(Exception):
     """An argument or a file that cannot be used; the message says why."""
 
 
 def saved_log(path: str, allow_pickle: bool) -> RolloutLog | None:
-    """The log in a folder, or behind a URL of fsspec; None for a file. Raises Unusable, MaskpackError or OSError."""
-    if "://" not in path and not Path(path).is_dir():
+    """The log in a folder, or behind a URL of fsspec; None for a file, and for a folder of TensorDict.memmap. Raises
+    Unusable, MaskpackError or OSError."""
+    if "://" not in path and (not Path(path).is_dir() or (Path(path) / META).is_file()):
         return None
     try:
         return RolloutLog(path, mode="r", allow_pickle=allow_pickle)
@@ -72,20 +79,16 @@ def saved_batch(file: Path | str, allow_pickle: bool, max_bytes: int | None = No
         return _sample(log, SMALL if max_bytes is None else max_bytes)
     file = Path(file)
     if max_bytes is None:
-        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
+        size = sum(one.stat().st_size for one in [file, *file.rglob("*")])
+        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * size))
     elif max_bytes < 1:
         raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
-    with file.open("rb") as opened:
-        start = opened.read(32)
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
-        return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
-    if not start.startswith((b"PK\x03\x04", b"\x80")):
-        raise Unusable(f"{file} is neither a torch.save file, a pickle nor a packed batch")
+    read = _reader(file, allow_pickle, max_bytes)
     try:
-        batch: Any = (read_torch if start[:1] == b"P" else read_pickle)(file, allow_pickle)
+        batch: Any = read()
         if isinstance(batch, DataProto):
             batch = batch.tensordict(allow_pickle)
-    except OSError:
+    except (OSError, MaskpackError):
         raise
     except Exception as error:  # a pickle raises whatever it likes
         line = (str(error).splitlines() or [""])[0]
@@ -106,6 +109,22 @@ def saved_batch(file: Path | str, allow_pickle: bool, max_bytes: int | None = No
             "who wrote it"
         )
     return batch
+
+
+def _reader(file: Path, allow_pickle: bool, max_bytes: int) -> Callable[[], Any]:
+    """What reads a file, by its first bytes. Raises Unusable for a file that holds no batch."""
+    if file.is_dir():
+        return partial(read_memmap, file)
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
+        return partial(PackedBatch.load, file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+    if start.startswith(b"PK\x03\x04"):
+        return partial(read_torch, file, allow_pickle)
+    if start.startswith(b"\x80"):
+        return partial(read_pickle, file, allow_pickle)
+    seen = "is neither" if start else "is empty: neither"
+    raise Unusable(f"{file} {seen} {_KINDS}")
 
 
 def _sample(log: RolloutLog, max_bytes: int) -> PackedBatch:

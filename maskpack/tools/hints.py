@@ -18,6 +18,8 @@ _TEXT = 16
 """Bytes that a hint takes in a header beside its own."""
 
 Specs = Mapping[Key, MaskNestingSpec]
+Hints = Mapping[Key, tuple[str, tuple[Key, ...]]]
+"""A hint for each of some fields, and the fields that it names."""
 
 
 def with_hints(
@@ -26,7 +28,7 @@ def with_hints(
     concats: Mapping[Key, tuple[Key, Key]],
     sizes: Callable[[Specs], Mapping[Path, int]],
 ) -> dict[Key, MaskNestingSpec]:
-    """Returns the specs, some of them with hints.
+    """Returns the specs, some of them with hints. A field that a hint names has none itself.
 
     Args:
         specs: of fields of the batch.
@@ -34,44 +36,46 @@ def with_hints(
         concats: of fields that equal two others side by side, these two.
         sizes: the wire bytes of each field of some rows, packed with these specs.
     """
-    every, out = [*_tries(specs, tensors, concats)], dict(specs)
-    if not every:
-        return out
-    before = sizes(specs)
-    for tries in every:
-        best, most = dict[Key, str](), 0
-        for hints in tries:
-            after = sizes({**specs, **_hinted(specs, hints)})
-            saved = {key: before[path_of(key)] - after[path_of(key)] - len(hint) - _TEXT for key, hint in hints.items()}
-            saved = {key: saving for key, saving in saved.items() if saving > 0}
-            if sum(saved.values()) > most:
-                best, most = {key: hints[key] for key in saved}, sum(saved.values())
-        out |= _hinted(specs, best)
+    tries, out = [*_near(specs, tensors), *_concats(specs, concats)], dict(specs)
+    before = sizes(specs) if tries else dict[Path, int]()
+    found: list[tuple[int, Key, str, tuple[Key, ...]]] = []
+    for hints in tries:
+        after = sizes({**specs, **{key: _hinted(specs[key], hint) for key, (hint, _) in hints.items()}})
+        for key, (hint, named) in hints.items():
+            found.append((before[path_of(key)] - after[path_of(key)] - len(hint) - _TEXT, key, hint, named))
+    names, kept = set[Key](), set[Key]()
+    for saved, key, hint, named in sorted(found, key=lambda one: one[0], reverse=True):
+        if saved > 0 and key not in kept | names and not kept & {*named}:
+            out[key] = _hinted(specs[key], hint)
+            kept.add(key)
+            names |= {*named}
     return out
 
 
-def _hinted(specs: Specs, hints: Mapping[Key, str]) -> dict[Key, MaskNestingSpec]:
-    return {key: replace(specs[key], hints=(*specs[key].hints, hint)) for key, hint in hints.items()}
+def _hinted(spec: MaskNestingSpec, hint: str) -> MaskNestingSpec:
+    return replace(spec, hints=(*spec.hints, hint))
 
 
-def _tries(
-    specs: Specs, tensors: Mapping[Path, Tensor], concats: Mapping[Key, tuple[Key, Key]]
-) -> Iterator[list[dict[Key, str]]]:
-    """Lists of hints by field, of which one may be taken. Hints name fields beside their own."""
-
-    def name_of(key: Key, beside: Key) -> str | None:
-        path = path_of(key)
-        return path[-1] if path[:-1] == path_of(beside)[:-1] and not {"/", ","} & {*path[-1]} else None
-
+def _concats(specs: Specs, concats: Mapping[Key, tuple[Key, Key]]) -> Iterator[Hints]:
     for whole, parts in concats.items():
-        names = [name_of(part, whole) for part in parts]
-        if whole in specs and None not in names:
-            yield [{whole: f"concat:{','.join(map(str, names))}"}]
-    groups: dict[object, list[Key]] = {}
+        if whole in specs and all(_is_beside(part, whole) for part in parts):
+            yield {whole: (f"concat:{','.join(path_of(part)[-1] for part in parts)}", parts)}
+
+
+def _near(specs: Specs, tensors: Mapping[Path, Tensor]) -> Iterator[Hints]:
+    """Each field of floats in turn, for all others of its dtype, shape and mask."""
+    kinds: dict[Key, object] = {}
     for key, spec in specs.items():
         x = tensors.get(path_of(key))
         if x is not None and x.is_floating_point() and spec.masks:
-            groups.setdefault((spec.masks, x.dtype, x.shape, path_of(key)[:-1]), []).append(key)
-    for group in (group for group in groups.values() if len(group) > 1):
-        named = ((other, name_of(other, other)) for other in group)
-        yield [{key: f"near:{name}" for key in group if key != other} for other, name in named if name is not None]
+            kinds[key] = spec.masks, x.dtype, x.shape
+    for named in kinds:
+        others = [key for key in kinds if key != named and kinds[key] == kinds[named] and _is_beside(named, key)]
+        if others:
+            yield {key: (f"near:{path_of(named)[-1]}", (named,)) for key in others}
+
+
+def _is_beside(key: Key, other: Key) -> bool:
+    """Whether a hint of the other field may name the field by its last name."""
+    *parent, name = path_of(key)
+    return parent == [*path_of(other)[:-1]] and not {"/", ",", ":"} & {*name}

@@ -58,9 +58,11 @@ def read_torch(file: Path | io.BytesIO, allow_pickle: bool = False) -> Any:
         with torch.serialization.safe_globals(_SAFE):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+) was not", str(error))
-        reason = f"it names {named[1]}, which" if named else "it is damaged, or names a class or function that"
-        raise pickle.UnpicklingError(f"{reason} is no plain data") from error
+        named = re.search(r"GLOBAL (\S+) (?:was not|whose)|<(?:class|function) '?([\w.]+)", str(error))
+        if named:
+            raise pickle.UnpicklingError(f"it names {named[1] or named[2]}, which is no plain data") from error
+        cause = (str(error).partition("WeightsUnpickler error:")[2] or str(error)).strip().splitlines()[0]
+        raise pickle.UnpicklingError(f"it is damaged: {cause}") from error
 
 
 def read_pickle(file: Path, allow_pickle: bool) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
+from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
@@ -104,7 +105,7 @@ class Suggester:
 
     def __init__(self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> None:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
-        self._registry = registry
+        self.registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
         self._entries = dict(flatten(batch, without=LAYOUTS))
         tensors = {path: value for path, value in self._entries.items() if isinstance(value, Tensor)}
@@ -123,13 +124,16 @@ class Suggester:
         self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
     def gives(self, *axes: str) -> bool:
-        """Whether the registry computes all these axes from the batch."""
-        return all(self._axes.find(axis, (axis,)) is not None for axis in axes)
+        """Whether the registry computes all these axes from the batch, or finds an error in it."""
+        try:
+            return all(self._axes.find(axis, (axis,)) is not None for axis in axes)
+        except LayoutError:
+            return True
 
     def hidden(self) -> Iterator[DenseField]:
         """The tensors inside Python objects that the registry does not declare without a mask."""
         for path, value in self._entries.items():
-            spec = self._registry.find(path)
+            spec = self.registry.find(path)
             if is_object(value) and (spec is None or spec.mask is not None):
                 yield from hidden_tensors(path, value)
 
@@ -141,7 +145,7 @@ class Suggester:
         if value is None:
             seen = "no mask reaches into a Python object: make it a field of the batch, or declare it without a mask"
             return Suggestion(field, key, MaskNestingSpec(None), seen)
-        fit = min(self._fits(path), key=self._rank, default=None)
+        fit = min(self._fits(path), key=lambda fit: self._rank(fit, plain(path)), default=None)
         if fit is None:
             axes = [str(axis) for mask in self._masks if (axis := self._axes.find(mask, ("",))) is not None]
             seen = f"no mask of the batch has its size; {'; '.join(axes) or 'there is no mask'}"
@@ -158,15 +162,17 @@ class Suggester:
             seen, pad = f"{where} it is padded with the pad token, {pad}", Pad.PAD_TOKEN_ID
         return Suggestion(field, key, self._spec(path, value, fit, pad), seen)
 
-    def _rank(self, fit: _Fit) -> tuple[Any, ...]:
-        """The best fit is the lowest."""
-        unknown = not self._masks[fit.mask]
+    def _rank(self, fit: _Fit, key: Key) -> tuple[Any, ...]:
+        """The best fit of a field is the lowest. The mask that an axis is computed from is on that axis, so that packed
+        batches have it."""
+        ways = self.registry.axes.get(fit.mask, ()) if isinstance(fit.mask, str) else ()
+        off = not any(way.source == key and way.part == "all" for way in ways)
         last = fit.pad is Pad.PER_ROW, fit.mask == COLUMNS
-        return fit.pad is None, unknown, *last, -self._served[fit.mask], fit.layout.num_tokens
+        return fit.pad is None, not self._masks[fit.mask], off, *last, -self._served[fit.mask], fit.layout.num_tokens
 
     def _spec(self, path: Path, value: Tensor, fit: _Fit, pad: PadValue) -> MaskNestingSpec:
         """A new spec; for a known field its own, with the pad in front."""
-        known = self._registry.find(path)
+        known = self.registry.find(path)
         dim = -1 if fit.dim == value.dim() - 1 and fit.dim > 1 else fit.dim
         if known is None or known.mask is None:
             return MaskNestingSpec(fit.mask, 0 if pad == 0 and str(pad) != "-0.0" else pad, dim)
@@ -195,7 +201,7 @@ class Suggester:
         """The one value under the masks of fields that are padded with the pad token; the most frequent."""
         tokens: list[int] = []
         for path, value in self.tensors.items():
-            spec = self._registry.find(path)
+            spec = self.registry.find(path)
             if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and is_integer(value):
                 for _, layout, dim in list(self._of_size(path, spec.masks, [spec.dim_of(value)]))[:1]:
                     values = cast("Tensor", _under(value, layout, dim).unique())

@@ -71,7 +71,7 @@ def refused(argv, capsys):
 
 def executed(shown):
     """The registry of the lines that were printed."""
-    code = re.search(r"^from maskpack import .*?^}$", shown, re.DOTALL | re.MULTILINE)
+    code = re.search(r"^from maskpack import .*?^[})]$", shown, re.DOTALL | re.MULTILINE)
     names = {}
     exec(code[0], names)
     return names["registry"]
@@ -202,7 +202,7 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
     batch = rollout(a=UNCOVERED[1][0], b=UNCOVERED[5][0], sub=rollout(c=UNCOVERED[0][0]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b"], capsys, 1)
-    assert "3 stay padded:" in shown
+    assert "3 stay padded; they are compressed all the same, to " in shown
     assert "('sub', 'c'): MaskNestingSpec('response')," in shown
     assert "from maskpack import EDGE, RL_FIELDS, MaskNestingSpec\n" in shown
     assert covers(executed(shown), batch, "a", "b", ("sub", "c"))
@@ -275,22 +275,24 @@ def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
     batch = own_names()
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     wanted = [
-        "'tool': MaskNestingSpec('trained'),",
-        "'tokens': MaskNestingSpec('attn', pad=7),",
-        "'attn': MaskNestingSpec('attn'),",
-        "'completion': MaskNestingSpec('trained', pad=7),",
-        "'trained': MaskNestingSpec('trained'),",
-        "'behaviour_logp': MaskNestingSpec('trained'),",
-        "'turns': MaskNestingSpec('trained'),",
+        "'tool': MaskNestingSpec('response'),",
+        "'tokens': MaskNestingSpec('sequence', pad=7),",
+        "'attn': MaskNestingSpec('sequence'),",
+        "'completion': MaskNestingSpec('response', pad=7),",
+        "'trained': MaskNestingSpec('response'),",
+        "'behaviour_logp': MaskNestingSpec('response'),",
+        "'turns': MaskNestingSpec('response'),",
         "'coin': MaskNestingSpec(None),  # stays padded",
     ]
-    assert re.findall(r"^    ('\w+': MaskNestingSpec\(.*\),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    assert re.findall(r"^ +('\w+': MaskNestingSpec\(.*\),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    assert "  attn[:, 5:] equals trained\n" in shown
+    assert "        'response': MaskAxis('attn', part='tail', tail=('trained',)),\n" in shown
     names = [name for name in batch.keys() if name not in ("coin", "adv")]  # noqa: SIM118
     assert covers(executed(shown), batch, *names)
 
 
 def snippet_in(shown):
-    return shown[shown.index("registry = RL_FIELDS") :]
+    return shown[shown.index("registry = ") :]
 
 
 def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
@@ -373,7 +375,7 @@ def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
     batch.set("extra", samples.per_row([{"tokens": torch.zeros(b + 1)} for b in range(B)]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b", "--allow-pickle"], capsys, 1)
-    assert "1 stay padded:" in shown
+    assert "1 stay padded;" in shown
     assert f"{4 * sum(range(1, B + 1))} bytes: with {B - 1} more, tensors inside Python objects" in shown
     registry = executed(shown)
     maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
@@ -693,7 +695,7 @@ def test_the_pad_token_is_that_of_most_token_fields():
         batch.set(name, torch.where(mask, 1, 50))
     batch.set("prompts", torch.where(mask[:, :P], 1, 60))
     batch.set("responses", torch.where(mask[:, P:], 1, 50))
-    assert diagnose(batch).pad_token_id == 50
+    assert diagnose(batch).cover.pad_token_id == 50
 
 
 def _suggested(batch, name):
@@ -751,12 +753,19 @@ def test_the_preset_that_fits_is_named_with_its_bytes(case, options, tmp_path, c
 
 
 def test_a_batch_that_the_registry_refuses_is_given_its_preset(tmp_path, capsys):
+    """And a registry of its own; a CI run fails on it."""
     batch = of_trainer("openrlhf")
     file = saved(batch, tmp_path / "b.pt")
     nbytes = wire_bytes(batch, PRESETS["openrlhf"])
-    line = refused([file, "--pad-token-id", samples.PAD], capsys)
-    assert '"rollout_log_probs" is' in line
-    assert line.endswith(f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes.\n")
+    fits = f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes."
+    shown = doctor([file, "--pad-token-id", samples.PAD], capsys, 1)
+    assert re.search(rf'refused with RL_FIELDS: compress: field "rollout_log_probs" is .*{re.escape(fits)}\n', shown)
+    assert f"preset:    {nbytes:,} bytes" in shown
+    assert covers(executed(shown), batch, "rollout_log_probs", "advantages")
+    shown = doctor(["--strict", file, "--pad-token-id", samples.PAD], capsys, 2)
+    assert shown.endswith(f"{fits}\n")
+    only = batch.select("rollout_log_probs", "attention_mask")
+    assert '"rollout_log_probs" is' in refused([saved(only, tmp_path / "c"), "--pad-token-id", 7], capsys)
 
 
 def test_a_preset_is_not_named_where_it_brings_little(tmp_path, capsys):
