@@ -92,18 +92,18 @@ class _Fields:
 
     # ---------------------------------------------------------------- sequence
 
-    def _sequences(self) -> Iterator[_Sequence]:
-        """The candidates, the best first."""
+    def _sequences(self) -> list[_Sequence]:
+        """The candidates of the first kind that has any, the best first."""
         masks = [(MaskAxis(key, padded=_side(mask)), RowLayout.from_mask(mask)) for key, mask in self.masks.items()]
-        yield from self._ranked(masks)
         widths = {x.shape: key for key, x in reversed(self.fields.items()) if key not in self.masks and is_integer(x)}
-        yield from self._ranked(
+        lengths = (
             (MaskAxis(key, "lengths", head=(field,)), RowLayout.from_lengths(line, width))
             for key, line in self.lines.items()
             for (rows, width), field in widths.items()
             if rows == line.shape[0] and 0 <= int(line.min()) < int(line.max()) <= width
         )
-        yield from self._ranked((MaskAxis(way.source, part="prefix"), prefix_of(layout)) for way, layout in masks)
+        prefixes = ((MaskAxis(way.source, part="prefix"), prefix_of(layout)) for way, layout in masks)
+        return self._ranked(masks) or self._ranked(lengths) or self._ranked(prefixes)
 
     def _ranked(self, ways: Iterable[tuple[MaskAxis, RowLayout]]) -> list[_Sequence]:
         out: list[_Sequence] = []
@@ -134,7 +134,8 @@ class _Fields:
         source, width = sequence.way.source, sequence.layout.width
         wholes = [source, *(key for key in sequence.ids if self._varies(key))]
         best: tuple[list[tuple[Key, Key]], list[tuple[Key, Key]]] = [], []
-        for split in sorted({width - x.shape[1] for x in self.fields.values()} - {0}):
+        splits = {at for x in self.fields.values() for at in (x.shape[1], width - x.shape[1]) if 0 < at < width}
+        for split in sorted(splits):
             heads = list(self._equal(wholes, 0, split))
             tails = list(self._equal(wholes, split, width))
             if len(heads) + len(tails) > len(best[0]) + len(best[1]):
@@ -176,7 +177,7 @@ class _Fields:
             (sum(self._is_under(other, layout) for other in self.fields), layout.num_tokens, key)
             for key, mask in self.masks.items()
             if key != sequence.way.source or sequence.way.part == "prefix"
-            if mask.shape[0] == tokens.shape[0] and mask.shape[1] <= width
+            if mask.shape[0] == tokens.shape[0] and mask.shape[1] <= width and self._varies(key)
             if bool((mask <= later[:, width - mask.shape[1] :]).all()) and not self._has_ids(mask, sequence)
             for layout in [RowLayout.from_mask(mask)]
         ]

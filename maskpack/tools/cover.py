@@ -131,8 +131,11 @@ def cover(
         specs = with_hints(specs, suggester.tensors, found.concats, wire_bytes)
     added = MaskNestingRegistry(specs, axes)
     packed = _checked(batch, base | added, token)
+    scored = _scored(packed, base | added)
+    if axes and scored is None:  # axes that replay refuses help nobody
+        return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
     suggestions = tuple(replace(one, spec=specs[one.key]) for one in every if one.field.path in padded)
-    return Cover(base, added, found, suggestions, token, packed, _scored(packed, base | added))
+    return Cover(base, added, found, suggestions, token, packed, scored)
 
 
 def compressed(

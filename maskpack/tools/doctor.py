@@ -184,10 +184,10 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     diagnosis = diagnosed(file)
     if args.write is not None:
         write_registry(diagnosis.cover.registry, args.write)
-    out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, base)
-    return out if isinstance(out, str) else json.dumps(
-        out, indent=2
-    ), 1 if diagnosis.suggestions or diagnosis.refusal else 0
+    out = json.dumps(as_json(diagnosis, file, base), indent=2) if args.json else text(diagnosis, file, base)
+    if args.write is not None and not args.json:
+        out += f"\n\nwritten to {printable(args.write)}, for --registry and MaskNestingRegistry.from_dict"
+    return out, int(bool(diagnosis.suggestions or diagnosis.refusal))
 
 
 def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:

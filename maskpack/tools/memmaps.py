@@ -46,9 +46,9 @@ def _entry(folder: Path, name: str, about: dict[str, Any], batch: TensorDict) ->
     if kind not in ("NonTensorData", "NonTensorStack") or "data" not in found:
         raise ValueError(f"field {name!r} is a {kind} that is no plain data")
     data = found["data"]
-    return (
-        NonTensorData(data, batch.batch_size) if kind == "NonTensorData" else NonTensorStack(*map(NonTensorData, data))
-    )
+    if kind == "NonTensorStack":
+        return NonTensorStack(*map(NonTensorData, data))
+    return NonTensorData(data, batch_size=batch.batch_size)
 
 
 def _tensor(file: Path, about: dict[str, Any]) -> Tensor:
@@ -56,9 +56,9 @@ def _tensor(file: Path, about: dict[str, Any]) -> Tensor:
         raise ValueError(f"{file.name} is jagged; expected a plain tensor")
     shape, dtype = cast("list[int]", about["shape"]), getattr(torch, about["dtype"].removeprefix("torch."))
     size = math.prod(shape)
-    return (
-        torch.from_file(str(file), size=size, dtype=dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
-    )
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(file), size=size, dtype=dtype).reshape(shape)
 
 
 def _meta(folder: Path) -> dict[str, Any]:
