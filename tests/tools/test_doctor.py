@@ -11,6 +11,8 @@ import pickle
 import re
 import sys
 import types
+import zipfile
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ import samples
 import test_presets
 import torch
 from fuzz_wire import Pieces
-from tensordict import TensorDict
+from golden import make_torch
+from tensordict import NonTensorData, TensorDict
 
 import maskpack
 import maskpack.store
@@ -419,6 +422,66 @@ def test_a_packed_batch_and_a_nested_one(tmp_path, capsys):
     with pytest.warns(maskpack.errors.MaskpackWarning):
         nested = maskpack.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
     assert [one.line for one in diagnose(nested).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
+
+
+KINDS = "neither a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_garbage_is_called_what_it_is(command, tmp_path, capsys):
+    """Not a broken packed batch."""
+    for name, data in {
+        "random.pt": b"\xb6" * 5000,
+        "x.json": b'{"a": 1}',
+        "t.maskpack": b"hello world",
+        "e.pt": b"",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        assert cli.main([command, str(tmp_path / name)]) == 2
+        said = f"{tmp_path / name} is {'' if data else 'empty: '}{KINDS}\n"
+        assert capsys.readouterr().err == f"maskpack {command}: {said}"
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.14.3"])
+def test_files_of_torch_save_with_other_versions_of_tensordict(version, capsys):
+    """The maker is tests/golden/make_torch.py."""
+    file = make_torch.HERE / f"tensordict-{version}.pt"
+    samples.assert_same(saved_batch(file, False), make_torch.batch())
+    assert "'sub', 'x'" in doctor([file, "--pad-token-id", 0], capsys, 1)
+
+
+def test_a_class_that_is_refused_is_named_and_damage_is_told(tmp_path, capsys):
+    torch.save({"x": torch.ones(2, 3), "y": Fraction(1, 2)}, tmp_path / "class.pt")
+    said = refused([tmp_path / "class.pt"], capsys)
+    assert "cannot be read: UnpicklingError: it names fractions.Fraction, which is no plain data. Give --allow" in said
+    torch.save({"x": torch.ones(2, 3)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
+        for name in whole.namelist():
+            data = whole.read(name)
+            cut.writestr(name, data.replace(b"ctorch._utils", b"\xff torch._utils") if name.endswith(".pkl") else data)
+    assert "UnpicklingError: it is damaged: Unsupported operand 255" in refused([tmp_path / "cut.pt"], capsys)
+
+
+def test_a_folder_of_a_memory_mapped_tensordict(tmp_path, capsys):
+    batch = rollout(mine=UNCOVERED[1][0], sub=TensorDict({"half": torch.ones(B, 2, dtype=torch.bfloat16)}, [B]))
+    batch["none"] = torch.zeros(B, 0)
+    batch["names"] = samples.per_row([f"row {b}" for b in range(B)])
+    batch.set("info", NonTensorData({"step": 1}, batch_size=[B]))
+    batch.clone().memmap(str(tmp_path / "m"))
+    read = saved_batch(tmp_path / "m", False)
+    assert set(read.keys()) == set(batch.keys())
+    samples.assert_same(read.select(*batch.keys()), batch)
+    shown = doctor([tmp_path / "m"], capsys, 1)
+    assert "'mine': MaskNestingSpec('prompt', pad=-100)," in shown
+    (tmp_path / "m" / "mine.memmap").write_bytes(b"")
+    assert "m cannot be read: RuntimeError: " in refused([tmp_path / "m"], capsys)
+    about = json.loads((tmp_path / "m" / "meta.json").read_text())
+    (tmp_path / "m" / "meta.json").write_text(json.dumps({"../m/mine": about["mine"], "shape": [B]}))
+    assert "which is no name of a file" in refused([tmp_path / "m"], capsys)
+    (tmp_path / "m" / "meta.json").write_text(json.dumps({"thing": {"type": "Thing"}, "shape": [B]}))
+    (tmp_path / "m" / "thing").mkdir()
+    (tmp_path / "m" / "thing" / "meta.json").write_text("{}")
+    assert "field 'thing' is a Thing that is no plain data" in refused([tmp_path / "m"], capsys)
 
 
 # -------------------------------------------------------------------- --strict
