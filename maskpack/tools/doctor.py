@@ -1,10 +1,11 @@
 """The command `maskpack doctor`: what padding costs a batch, which fields stay padded, and the registry line for each;
 whether the registry of a trainer takes fewer bytes.
 
-batch -- compress --> sizes as it is -----------------.
-      -- compress --> sizes by the best preset -------+
-      -- Suggester -> a spec for each padded field ---+--> Diagnosis --> text or JSON
-      -- compress --> sizes with these specs ---------'
+batch -- compress ----> sizes as it is --------------------.
+      -- compress ----> sizes by the best preset ----------+
+      -- found_axes --> axes, if the registry lacks them --+--> Diagnosis --> text, JSON, or a registry in a file
+      -- Suggester ---> a spec for each padded field ------+
+      -- with_hints, strict compress --> sizes with these -'
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
@@ -23,24 +23,22 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.keys import show
-from maskpack.core.pads import PAD_TOKEN_ID
+from maskpack.core.pads import PAD_TOKEN_ID, Pad
 from maskpack.core.tree import flatten
-from maskpack.errors import LayoutError, MaskpackError, MaskpackWarning
-from maskpack.fields.options import not_strict
+from maskpack.errors import LayoutError, MaskpackError
 from maskpack.fields.presets import PRESETS
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.coverage import DenseField
-from maskpack.nesting.schema import LAYOUTS, FieldForm
-from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.nesting.schema import LAYOUTS
+from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
-from maskpack.packed.table import forget
-from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry
-from maskpack.tools.suggest import Suggester, Suggestion
+from maskpack.tools.cover import NONE, Cover, axes_of, base_of, compressed, cover, uncovered
+from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry, write_registry
+from maskpack.tools.suggest import Suggester, Suggestion, line_of
 
 _LARGEST = 5
+_NAMES = ("RL_FIELDS", "MaskNestingRegistry", "MaskNestingSpec", "MaskAxis", *Pad.__members__)
 _WORTH = 0.95
 """A preset is named if it takes less than this share of the bytes."""
 
@@ -59,23 +57,30 @@ class Diagnosis:
 
     Attributes:
         sizes: of the batch as it is.
-        covered: sizes with the suggestions; None if there are none, or the batch was packed.
-        counts: tokens of the batch with the suggestions, and those that rows share; None without token ids.
-        masks: by name.
-        suggestions: one for each field that stays padded.
+        covered: sizes with the registry of `cover`; None if it adds nothing to the one given, or the batch was packed.
+        cover: the registry that covers the batch; of a batch that was packed, without new axes and unchecked.
         preset: the one that takes the fewest bytes, if it is worth its name; None if the batch was packed.
-        pad_token_id: the one given, or the one seen under the masks.
         note: about a pad_token_id that was not given; empty if none is needed.
+        refusal: why `compress` refuses the batch with the registry given; `sizes` are those with the axes of `cover`.
+            Empty if it does not.
     """
 
     sizes: Figures
     covered: Figures | None
-    counts: TokenCounts | None
-    masks: Mapping[str, RowLayout]
-    suggestions: tuple[Suggestion, ...]
+    cover: Cover
     preset: Preset | None
-    pad_token_id: int | None
     note: str
+    refusal: str
+
+    @property
+    def suggestions(self) -> tuple[Suggestion, ...]:
+        """One for each field that stays padded."""
+        return self.cover.suggestions
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """Tokens of the batch, and those that rows share; None without token ids."""
+        return token_counts(self.cover.packed)
 
     @property
     def padding(self) -> int:
@@ -104,33 +109,29 @@ def diagnose(
     """
     saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
     tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
-    suggester = Suggester(tensors, registry, pad_token_id)
-    token = suggester.pad_token_id
+    known = Suggester(tensors, registry, pad_token_id)
     preset = None if saved is not None else _preset_of(tensors, registry, pad_token_id)
+    axes = NONE if saved is not None else axes_of(tensors, known)
+    base, refusal = base_of(registry, known, axes), ""
     try:
-        packed = _compressed(tensors, registry, token) if saved is None else saved
+        packed = compressed(tensors, registry, known.pad_token_id) if saved is None else saved
     except LayoutError as error:
-        if preset is None:
-            raise
-        fits = f"maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes."
-        raise LayoutError(f"{error} {fits}") from error
-    sizes, covered = figures(packed, left=False), None
-    padded = [DenseField(of.path, of.shape, of.dtype, of.padded_bytes, of.reason) for of in sizes.fields if of.reason]
-    suggestions = tuple(map(suggester.suggest, [*padded, *suggester.hidden()]))
-    if suggestions and saved is None:
-        packed = _compressed(tensors, registry | {one.key: one.spec for one in suggestions}, token)
-        covered = figures(packed, left=False)
-    note = "" if pad_token_id is not None else _note(packed.schema.forms if saved is None else (), registry, token)
-    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes:
+        fits = f" maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes." if preset else ""
+        refusal = f"{error}{fits}"
+        try:
+            packed = compressed(tensors, base | MaskNestingRegistry({}, axes.axes), known.pad_token_id)
+        except LayoutError:
+            raise LayoutError(refusal) from error
+    sizes = figures(packed, left=False)
+    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not refusal:
         preset = None
-    return Diagnosis(sizes, covered, token_counts(packed), packed.layouts, suggestions, preset, token, note)
-
-
-def _compressed(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
-    forget()  # encodings that were chosen for another registry
-    with warnings.catch_warnings(), not_strict():
-        warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
-        return compress(batch, registry=registry, pad_token_id=pad_token_id or 0)
+    if saved is not None:
+        found, covered = uncovered(saved, known, sizes), None
+    else:
+        found = cover(tensors, base, axes, known, sizes, pad_token_id)
+        covered = figures(found.packed, left=False) if found.adds else None
+    note = "" if pad_token_id is not None else _note(found, packing=saved is None)
+    return Diagnosis(sizes, covered, found, preset, note, refusal)
 
 
 def _preset_of(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Preset | None:
@@ -143,18 +144,19 @@ def _preset_of(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_i
             continue
         with suppress(MaskpackError):  # what it refuses it does not fit
             token = Suggester(batch, preset, pad_token_id).pad_token_id
-            found.append(Preset(name, figures(_compressed(batch, preset, token), left=False).wire_bytes, token))
+            found.append(Preset(name, figures(compressed(batch, preset, token), left=False).wire_bytes, token))
     return min(found, key=lambda preset: preset.wire_bytes, default=None)
 
 
-def _note(forms: Sequence[FieldForm], registry: MaskNestingRegistry, token: int | None) -> str:
-    """The note about a pad_token_id that was not given; `token` was seen under the masks."""
+def _note(found: Cover, packing: bool) -> str:
+    """The note about a pad_token_id that was not given."""
+    token, registry = found.pad_token_id, found.registry
     if token is not None:
         return (
             f"pad_token_id was not given; {token} is the value under the masks of the token fields. Pass it to "
             f"compress as pad_token_id={token}."
         )
-    specs = (registry.find(form.path) for form in forms if form.kind == "padded")
+    specs = [registry.find(form.path) for form in found.packed.schema.forms if form.kind == "padded" and packing]
     if any(spec is not None and PAD_TOKEN_ID in spec.pads for spec in specs):
         return "pad_token_id was not given, and no padding shows it. Pass that of the tokenizer to compress."
     return ""
@@ -175,11 +177,17 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         return diagnose(batch, registry, args.pad_token_id, max_bytes=None)
 
     if args.strict:
+        if args.write is not None:
+            raise Unusable("--write and --strict do not go together. Write the registry first, then check with it")
         return _strict(args.file, diagnosed, base, args.json)
     (file,) = args.file
     diagnosis = diagnosed(file)
-    out = as_json(diagnosis, file, base) if args.json else text(diagnosis, file, base)
-    return out if isinstance(out, str) else json.dumps(out, indent=2), 1 if diagnosis.suggestions else 0
+    if args.write is not None:
+        write_registry(diagnosis.cover.registry, args.write)
+    out = json.dumps(as_json(diagnosis, file, base), indent=2) if args.json else text(diagnosis, file, base)
+    if args.write is not None and not args.json:
+        out += f"\n\nwritten to {printable(args.write)}, for --registry and MaskNestingRegistry.from_dict"
+    return out, int(bool(diagnosis.suggestions or diagnosis.refusal))
 
 
 def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
@@ -192,6 +200,8 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
     for file in files:
         try:
             diagnosis = diagnosed(file)
+            if diagnosis.refusal:
+                raise Unusable(diagnosis.refusal)
         except (Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
             status = 2
             found.append({"file": file, "error": one_line(error)})
@@ -212,7 +222,7 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
     sizes, covered = diagnosis.sizes, diagnosis.covered
     sample = " (a sample)" if "://" in file or FilePath(file).is_dir() else ""
     out = [f"{file}: {sizes.rows:,} rows{sample}, {len(sizes.fields):,} fields", ""]
-    for name, mask in diagnosis.masks.items():
+    for name, mask in diagnosis.cover.packed.layouts.items():
         fill = mask.num_tokens / ((mask.num_rows * mask.width) or 1)
         out.append(f"  {name}: {mask.width:,} wide, {fill:.1%} valid ({mask.num_tokens:,} tokens)")
     share = diagnosis.padding / (sizes.padded_bytes or 1)
@@ -241,16 +251,32 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
             "ReplayOptions(share_prefixes=True) skips them"
         )
     out.append("")
-    if diagnosis.suggestions:
-        out.append(f"{len(diagnosis.suggestions)} stay padded:")
+    padded = {one.field.path for one in diagnosis.suggestions}
+    if diagnosis.refusal:
+        out += [f"refused with {base}: {diagnosis.refusal}", ""]
+    if padded:
+        sent = sum(field.wire_bytes for field in sizes.fields if field.path in padded)
+        out.append(f"{len(diagnosis.suggestions)} stay padded; they are compressed all the same, to {sent:,} bytes:")
         for one in diagnosis.suggestions:
             out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
-        title = "Pack it again with these lines:"
-        if covered is not None:
-            title = f"With these lines {covered.wire_bytes:,} bytes travel:"
-        out += ["", title, "", *snippet(diagnosis, base).split("\n")]
     else:
         out.append("Every tensor of two or more dims is covered.")
+    found = diagnosis.cover
+    if found.added.axes:
+        out += ["", "Replay needs the axes sequence and response. The fields show them:"]
+        out += [f"  {clause}" for clause in found.found.seen]
+    if found.added.fields or found.added.axes:
+        if covered is None:
+            out += ["", "Pack it again with this registry:"]
+        else:
+            scored = (
+                "finds no response axis (name its masks as the axes sequence and response)"
+                if found.scored is None
+                else f"scores {found.scored:,} response tokens"
+            )
+            out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {covered.ratio:,.1f} times fewer."]
+            out += [f"Checked: strict mode takes the batch, every bit comes back, replay {scored}."]
+        out += ["", *snippet(diagnosis, base).split("\n")]
     if diagnosis.note:
         out += ["", f"note: {diagnosis.note}"]
     return "\n".join(map(printable, out))
@@ -258,33 +284,47 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
 
 def snippet(diagnosis: Diagnosis, base: str) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
-    lines = [f"    {one.line}" for one in diagnosis.suggestions]
-    code = re.sub(r"'.*?'", "", " ".join([base, *lines]))  # without the names of fields and masks
-    names = set(re.findall(r"\b(?:MaskNestingSpec|RL_FIELDS|EDGE|PAD_TOKEN_ID|PER_ROW|SIGNED_ZERO|ANY_ZERO)\b", code))
-    token = "" if diagnosis.pad_token_id is None else f", pad_token_id={diagnosis.pad_token_id}"
+    found = diagnosis.cover
+    lines = [line_of(key, spec) for key, spec in found.added.items()]
+    if not found.added.axes:
+        code = [f"registry = {base} | {{", *(f"    {line}" for line in lines), "}"]
+    else:
+        axes = [line_of(name, way) for name, ways in found.added.axes.items() for way in ways]
+        code = [f"registry = {f'{base} | ' if found.base.fields else ''}MaskNestingRegistry(", "    {"]
+        code += [*(f"        {line}" for line in lines), "    },", "    axes={"]
+        code += [*(f"        {line}" for line in axes), "    },", ")"]
+    named = re.sub(r"'.*?'", "", " ".join(code))  # without the names of fields and masks
+    names = {name for name in re.findall(r"\w+", named) if name in _NAMES}
     imported = ", ".join(sorted(names, key=lambda name: (not name.isupper(), name)))
-    head = [f"from maskpack import {imported}", "", f"registry = {base} | {{"]
-    return "\n".join([*head, *lines, "}", f"# compress(batch, registry=registry{token})"])
+    token = "" if found.pad_token_id is None else f", pad_token_id={found.pad_token_id}"
+    code += [f"# compress(batch, registry=registry{token})"]
+    if found.found.ids is not None and found.scored is not None:
+        ids = "" if found.found.ids == "input_ids" else f", input_ids={found.found.ids!r}"
+        code.append(f"# ReplayOptions(registry=registry{ids})")
+    return "\n".join([f"from maskpack import {imported}", "", *code])
 
 
 def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
     """The diagnosis as plain values."""
-    covered, suggestions = diagnosis.covered, diagnosis.suggestions
+    covered, found, counts = diagnosis.covered, diagnosis.cover, diagnosis.counts
     return {
         "file": file,
         **to_json(diagnosis.sizes),
         "padding_bytes": diagnosis.padding,
         "wire_bytes_with_lines": None if covered is None else covered.wire_bytes,
         "preset": None if diagnosis.preset is None else diagnosis.preset._asdict(),
-        **(dict.fromkeys(TokenCounts._fields) if diagnosis.counts is None else diagnosis.counts._asdict()),
+        **(dict.fromkeys(TokenCounts._fields) if counts is None else counts._asdict()),
         "masks": {
             name: {"rows": mask.num_rows, "width": mask.width, "num_tokens": mask.num_tokens}
-            for name, mask in diagnosis.masks.items()
+            for name, mask in found.packed.layouts.items()
         },
         "stay_padded": [
             {**asdict(one.field), "dtype": str(one.field.dtype)[6:], "seen": one.seen, "line": one.line}
-            for one in suggestions
+            for one in diagnosis.suggestions
         ],
-        "registry": snippet(diagnosis, base) if suggestions else None,
+        "refusal": diagnosis.refusal or None,
+        "axes": list(found.found.seen),
+        "response_tokens": found.scored,
+        "registry": snippet(diagnosis, base) if found.added.fields or found.added.axes else None,
         "note": diagnosis.note or None,
     }

@@ -2,7 +2,8 @@
 
     PackedBatch.save                                           \\
     torch.save of a TensorDict, a dict or a verl DataProto      >
-    a pickled DataProto (DataProto.save_to_disk)                /  saved_batch --> PackedBatch or TensorDict
+    a pickled DataProto (DataProto.save_to_disk)                >  saved_batch --> PackedBatch or TensorDict
+    a folder of TensorDict.memmap                              /
     a folder or URL of a RolloutLog             saved_log --> RolloutLog -- a sample of its rows --'
 
 Reading runs no code of the file unless `allow_pickle` is true.
@@ -13,8 +14,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +35,7 @@ from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.file.container import MAX_HEADER
 from maskpack.packed.sizes import printable
 from maskpack.store.log import RolloutLog
+from maskpack.tools.memmaps import META, read_memmap
 from maskpack.tools.pickles import DataProto, read_pickle, read_torch
 from maskpack.views.view import BatchView
 
@@ -42,13 +46,17 @@ SAMPLE = 256
 """The most rows of a log that are looked at, and the most chunks that they come from."""
 
 
+_KINDS = "a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
+
+
 class Unusable(Exception):
     """An argument or a file that cannot be used; the message says why."""
 
 
 def saved_log(path: str, allow_pickle: bool) -> RolloutLog | None:
-    """The log in a folder, or behind a URL of fsspec; None for a file. Raises Unusable, MaskpackError or OSError."""
-    if "://" not in path and not Path(path).is_dir():
+    """The log in a folder, or behind a URL of fsspec; None for a file, and for a folder of TensorDict.memmap. Raises
+    Unusable, MaskpackError or OSError."""
+    if "://" not in path and (not Path(path).is_dir() or (Path(path) / META).is_file()):
         return None
     try:
         return RolloutLog(path, mode="r", allow_pickle=allow_pickle)
@@ -71,20 +79,16 @@ def saved_batch(file: Path | str, allow_pickle: bool, max_bytes: int | None = No
         return _sample(log, SMALL if max_bytes is None else max_bytes)
     file = Path(file)
     if max_bytes is None:
-        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * file.stat().st_size))
+        size = sum(one.stat().st_size for one in [file, *file.rglob("*")])
+        max_bytes = min(MAX_BYTES, max(SMALL, MOST_RATIO * size))
     elif max_bytes < 1:
         raise Unusable(f"--max-bytes is {max_bytes}; expected at least 1")
-    with file.open("rb") as opened:
-        start = opened.read(32)
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
-        return PackedBatch.load(file, allow_pickle=allow_pickle, max_bytes=max_bytes)
-    if not start.startswith((b"PK\x03\x04", b"\x80")):
-        raise Unusable(f"{file} is neither a torch.save file, a pickle nor a packed batch")
+    read = _reader(file, allow_pickle, max_bytes)
     try:
-        batch: Any = (read_torch if start[:1] == b"P" else read_pickle)(file, allow_pickle)
+        batch: Any = read()
         if isinstance(batch, DataProto):
             batch = batch.tensordict(allow_pickle)
-    except OSError:
+    except (OSError, MaskpackError):
         raise
     except Exception as error:  # a pickle raises whatever it likes
         line = (str(error).splitlines() or [""])[0]
@@ -105,6 +109,22 @@ def saved_batch(file: Path | str, allow_pickle: bool, max_bytes: int | None = No
             "who wrote it"
         )
     return batch
+
+
+def _reader(file: Path, allow_pickle: bool, max_bytes: int) -> Callable[[], Any]:
+    """What reads a file, by its first bytes. Raises Unusable for a file that holds no batch."""
+    if file.is_dir():
+        return partial(read_memmap, file)
+    with file.open("rb") as opened:
+        start = opened.read(32)
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= MAX_HEADER:
+        return partial(PackedBatch.load, file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+    if start.startswith(b"PK\x03\x04"):
+        return partial(read_torch, file, allow_pickle)
+    if start.startswith(b"\x80"):
+        return partial(read_pickle, file, allow_pickle)
+    seen = "is neither" if start else "is empty: neither"
+    raise Unusable(f"{file} {seen} {_KINDS}")
 
 
 def _sample(log: RolloutLog, max_bytes: int) -> PackedBatch:
@@ -171,18 +191,40 @@ def _nbytes(batch: TensorDictBase) -> int:
     return total
 
 
+def write_registry(registry: MaskNestingRegistry, file: str) -> None:
+    """Writes a new file that `saved_registry` reads. Raises Unusable if there is one already."""
+    notation = _notation("--write", file)
+    data = registry.to_dict()
+    text = json.dumps(data, indent=2) if notation is json else notation.safe_dump(data, sort_keys=False)
+    path = Path(file)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+        os.link(part, path)  # whole or not at all, and never over another
+    except FileExistsError as error:
+        raise Unusable(f"--write {file}: the file exists. Give another name, or remove it") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _notation(option: str, file: str) -> Any:
+    """The module that writes and reads the notation of a file: json or yaml."""
+    if not file.lower().endswith((".json", ".yaml", ".yml")):
+        raise Unusable(f"{option} is {file}; expected a file that ends in .json, .yaml or .yml")
+    try:
+        return json if file.lower().endswith(".json") else importlib.import_module("yaml")
+    except ModuleNotFoundError as error:
+        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or use a .json file") from error
+
+
 def saved_registry(file: str | None) -> MaskNestingRegistry:
     """The registry of a YAML or JSON file, or RL_FIELDS."""
     if file is None:
         return RL_FIELDS
-    if not file.lower().endswith((".json", ".yaml", ".yml")):
-        raise Unusable(f"--registry is {file}; expected a file that ends in .json, .yaml or .yml")
+    notation = _notation("--registry", file)
     text = Path(file).read_bytes()
     try:
-        yaml: Any = json if file.lower().endswith(".json") else importlib.import_module("yaml")
-        return MaskNestingRegistry.from_dict(yaml.loads(text) if yaml is json else yaml.safe_load(text))
-    except ModuleNotFoundError as error:
-        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or give the registry as JSON") from error
+        return MaskNestingRegistry.from_dict(notation.loads(text) if notation is json else notation.safe_load(text))
     except Exception as error:  # of json, of yaml, or of the registry
         raise Unusable(f"--registry {file}: {error}; expected what MaskNestingRegistry.to_dict gives") from error
 

@@ -58,9 +58,11 @@ def read_torch(file: Path | io.BytesIO, allow_pickle: bool = False) -> Any:
         with torch.serialization.safe_globals(_SAFE):
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+) was not", str(error))
-        reason = f"it names {named[1]}, which" if named else "it is damaged, or names a class or function that"
-        raise pickle.UnpicklingError(f"{reason} is no plain data") from error
+        named = re.search(r"GLOBAL (\S+) (?:was not|whose)|<(?:class|function) '?([\w.]+)", str(error))
+        if named:
+            raise pickle.UnpicklingError(f"it names {named[1] or named[2]}, which is no plain data") from error
+        cause = (str(error).partition("WeightsUnpickler error:")[2] or str(error)).strip().splitlines()[0]
+        raise pickle.UnpicklingError(f"it is damaged: {cause}") from error
 
 
 def read_pickle(file: Path, allow_pickle: bool) -> Any:
@@ -84,7 +86,7 @@ def _encoded(text: Any, name: Any) -> bytes:
 
 
 _MAKERS: Any = importlib.import_module("tensordict._reductions")
-_LOCKED: Any = getattr(importlib.import_module("tensordict.utils"), "_LockedSchema", None)  # a tuple, from 0.14 on
+_LOCKED: Any = getattr(importlib.import_module("tensordict.utils"), "_LockedSchema", tuple)  # a tuple, from 0.13 on
 _CALLS: dict[str, Any] = {
     "multiarray._reconstruct": np.empty(0).__reduce__()[0],
     "multiarray.scalar": np.float32(0).__reduce__()[0],
@@ -94,7 +96,7 @@ _SAFE: list[Any] = [
     *((call, f"numpy.{core}.{name}") for core in ("core", "_core") for name, call in _CALLS.items()),  # numpy 1 and 2
     *((value, f"numpy.{value.__name__}") for value in (np.ndarray, np.dtype)),
     *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFDGOSUMm"),
-    *(_MAKERS._make_td, _MAKERS._rebuild_tensordict_files_consolidated, *filter(None, [_LOCKED])),
+    *(_MAKERS._make_td, _MAKERS._rebuild_tensordict_files_consolidated, (_LOCKED, "tensordict.utils._LockedSchema")),
     *(TensorDict, LazyStackedTensorDict, NonTensorData, NonTensorStack),
     *((_encoded, "_codecs.encode"), (DataProto, _CLASS)),
 ]

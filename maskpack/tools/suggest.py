@@ -21,7 +21,8 @@ from torch import Tensor
 
 from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
-from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
+from maskpack.errors import LayoutError
+from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -32,6 +33,8 @@ _CALL = "maskpack doctor"
 _USUAL = (0, -1, -100)
 """Pads that a few elements prove; another constant may be EDGE."""
 _SHOWN = 3
+COLUMNS = "columns"
+"""The axis of all tokens in the columns of a response that has fewer of them; fields on the response fit it, too."""
 _NO_PAD = (
     "No pad covers that: x.masked_fill(mask == 0, 0) in the producer, if these mean nothing; another mask, if they do; "
     "or declare it without a mask"
@@ -63,14 +66,20 @@ class Suggestion:
     @property
     def line(self) -> str:
         """The entry in Python."""
-        if self.spec.mask is None:
-            return f"{self.key!r}: MaskNestingSpec(None),  # stays padded"
-        line = f"{self.key!r}: MaskNestingSpec({self.spec.mask!r}"
-        for option in [option for option in fields(self.spec)[1:] if option.init]:
-            text = repr(getattr(self.spec, option.name))
-            text = re.sub(r"-?\b(nan|inf)\b", r'float("\g<0>")', text) if option.name == "pad" else text
-            line += "" if text == repr(option.default) else f", {option.name}={text}"
-        return f"{line}),"
+        return line_of(self.key, self.spec)
+
+
+def line_of(name: Key, value: MaskNestingSpec | MaskAxis) -> str:
+    """An entry of a registry, a field or an axis, in Python."""
+    first, *options = (option for option in fields(value) if option.init)
+    if getattr(value, first.name) is None:
+        return f"{name!r}: MaskNestingSpec(None),  # stays padded"
+    line = f"{name!r}: {type(value).__name__}({getattr(value, first.name)!r}"
+    for option in options:
+        text = repr(getattr(value, option.name))
+        text = re.sub(r"-?\b(nan|inf)\b", r'float("\g<0>")', text) if option.name == "pad" else text
+        line += "" if text == repr(option.default) else f", {option.name}={text}"
+    return f"{line}),"
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class Suggester:
 
     def __init__(self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> None:
         carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
-        self._registry = registry
+        self.registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
         self._entries = dict(flatten(batch, without=LAYOUTS))
         tensors = {path: value for path, value in self._entries.items() if isinstance(value, Tensor)}
@@ -104,7 +113,7 @@ class Suggester:
         self.pad_token_id = self._token() if pad_token_id is None else pad_token_id
         known = [*registry.axes, *(mask for spec in registry.values() for mask in spec.masks)]
         unknown = [path for path in self.tensors if registry.find(path) is None]
-        mask_fields = [plain(path) for path in unknown if self._is_mask(path)]
+        mask_fields = [plain(path) for path in unknown if is_mask(self.tensors[path])]
         self._masks: dict[Key, bool] = {**dict.fromkeys(mask_fields, False), **dict.fromkeys(known, True)}
         """Every mask to try, and whether the registry knows it."""
         self._served: Counter[Key] = Counter()
@@ -114,10 +123,17 @@ class Suggester:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
         self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
+    def gives(self, *axes: str) -> bool:
+        """Whether the registry computes all these axes from the batch, or finds an error in it."""
+        try:
+            return all(self._axes.find(axis, (axis,)) is not None for axis in axes)
+        except LayoutError:
+            return True
+
     def hidden(self) -> Iterator[DenseField]:
         """The tensors inside Python objects that the registry does not declare without a mask."""
         for path, value in self._entries.items():
-            spec = self._registry.find(path)
+            spec = self.registry.find(path)
             if is_object(value) and (spec is None or spec.mask is not None):
                 yield from hidden_tensors(path, value)
 
@@ -129,7 +145,7 @@ class Suggester:
         if value is None:
             seen = "no mask reaches into a Python object: make it a field of the batch, or declare it without a mask"
             return Suggestion(field, key, MaskNestingSpec(None), seen)
-        fit = min(self._fits(path), key=self._rank, default=None)
+        fit = min(self._fits(path), key=lambda fit: self._rank(fit, plain(path)), default=None)
         if fit is None:
             axes = [str(axis) for mask in self._masks if (axis := self._axes.find(mask, ("",))) is not None]
             seen = f"no mask of the batch has its size; {'; '.join(axes) or 'there is no mask'}"
@@ -142,35 +158,39 @@ class Suggester:
         seen = f"{where} it is padded with {_PAD_WORDS.get(pad, repr(pad))}"
         if not masked:
             seen = f"{where} nothing is padded in this batch, so its pad is not seen; 0 is assumed"
-        elif pad == self.pad_token_id and pad not in _USUAL and _is_integer(value):
+        elif pad == self.pad_token_id and pad not in _USUAL and is_integer(value):
             seen, pad = f"{where} it is padded with the pad token, {pad}", Pad.PAD_TOKEN_ID
         return Suggestion(field, key, self._spec(path, value, fit, pad), seen)
 
-    def _rank(self, fit: _Fit) -> tuple[Any, ...]:
-        """The best fit is the lowest."""
-        unknown = not self._masks[fit.mask]
-        return fit.pad is None, unknown, fit.pad is Pad.PER_ROW, -self._served[fit.mask], fit.layout.num_tokens
+    def _rank(self, fit: _Fit, key: Key) -> tuple[Any, ...]:
+        """The best fit of a field is the lowest. The mask that an axis is computed from is on that axis, so that packed
+        batches have it."""
+        ways = self.registry.axes.get(fit.mask, ()) if isinstance(fit.mask, str) else ()
+        off = not any(way.source == key and way.part == "all" for way in ways)
+        last = fit.pad is Pad.PER_ROW, fit.mask == COLUMNS
+        return fit.pad is None, not self._masks[fit.mask], off, *last, -self._served[fit.mask], fit.layout.num_tokens
 
     def _spec(self, path: Path, value: Tensor, fit: _Fit, pad: PadValue) -> MaskNestingSpec:
         """A new spec; for a known field its own, with the pad in front."""
-        known = self._registry.find(path)
+        known = self.registry.find(path)
         dim = -1 if fit.dim == value.dim() - 1 and fit.dim > 1 else fit.dim
         if known is None or known.mask is None:
             return MaskNestingSpec(fit.mask, 0 if pad == 0 and str(pad) != "-0.0" else pad, dim)
         pads = [pad, *(other for other in known.pads if repr(other) != repr(pad))]
-        mask = known.mask if fit.mask in known.masks else fit.mask
+        mask = [fit.mask, *(m for m in known.masks if m != fit.mask)] if fit.mask in known.masks[1:] else known.mask
+        mask = mask if fit.mask in known.masks else fit.mask
         dim = known.ragged_dim if known.dim_of(value) == fit.dim else dim
         return replace(known, mask=mask, pad=pads if len(pads) > 1 else pad, ragged_dim=dim)
 
     def _fits(self, path: Path) -> Iterator[_Fit]:
         value = self.tensors[path]
         for mask, layout, dim in self._of_size(path, self._masks, range(1, value.dim())):
-            yield _Fit(mask, layout, dim, _pad_of(value.movedim(dim, 1), layout, self.pad_token_id))
+            yield _Fit(mask, layout, dim, pad_of(value.movedim(dim, 1), layout, self.pad_token_id))
 
     def _of_size(self, path: Path, masks: Iterable[Key], dims: Iterable[int]) -> Iterator[tuple[Key, RowLayout, int]]:
         """The masks of the size of a field, and the dims that their width may run along."""
         value = self.tensors[path]
-        for mask in masks if _is_padded(value) else ():
+        for mask in masks if is_padded(value) else ():
             axis = self._axes.find(mask, path)
             if axis is not None and axis.tokens is None and value.shape[0] == axis.rows:
                 for dim in dims:
@@ -181,27 +201,29 @@ class Suggester:
         """The one value under the masks of fields that are padded with the pad token; the most frequent."""
         tokens: list[int] = []
         for path, value in self.tensors.items():
-            spec = self._registry.find(path)
-            if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and _is_integer(value):
+            spec = self.registry.find(path)
+            if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and is_integer(value):
                 for _, layout, dim in list(self._of_size(path, spec.masks, [spec.dim_of(value)]))[:1]:
                     values = cast("Tensor", _under(value, layout, dim).unique())
                     tokens += [int(values)] if values.numel() == 1 else []
         return max(tokens, key=tokens.count, default=None)
 
-    def _is_mask(self, path: Path) -> bool:
-        """Whether a field holds 0 and 1 alone."""
-        value = self.tensors[path]
-        return _is_padded(value) and value.dim() == 2 and bool(((value == 0) | (value == 1)).all() and value.any())
-
 
 # -------------------------------------------------------------------- values under a mask
 
 
-def _is_padded(x: Tensor) -> bool:
+def is_padded(x: Tensor) -> bool:
+    """Whether it is a plain tensor of two or more dims."""
     return x.layout == torch.strided and not x.is_nested and x.dim() > 1
 
 
-def _is_integer(x: Tensor) -> bool:
+def is_mask(x: Tensor) -> bool:
+    """Whether a field [B, S] holds 0 and 1 alone, and not 0 alone."""
+    return is_padded(x) and x.dim() == 2 and bool(((x == 0) | (x == 1)).all() and x.any())
+
+
+def is_integer(x: Tensor) -> bool:
+    """Whether its numbers are whole; bools are not."""
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
@@ -210,7 +232,7 @@ def _under(x: Tensor, layout: RowLayout, dim: int) -> Tensor:
     return x.movedim(dim, 1)[~layout.to_mask(torch.bool)].reshape(-1)
 
 
-def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue | None:
+def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue | None:
     """The plainest pad of a field [B, S, *F] that is exact; 0 where nothing is padded, None for several values."""
     padded = np.flatnonzero(layout.lengths < layout.width)
     if not len(padded) or not x.numel():
@@ -221,7 +243,7 @@ def _pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue 
     pads: list[Any] = [first] if usual else []
     if first == 0 and x.is_floating_point():
         pads += [Pad.SIGNED_ZERO, *([Pad.ANY_ZERO] if x.dim() == 2 and x.dtype.itemsize > 1 else [])]
-    pads += [Pad.EDGE] if _is_integer(x) else []
+    pads += [Pad.EDGE] if is_integer(x) else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
     pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
     fitting, _ = checks.read([(x, layout, pad, None) for pad in pads])

@@ -11,6 +11,8 @@ import pickle
 import re
 import sys
 import types
+import zipfile
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ import samples
 import test_presets
 import torch
 from fuzz_wire import Pieces
-from tensordict import TensorDict
+from golden import make_torch
+from tensordict import NonTensorData, TensorDict
 
 import maskpack
 import maskpack.store
@@ -71,7 +74,7 @@ def refused(argv, capsys):
 
 def executed(shown):
     """The registry of the lines that were printed."""
-    code = re.search(r"^from maskpack import .*?^}$", shown, re.DOTALL | re.MULTILINE)
+    code = re.search(r"^from maskpack import .*?^[})]$", shown, re.DOTALL | re.MULTILINE)
     names = {}
     exec(code[0], names)
     return names["registry"]
@@ -202,7 +205,7 @@ def test_several_fields_have_one_snippet(tmp_path, capsys):
     batch = rollout(a=UNCOVERED[1][0], b=UNCOVERED[5][0], sub=rollout(c=UNCOVERED[0][0]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b"], capsys, 1)
-    assert "3 stay padded:" in shown
+    assert "3 stay padded; they are compressed all the same, to " in shown
     assert "('sub', 'c'): MaskNestingSpec('response')," in shown
     assert "from maskpack import EDGE, RL_FIELDS, MaskNestingSpec\n" in shown
     assert covers(executed(shown), batch, "a", "b", ("sub", "c"))
@@ -275,22 +278,24 @@ def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
     batch = own_names()
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     wanted = [
-        "'tool': MaskNestingSpec('trained'),",
-        "'tokens': MaskNestingSpec('attn', pad=7),",
-        "'attn': MaskNestingSpec('attn'),",
-        "'completion': MaskNestingSpec('trained', pad=7),",
-        "'trained': MaskNestingSpec('trained'),",
-        "'behaviour_logp': MaskNestingSpec('trained'),",
-        "'turns': MaskNestingSpec('trained'),",
+        "'tool': MaskNestingSpec('response'),",
+        "'tokens': MaskNestingSpec('sequence', pad=7),",
+        "'attn': MaskNestingSpec('sequence'),",
+        "'completion': MaskNestingSpec('response', pad=7),",
+        "'trained': MaskNestingSpec('response'),",
+        "'behaviour_logp': MaskNestingSpec('response'),",
+        "'turns': MaskNestingSpec('response'),",
         "'coin': MaskNestingSpec(None),  # stays padded",
     ]
-    assert re.findall(r"^    ('\w+': MaskNestingSpec\(.*\),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    assert re.findall(r"^ +('\w+': MaskNestingSpec\(.*\),.*)$", snippet_in(shown), re.MULTILINE) == wanted
+    assert "  attn[:, 5:] equals trained\n" in shown
+    assert "        'response': MaskAxis('attn', part='tail', tail=('trained',)),\n" in shown
     names = [name for name in batch.keys() if name not in ("coin", "adv")]  # noqa: SIM118
     assert covers(executed(shown), batch, *names)
 
 
 def snippet_in(shown):
-    return shown[shown.index("registry = RL_FIELDS") :]
+    return shown[shown.index("registry = ") :]
 
 
 def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
@@ -373,7 +378,7 @@ def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
     batch.set("extra", samples.per_row([{"tokens": torch.zeros(b + 1)} for b in range(B)]))
     torch.save(batch, tmp_path / "b")
     shown = doctor([tmp_path / "b", "--allow-pickle"], capsys, 1)
-    assert "1 stay padded:" in shown
+    assert "1 stay padded;" in shown
     assert f"{4 * sum(range(1, B + 1))} bytes: with {B - 1} more, tensors inside Python objects" in shown
     registry = executed(shown)
     maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
@@ -417,6 +422,66 @@ def test_a_packed_batch_and_a_nested_one(tmp_path, capsys):
     with pytest.warns(maskpack.errors.MaskpackWarning):
         nested = maskpack.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
     assert [one.line for one in diagnose(nested).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
+
+
+KINDS = "neither a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
+
+
+@pytest.mark.parametrize("command", ["doctor", "inspect"])
+def test_garbage_is_called_what_it_is(command, tmp_path, capsys):
+    """Not a broken packed batch."""
+    for name, data in {
+        "random.pt": b"\xb6" * 5000,
+        "x.json": b'{"a": 1}',
+        "t.maskpack": b"hello world",
+        "e.pt": b"",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        assert cli.main([command, str(tmp_path / name)]) == 2
+        said = f"{tmp_path / name} is {'' if data else 'empty: '}{KINDS}\n"
+        assert capsys.readouterr().err == f"maskpack {command}: {said}"
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.14.3"])
+def test_files_of_torch_save_with_other_versions_of_tensordict(version, capsys):
+    """The maker is tests/golden/make_torch.py."""
+    file = make_torch.HERE / f"tensordict-{version}.pt"
+    samples.assert_same(saved_batch(file, False), make_torch.batch())
+    assert "'sub', 'x'" in doctor([file, "--pad-token-id", 0], capsys, 1)
+
+
+def test_a_class_that_is_refused_is_named_and_damage_is_told(tmp_path, capsys):
+    torch.save({"x": torch.ones(2, 3), "y": Fraction(1, 2)}, tmp_path / "class.pt")
+    said = refused([tmp_path / "class.pt"], capsys)
+    assert "cannot be read: UnpicklingError: it names fractions.Fraction, which is no plain data. Give --allow" in said
+    torch.save({"x": torch.ones(2, 3)}, tmp_path / "whole.pt")
+    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
+        for name in whole.namelist():
+            data = whole.read(name)
+            cut.writestr(name, data.replace(b"ctorch._utils", b"\xff torch._utils") if name.endswith(".pkl") else data)
+    assert "UnpicklingError: it is damaged: Unsupported operand 255" in refused([tmp_path / "cut.pt"], capsys)
+
+
+def test_a_folder_of_a_memory_mapped_tensordict(tmp_path, capsys):
+    batch = rollout(mine=UNCOVERED[1][0], sub=TensorDict({"half": torch.ones(B, 2, dtype=torch.bfloat16)}, [B]))
+    batch["none"] = torch.zeros(B, 0)
+    batch["names"] = samples.per_row([f"row {b}" for b in range(B)])
+    batch.set("info", NonTensorData({"step": 1}, batch_size=[B]))
+    batch.clone().memmap(str(tmp_path / "m"))
+    read = saved_batch(tmp_path / "m", False)
+    assert set(read.keys()) == set(batch.keys())
+    samples.assert_same(read.select(*batch.keys()), batch)
+    shown = doctor([tmp_path / "m"], capsys, 1)
+    assert "'mine': MaskNestingSpec('prompt', pad=-100)," in shown
+    (tmp_path / "m" / "mine.memmap").write_bytes(b"")
+    assert "m cannot be read: RuntimeError: " in refused([tmp_path / "m"], capsys)
+    about = json.loads((tmp_path / "m" / "meta.json").read_text())
+    (tmp_path / "m" / "meta.json").write_text(json.dumps({"../m/mine": about["mine"], "shape": [B]}))
+    assert "which is no name of a file" in refused([tmp_path / "m"], capsys)
+    (tmp_path / "m" / "meta.json").write_text(json.dumps({"thing": {"type": "Thing"}, "shape": [B]}))
+    (tmp_path / "m" / "thing").mkdir()
+    (tmp_path / "m" / "thing" / "meta.json").write_text("{}")
+    assert "field 'thing' is a Thing that is no plain data" in refused([tmp_path / "m"], capsys)
 
 
 # -------------------------------------------------------------------- --strict
@@ -693,7 +758,7 @@ def test_the_pad_token_is_that_of_most_token_fields():
         batch.set(name, torch.where(mask, 1, 50))
     batch.set("prompts", torch.where(mask[:, :P], 1, 60))
     batch.set("responses", torch.where(mask[:, P:], 1, 50))
-    assert diagnose(batch).pad_token_id == 50
+    assert diagnose(batch).cover.pad_token_id == 50
 
 
 def _suggested(batch, name):
@@ -751,12 +816,19 @@ def test_the_preset_that_fits_is_named_with_its_bytes(case, options, tmp_path, c
 
 
 def test_a_batch_that_the_registry_refuses_is_given_its_preset(tmp_path, capsys):
+    """And a registry of its own; a CI run fails on it."""
     batch = of_trainer("openrlhf")
     file = saved(batch, tmp_path / "b.pt")
     nbytes = wire_bytes(batch, PRESETS["openrlhf"])
-    line = refused([file, "--pad-token-id", samples.PAD], capsys)
-    assert '"rollout_log_probs" is' in line
-    assert line.endswith(f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes.\n")
+    fits = f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes."
+    shown = doctor([file, "--pad-token-id", samples.PAD], capsys, 1)
+    assert re.search(rf'refused with RL_FIELDS: compress: field "rollout_log_probs" is .*{re.escape(fits)}\n', shown)
+    assert f"preset:    {nbytes:,} bytes" in shown
+    assert covers(executed(shown), batch, "rollout_log_probs", "advantages")
+    shown = doctor(["--strict", file, "--pad-token-id", samples.PAD], capsys, 2)
+    assert shown.endswith(f"{fits}\n")
+    only = batch.select("rollout_log_probs", "attention_mask")
+    assert '"rollout_log_probs" is' in refused([saved(only, tmp_path / "c"), "--pad-token-id", 7], capsys)
 
 
 def test_a_preset_is_not_named_where_it_brings_little(tmp_path, capsys):
