@@ -1,11 +1,13 @@
 """verl's V1 trainer over TransferQueue, on the CPU: its agent loop workers, replay buffer, worker groups and trainers,
-with a tiny engine in place of the GPU engines. Each backend must leave the same bits as TransferQueue's own."""
+with the tiny parts of `examples/verl_v1_parts.py` in place of the GPU engines. Each backend must leave the same bits as
+TransferQueue's own."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,32 +18,26 @@ pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import numpy as np
 import ray
 import torch
 import transfer_queue as tq
-import verl
-import verl_v1_workers as tiny
+import verl_v1_cpu as v1
+import verl_v1_workers as full
 from frozen import agree, freeze
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from verl.single_controller.ray import RayClassWithInitArgs
 from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager
 from verl.workers.utils.losses import value_loss
-
-import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
+from verl_v1_parts import TinyActor, TinyTraining
 
 BACKENDS = ["SimpleStorage", "Maskpack"]
 _numbers = itertools.count()
@@ -50,16 +46,7 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module", params=BACKENDS)
 def queue(request):
     """TransferQueue over one backend, on a Ray of its own: the clients of a process are global."""
-    path = os.pathsep.join([str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TQ_LOGGING_LEVEL": "ERROR"}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": environment},
-    )
+    v1.start_ray(Path(full.__file__).parent, Path(v1.__file__).parent)
     try:
         tq.init(
             OmegaConf.create(
@@ -87,7 +74,7 @@ OVERRIDES = {
             "name": "vllm",
             "n": 2,
             "temperature": 0.8,
-            "agent": {"num_workers": 1, "default_agent_loop": "tiny"},
+            "agent": {"num_workers": 1, "default_agent_loop": "full"},
             "val_kwargs": {"n": 2},
         },
         "actor": {"ppo_mini_batch_size": 3, "use_dynamic_bsz": True, "ppo_epochs": 2, "shuffle": True},
@@ -125,8 +112,7 @@ UNSTEADY = re.compile(r"timing|perf/(time|throughput|cpu|max_memory)")
 
 
 def configured(*overrides, **trainer):
-    base = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "_generated_ppo_trainer.yaml")
-    return OmegaConf.merge(base, OVERRIDES, *overrides, {"trainer": trainer})
+    return v1.configured(OVERRIDES, *overrides, {"trainer": trainer})
 
 
 def prompts(count, batch):
@@ -141,21 +127,8 @@ def prompts(count, batch):
             "reward_model": [{"style": "rule", "ground_truth": str(row)} for row in rows],
             "extra_info": [{"split": "train", "none": None, "numbers": np.arange(row)} for row in rows],
         }
-        arrays = {name: np.empty(batch, dtype=object) for name in columns}
-        for name, items in columns.items():
-            for place, item in enumerate(items):
-                arrays[name][place] = item
-        loader.append({"dummy_tensor": torch.zeros(batch, 1, dtype=torch.uint8), **arrays})
+        loader.append(v1.collated(columns))
     return loader
-
-
-def workers():
-    """The worker groups of actor and critic, two ranks each, colocated and spawned as verl's trainers do."""
-    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(tiny.TinyActor))}
-    classes["critic"] = RayClassWithInitArgs(ray.remote(tiny.TinyTraining), model_type="value_model", seed=3)
-    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), use_gpu=False, device_name="cpu")
-    return group.spawn(prefix_set=classes.keys())
 
 
 class ColocatedReward:
@@ -210,38 +183,32 @@ def trainer_of(kind, config, cluster, monkeypatch):
     monkeypatch.setattr(trainer_base, "uuid", Numbered("u"))
     monkeypatch.setattr(padding_utils, "uuid", Numbered("p"))
     trainer = recorded(kind)(config)
-    trainer.actor_rollout_wg = trainer.ref_policy_wg = cluster.actor
+    v1.equip(trainer, cluster.actor, prompts(12, config.data.train_batch_size))
     trainer.critic_wg = cluster.critic
-    trainer.actor_rollout_wg.begin(config)
     trainer.critic_wg.reset()
     ray.get([worker.begin.remote(config) for worker in cluster.loops.agent_loop_workers])
     loss = SimpleNamespace(
         cliprange_value=0.5, loss_agg_mode="token-mean", loss_scale_factor=None, global_batch_info={}
     )
     trainer.critic_wg.set_loss_fn(partial(value_loss, config=loss))
-    nothing = SimpleNamespace(update_weights=lambda *_: None, sleep_replicas=lambda *_: None)
-    trainer.tokenizer, trainer.checkpoint_manager, trainer.ref_in_actor = tiny.Tokenizer(), nothing, False
-    trainer.reward_loop_manager = ColocatedReward()
     if config.tiny.rewards:
-        trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
-    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 2)
-    trainer.train_dataloader, trainer.train_dataloader_it = prompts(12, config.data.train_batch_size), None
-    trainer.val_dataloader = prompts(4, 2) if config.tiny.rewards else []
-    trainer.steps_per_epoch, trainer.total_training_steps = 4, config.trainer.total_training_steps
-    trainer.global_steps, trainer.replay_buffer.poll_interval, trainer.steps = 0, 0.02, []
-    trainer._init_dump_executor()
+        trainer.val_dataloader = prompts(4, 2)
+    else:
+        trainer.reward_loop_manager = ColocatedReward()
+    trainer.steps = []
     return trainer
 
 
-class AgentLoops(AgentLoopManagerTQ):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.agent_loop_workers_class = ray.remote(tiny.TinyAgentLoop)
+class AgentLoops(v1.AgentLoops):
+    worker = full.FullAgentLoop
 
 
 @pytest.fixture(scope="module")
 def cluster(queue):
-    groups = workers()
+    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(TinyActor), backend="full")}
+    critic = {"model_type": "value_model", "seed": 3, "backend": "full"}
+    classes["critic"] = RayClassWithInitArgs(ray.remote(TinyTraining), **critic)
+    groups = v1.spawned(classes)
     loops = AgentLoops.create(configured(), None)
     return SimpleNamespace(actor=groups["actor_rollout_ref"], critic=groups["critic"], loops=loops)
 
@@ -319,6 +286,3 @@ class Loader(list):
 
     def load_state_dict(self, state):
         assert state == {}
-
-
-# -------------------------------------------------------------------- the parts alone
