@@ -25,7 +25,7 @@ def said(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return reprlib.repr(value)
     name = "array" if isinstance(value, np.ndarray) else type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def flag(value: Any, name: str, call: str, error: type[MaskpackError] = LayoutError) -> bool:

@@ -124,7 +124,9 @@ def response_outputs(
         log_probs: whether to return log-probs. Without them the model needs no output layer.
         entropy: whether to return entropies, too; only with log-probs.
         heads: callables, by names of your own, as `value_head` of `response_values`. All get the same hidden states.
-        model, batch, temperature, plan, self_check, context_group, options: as for `response_log_probs`.
+        plan: the micro-batches of the rows, run one after the other without gradients. To train, call this for each
+            micro-batch of `plan.apply(batch)`.
+        model, batch, temperature, self_check, context_group, options: as for `response_log_probs`.
 
     Returns:
         The parts that were asked for, on the device of the model.

@@ -43,7 +43,8 @@ class Refusal(Enum):
     NO_MODEL = (
         "got {seen}",
         "a model of transformers",
-        "Pass the model itself. For PEFT with adapters in its layers, pass get_base_model(). Shard with fully_shard, "
+        "Pass the model itself; of a policy with a value head, the model within, and the head as heads= of "
+        "response_outputs. For PEFT with adapters in its layers, pass get_base_model(). Shard with fully_shard, "
         "which does not wrap the model. Instead of a DistributedDataParallel, pass the model that it wraps, and "
         "average the gradients yourself, because it averages only in its own forward and backward pass",
     )
