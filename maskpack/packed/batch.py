@@ -130,8 +130,10 @@ class PackedBatch:
 
     @property
     def fields(self) -> dict[Key, FieldForm]:
-        """What is known of each field without decoding it, by its key: kind, layout, dtype, shape of an element, pad,
-        device, and the reason why it stays padded."""
+        """What is known of each field without decoding it, by its key. A FieldForm has `kind` (padded: [B, S, *shape]
+        under `layout`; flat or jagged: the tokens of a nested tensor; dense: a tensor without a mask; object), `dtype`,
+        `shape` (of an element), `pads` (the one pad that its values have under the mask), `device`, and `reason`: why a
+        tensor stays padded, or None."""
         return {plain(form.path): form for form in self.schema.forms if form.node is None}
 
     @cached_property
@@ -388,7 +390,8 @@ class PackedBatch:
         sub-batches are named `sub/field`.
 
         Args:
-            fields: the fields to decode; all if none is named.
+            fields: the keys of the fields to decode, a tuple for one of a sub-batch; all if none is named. Columns are
+                in the order of the batch.
 
         Raises:
             LayoutError: a field that is not in the batch, or that Arrow has no type for, as complex numbers.

@@ -167,7 +167,7 @@ class RolloutLog:
 
     def where(self, **tags: Any) -> IntArray:
         """int64 [n], rising: the rows that have these tags. A list, range, array or tensor stands for any of its
-        values: `log.where(step=range(10, 20), worker=3)`."""
+        values: `log.where(step=range(10, 20), worker=3)`. No row has a tag whose name no append gave."""
         with self._turn:
             return self._rows().where(tags)
 
@@ -251,6 +251,8 @@ class RolloutLog:
             MaskpackError: a Python object is no plain data, and `allow_pickle` is false.
             StorageError: the disk is full or fails. Nothing was appended; after a disk that was full, appends go on.
         """
+        with self._writing("append"):
+            pass  # a reader is told so, whatever the batch is
         if isinstance(batch, PackedBatch):
             packed = batch
         elif isinstance(batch, TensorDictBase):
@@ -384,8 +386,9 @@ class RolloutLog:
         array = host_array(list(rows) if isinstance(rows, range) else rows, "rows", f"RolloutLog.{call}")
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise LayoutError(
-                f"RolloutLog.{call}: rows are {said(rows)}; expected numbers (n,), as append returned them. Pass a "
-                "list, a range, an array or a slice."
+                f"RolloutLog.{call}: rows are {said(rows)} of {array.dtype} {array.shape}; expected numbers (n,), as "
+                "append returned them. Pass a list, [5] for one row, a range, an array or a slice; of a mask, "
+                "np.flatnonzero(mask)."
             )
         return array.astype(np.int64)
 

@@ -123,8 +123,7 @@ class RowIndex:
         live = self.live()
         for name, value in wanted.items():
             known = self._tags.get(name, {})
-            several = isinstance(value, Collection | Tensor) and not isinstance(value, str | Mapping)
-            values: Iterable[Any] = listed(value) if several else [value]
+            values: Iterable[Any] = listed(value) if _several(value) else [value]
             found = [rows for one in values for rows in known.get(_key(plain(one, name, "where")), ())]
             has = np.zeros(self.next_row, np.bool_)
             has[np.concatenate(found) if found else []] = True
@@ -163,8 +162,8 @@ def checked_tags(tags: Any, rows: int) -> dict[str, Any]:
     for name, value in cast("Mapping[Any, Any]", tags).items():
         if not isinstance(name, str):
             raise LayoutError(f"RolloutLog.append: a tag is named {said(name)}; expected text. Name it.")
-        if isinstance(value, _PLAIN):
-            out[name] = value
+        if not _several(value):
+            out[name] = plain(value, name, "append")
             continue
         values = listed(value)
         if len(values) != rows:
@@ -176,6 +175,13 @@ def checked_tags(tags: Any, rows: int) -> dict[str, Any]:
     return out
 
 
+def _several(value: Any) -> bool:
+    """Whether a value is a list, a range, an array or a tensor of values; an array without dims is one value."""
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim > 0
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+
+
 def listed(values: Any) -> list[Any]:
     """The items of a list, a range, an array or a tensor."""
     held: Any = values
@@ -185,7 +191,7 @@ def listed(values: Any) -> list[Any]:
 def plain(value: Any, name: str, call: str) -> Any:
     """A tag's value. Raises LayoutError for one that is not plain."""
     held: Any = value
-    value = held.item() if isinstance(value, np.generic) else held
+    value = held.item() if isinstance(value, np.generic | np.ndarray | Tensor) and held.ndim == 0 else held
     if not isinstance(value, _PLAIN):
         raise LayoutError(
             f'RolloutLog.{call}: tag "{name}" is {said(value)}; expected text, a number, a bool or None. Put other '

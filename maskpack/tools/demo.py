@@ -350,7 +350,8 @@ def _report(batch: TensorDict, ranks: int, trips: Mapping[str, Sequence[Trip]]) 
         lines.append(f"{'  padded / this':<22}" + "".join(f"{ratio:>14}" for ratio in ratios))
     sent, model, moving = (_medians(trips, name) for name in ("sent", "model", "moving"))
     wire = {way: 8e3 * count / 10e9 for way, count in _medians(trips, "sent", "returned").items()}
-    fewer, faster = sent["padded"] / sent["maskpack"], {way: model[way] / model["+ replay"] for way in WAYS}
+    fewer, both = sent["padded"] / sent["maskpack"], wire["padded"] / wire["maskpack"]
+    faster = {way: model[way] / model["+ replay"] for way in WAYS}
     compared = sum(value.numel() for trip in trips["maskpack"] for value in trip.output.values())
     exact, replayed = ([trip.output["old_log_probs"] for trip in trips[way]] for way in ("padded", "+ replay"))
     apart = max((x - y).abs().max().item() for x, y in zip(exact, replayed, strict=True))
@@ -359,9 +360,9 @@ def _report(batch: TensorDict, ranks: int, trips: Mapping[str, Sequence[Trip]]) 
         "\nwhere the time goes   # the model   - all but the model",
         *(f"{way:<10}{'#' * round(scale * model[way])}{'-' * round(scale * moving[way])}" for way in WAYS),
         f"\nAt 10 Gbit/s, the bytes of both ways: {wire['padded']:.2f} ms -> {wire['maskpack']:.2f} ms (calculated).",
-        f"With replay, the model ran {faster['trimmed']:.1f} times as fast as with rows sorted and trimmed.",
         f"All outputs of maskpack were bitwise equal to padded: {compared:,} values in {ROUNDS} rounds.",
-        f"\nmaskpack sent {fewer:.0f} times fewer bytes with the same bits; with replay,",
-        f"the model ran {faster['padded']:.1f} times as fast as padded (log-probs within {apart:.0e}).",
+        f"\nmaskpack sent {fewer:.0f} times fewer bytes to the workers ({both:.0f} times both ways), the same bits;",
+        f"with replay, the model ran {faster['padded']:.1f} times as fast as padded, {faster['trimmed']:.1f} times as "
+        f"fast as trimmed (log-probs within {apart:.0e}).",
     ]
     return "\n".join(lines)

@@ -464,6 +464,22 @@ def test_missing_and_foreign_files(path, tmp_path):
         opened(path)
 
 
+def test_tags_that_are_scalars_of_arrays(path):
+    log = opened(path)
+    for step in (np.int64(3), np.array(3), torch.tensor(3), 3):
+        log.append(batch_of(0), {"step": step})
+    assert set(log.tags(log.rows)["step"]) == {3}
+    for wanted in (3, np.int64(3), torch.tensor(3), [3], np.array([3]), torch.tensor([3])):
+        assert log.where(step=wanted).tolist() == log.rows.tolist()
+    assert log.where(other=3).size == 0
+
+
+def test_a_reader_says_that_it_is_one_before_it_looks_at_the_batch(path):
+    opened(path).close()
+    with pytest.raises(StorageError, match='mode="r"'):
+        RolloutLog(path, mode="r").append(batch_of(0))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -482,6 +498,10 @@ def test_missing_and_foreign_files(path, tmp_path):
         (lambda path: opened(path).take("a"), LayoutError, "rows are"),
         (lambda path: opened(path).take([0]), FieldError, "no row 0"),
         (lambda path: opened(path).take([True]), LayoutError, "rows are"),
+        (lambda path: opened(path).take(5), LayoutError, r"rows are 5 of int64 \(\).*\[5\] for one row"),
+        (lambda path: opened(path).take([True, False]), LayoutError, r"np\.flatnonzero"),
+        (lambda path: opened(path).append(batch_of(0), {"a": {}}), LayoutError, 'tag "a" is a dict'),
+        (lambda path: opened(path).append(batch_of(0), {"a": b"x"}), LayoutError, 'tag "a" is'),
         (lambda path: opened(path).take([]), LayoutError, "has no rows"),
         (lambda path: opened(path).where(a={"b": 1}), LayoutError, "tag"),
         (lambda path: opened(path).compact(2), LayoutError, "least is 2"),

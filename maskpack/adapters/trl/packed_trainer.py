@@ -74,6 +74,7 @@ _LEFT = (
 _SCORED = "tool_mask"
 _OF_GRPO = 8
 """What GRPOTrainer._generate returns; the third is a mask of each completion, 0 at tokens of tools, or None."""
+_FRACTION = "maskpack/computed_fraction"
 _MISMATCH = "maskpack/rollout_mismatch/"
 _RANKS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """The kinds of accelerate's processes that were tested."""
@@ -358,8 +359,9 @@ class _PackedTrainer:
             log_probs, *others = trl._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **left
             )
-            if scored is not None and self._refused is None:  # another model of the trainer may be packed
-                log_probs = log_probs.masked_fill(~scored, 0)
+            if self._refused is None:  # another model of the trainer, or another pass, may be packed
+                log_probs = log_probs if scored is None else log_probs.masked_fill(~scored, 0)
+                self._metrics["train" if self.model.training else "eval"][_FRACTION].append(1.0)
             return log_probs, *others
 
         def own(rows: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -446,7 +448,7 @@ class _Run:
             tokens += inputs.num_tokens
             outs.append(self._checked(inputs, part, rows) if number == 0 else self._scores(inputs, part))
         mode = "train" if self.trainer.model.training else "eval"
-        self.trainer._metrics[mode]["maskpack/computed_fraction"].append(tokens / ids.numel())
+        self.trainer._metrics[mode][_FRACTION].append(tokens / ids.numel())
         _, first = np.unique(np.concatenate(parts), return_index=True)  # dummies, which come last, repeat rows
         order = torch.from_numpy(first).to(outs[0][0].device)
         joined = [torch.cat(one).index_select(0, order) for one in zip(*outs, strict=True)]

@@ -148,8 +148,8 @@ class _MessageWriter:
             if not pickled:
                 raise MaskpackError(
                     f'PackedBatch: field "{show(form.path)}" holds {error}; expected plain data (None, bools, numbers, '
-                    "text, lists, tuples, dicts with text as keys, tensors, NumPy arrays), because pickles run code "
-                    "when they are read. Leave it out, or pass allow_pickle=True here and where it is read."
+                    "text, lists, tuples, dicts with text as keys, tensors, arrays of numbers), because pickles run "
+                    "code when they are read. Leave it out, or pass allow_pickle=True here and where it is read."
                 ) from error
         buffers: list[pickle.PickleBuffer] = []
         try:
