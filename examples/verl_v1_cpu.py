@@ -137,7 +137,8 @@ def train(backend):
     """Trains, and returns the fields of each step and the weights of each rank."""
     start_ray(Path(__file__).parent)
     try:
-        config = configured(CONFIG, {"transfer_queue": {"backend": {"storage_backend": backend}}})
+        storage = {"storage_backend": backend, backend: {"num_data_storage_units": 2}}  # an actor with a CPU each
+        config = configured(CONFIG, {"transfer_queue": {"backend": storage}})
         tq.init(config.transfer_queue)
         trainer = Trainer(config)
         actor = spawned({"actor_rollout_ref": RayClassWithInitArgs(ray.remote(TinyActor))})["actor_rollout_ref"]

@@ -37,7 +37,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.skip import SkipManager
 from verl.workers.utils.losses import value_loss
-from verl_v1_parts import TinyActor, TinyTraining
 
 BACKENDS = ["SimpleStorage", "Maskpack"]
 _numbers = itertools.count()
@@ -205,9 +204,9 @@ class AgentLoops(v1.AgentLoops):
 
 @pytest.fixture(scope="module")
 def cluster(queue):
-    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(TinyActor), backend="full")}
+    classes = {"actor_rollout_ref": RayClassWithInitArgs(ray.remote(full.FullActor), backend="full")}
     critic = {"model_type": "value_model", "seed": 3, "backend": "full"}
-    classes["critic"] = RayClassWithInitArgs(ray.remote(TinyTraining), **critic)
+    classes["critic"] = RayClassWithInitArgs(ray.remote(full.FullTraining), **critic)
     groups = v1.spawned(classes)
     loops = AgentLoops.create(configured(), None)
     return SimpleNamespace(actor=groups["actor_rollout_ref"], critic=groups["critic"], loops=loops)

@@ -10,7 +10,7 @@ from transformers import BatchFeature
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
-from verl_v1_parts import TinyAgentLoop, TinyEngine
+from verl_v1_parts import TinyActor, TinyAgentLoop, TinyEngine, TinyTraining
 
 IMAGE, LAYERS, EXPERTS = 2, 2, 3
 
@@ -42,6 +42,14 @@ class FullCritic(FullEngine):
 
 EngineRegistry.register(model_type="language_model", backend="full", device="cpu")(FullEngine)
 EngineRegistry.register(model_type="value_model", backend="full", device="cpu")(FullCritic)
+
+
+class FullActor(TinyActor):
+    """Of this module, so that a rank imports it and its engines."""
+
+
+class FullTraining(TinyTraining):
+    """As FullActor."""
 
 
 class Processor:
