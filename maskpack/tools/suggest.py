@@ -8,6 +8,7 @@ A spec is suggested only if every element under the mask has the bits of its pad
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
+from maskpack.fields.rl_fields import ZEROS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -171,16 +173,17 @@ class Suggester:
         return fit.pad is None, not self._masks[fit.mask], off, *last, -self._served[fit.mask], fit.layout.num_tokens
 
     def _spec(self, path: Path, value: Tensor, fit: _Fit, pad: PadValue) -> MaskNestingSpec:
-        """A new spec; for a known field its own, with the pad in front."""
+        """A new spec; for a known field its own, with the pads in front."""
         known = self.registry.find(path)
         dim = -1 if fit.dim == value.dim() - 1 and fit.dim > 1 else fit.dim
+        pads = _pads_like(pad, value)
         if known is None or known.mask is None:
-            return MaskNestingSpec(fit.mask, 0 if pad == 0 and str(pad) != "-0.0" else pad, dim)
-        pads = [pad, *(other for other in known.pads if repr(other) != repr(pad))]
+            return MaskNestingSpec(fit.mask, pads if len(pads) > 1 else pads[0], dim)
+        pads += [other for other in known.pads if repr(other) not in map(repr, pads)]
         mask = [fit.mask, *(m for m in known.masks if m != fit.mask)] if fit.mask in known.masks[1:] else known.mask
         mask = mask if fit.mask in known.masks else fit.mask
         dim = known.ragged_dim if known.dim_of(value) == fit.dim else dim
-        return replace(known, mask=mask, pad=pads if len(pads) > 1 else pad, ragged_dim=dim)
+        return replace(known, mask=mask, pad=pads if len(pads) > 1 else pads[0], ragged_dim=dim)
 
     def _fits(self, path: Path) -> Iterator[_Fit]:
         value = self.tensors[path]
@@ -248,6 +251,16 @@ def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue |
     pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
     fitting, _ = checks.read([(x, layout, pad, None) for pad in pads])
     return next((pad for pad, fits in zip(pads, fitting, strict=True) if fits), None)
+
+
+def _pads_like(pad: PadValue, x: Tensor) -> list[PadValue]:
+    """The pad of a field in one batch, and those that its producer may leave in others: `x * mask` has zeros of either
+    sign, and `masked_whiten(x, mask)` a constant of each batch."""
+    if pad in (0, Pad.SIGNED_ZERO, Pad.ANY_ZERO):
+        floats = x.is_floating_point() and x.dtype.itemsize > 1 and not is_mask(x)
+        return [*ZEROS] if floats else [0 if pad == 0 and str(pad) != "-0.0" else pad]
+    fraction = isinstance(pad, float) and math.isfinite(pad) and not pad.is_integer()
+    return [pad, Pad.PER_ROW] if fraction else [pad]
 
 
 def _several(x: Tensor, fit: _Fit) -> str:
