@@ -64,6 +64,15 @@ class Cover:
         return self.base | self.added
 
     @property
+    def extended(self) -> MaskNestingRegistry:
+        """The whole registry, in which an axis keeps the ways that it has, and tries those that were found after them:
+        for a registry of several batches."""
+        axes = {
+            name: tuple(dict.fromkeys([*self.base.axes.get(name, ()), *ways])) for name, ways in self.added.axes.items()
+        }
+        return self.base | MaskNestingRegistry(self.added.fields, axes)
+
+    @property
     def adds(self) -> bool:
         """Whether it is another registry than the one given."""
         return bool(self.added.fields or self.added.axes)
@@ -130,7 +139,7 @@ def cover(
 
         specs = with_hints(specs, suggester.tensors, found.concats, wire_bytes)
     added = MaskNestingRegistry(specs, axes)
-    packed = _checked(batch, base | added, token)
+    packed = checked(batch, base | added, token)
     scored = _scored(packed, base | added)
     if axes and scored is None:  # axes that replay refuses help nobody
         return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
@@ -148,7 +157,7 @@ def compressed(
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0, strict_mask_nesting=strict)
 
 
-def _checked(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
+def checked(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
     """A batch that strict mode takes and whose bits come back. Raises MaskpackError if they do not."""
     packed = compressed(batch, registry, pad_token_id, strict=True)
     given = batch if not has(batch, LAYOUTS) else unnest_batch_by_mask(batch)
