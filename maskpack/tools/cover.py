@@ -86,16 +86,17 @@ def axes_of(batch: TensorDictBase, known: Suggester) -> FoundAxes:
 
 
 def base_of(registry: MaskNestingRegistry, known: Suggester, found: FoundAxes) -> MaskNestingRegistry:
-    """The registry that axes are added to: an empty one instead of RL_FIELDS, if that does not know the names."""
-    foreign = registry is RL_FIELDS and bool(found.axes) and not known.gives(SEQUENCE)
-    return MaskNestingRegistry({}) if foreign else registry
+    """The registry that lines and axes are added to: an empty one instead of RL_FIELDS, if that knows no field of two
+    or more dims, or does not know the sequence that was found."""
+    foreign = known.knows_none or (bool(found.axes) and not known.gives(SEQUENCE))
+    return MaskNestingRegistry({}) if registry is RL_FIELDS and foreign else registry
 
 
-def uncovered(packed: PackedBatch, known: Suggester, sizes: Figures) -> Cover:
-    """The suggestions for a batch that is packed already, which show no axes and are not tried."""
+def uncovered(packed: PackedBatch, base: MaskNestingRegistry, known: Suggester, sizes: Figures) -> Cover:
+    """The suggestions for a batch that is packed already, which show no axes and are not tried; `base` of `base_of`."""
     found = tuple(map(known.suggest, [*_dense(sizes), *known.hidden()]))
     added = MaskNestingRegistry({one.key: one.spec for one in found})
-    return Cover(known.registry, added, NONE, found, known.pad_token_id, packed, None)
+    return Cover(base, added, NONE, found, known.pad_token_id, packed, None)
 
 
 def cover(
@@ -124,7 +125,7 @@ def cover(
         try:
             packed = compressed(batch, suggester.registry, suggester.pad_token_id)
         except LayoutError:  # a field that the registry knows has another width than the axes
-            return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
+            return cover(batch, base_of(known.registry, known, NONE), NONE, known, sizes, pad_token_id)
         again = [*_dense(figures(packed, left=False)), *suggester.hidden()]
         fields += [field for field in again if field.path not in padded]
     token = suggester.pad_token_id
@@ -142,7 +143,7 @@ def cover(
     packed = checked(batch, base | added, token)
     scored = _scored(packed, base | added)
     if axes and scored is None:  # axes that replay refuses help nobody
-        return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
+        return cover(batch, base_of(known.registry, known, NONE), NONE, known, sizes, pad_token_id)
     suggestions = tuple(replace(one, spec=specs[one.key]) for one in every if one.field.path in padded)
     return Cover(base, added, found, suggestions, token, packed, scored)
 

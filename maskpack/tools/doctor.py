@@ -127,7 +127,7 @@ def diagnose(
     if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not refusal:
         preset = None
     if saved is not None:
-        found, covered = uncovered(saved, known, sizes), None
+        found, covered = uncovered(saved, base, known, sizes), None
     else:
         found = cover(tensors, base, axes, known, sizes, pad_token_id)
         covered = figures(found.packed, left=False) if found.adds else None
@@ -275,7 +275,7 @@ def _stay_padded(fields: int) -> str:
 
 
 def text(diagnosis: Diagnosis, file: str, base: str) -> str:
-    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python."""
+    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python, unless they stand alone."""
     sizes, covered = diagnosis.sizes, diagnosis.covered
     sample = " (a sample)" if "://" in file or FilePath(file).is_dir() else ""
     out = [f"{file}: {sizes.rows:,} rows{sample}, {len(sizes.fields):,} fields", ""]
@@ -345,11 +345,13 @@ def snippet(diagnosis: Diagnosis, base: str) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
     found = diagnosis.cover
     lines = [line_of(key, spec) for key, spec in found.added.items()]
+    onto = f"{base} | " if found.base.fields else ""
     if not found.added.axes:
-        code = [f"registry = {base} | {{", *(f"    {line}" for line in lines), "}"]
+        begin, end = ("{", "}") if onto else ("MaskNestingRegistry({", "})")
+        code = [f"registry = {onto}{begin}", *(f"    {line}" for line in lines), end]
     else:
         axes = [line_of(name, way) for name, ways in found.added.axes.items() for way in ways]
-        code = [f"registry = {f'{base} | ' if found.base.fields else ''}MaskNestingRegistry(", "    {"]
+        code = [f"registry = {onto}MaskNestingRegistry(", "    {"]
         code += [*(f"        {line}" for line in lines), "    },", "    axes={"]
         code += [*(f"        {line}" for line in axes), "    },", ")"]
     named = re.sub(r"'.*?'", "", " ".join(code))  # without the names of fields and masks

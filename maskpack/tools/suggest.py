@@ -125,6 +125,12 @@ class Suggester:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
         self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
 
+    @property
+    def knows_none(self) -> bool:
+        """Whether the registry knows no tensor of two or more dims and no Python object, and there is such a tensor."""
+        wide = {path for path, x in self._entries.items() if not isinstance(x, Tensor) or x.dim() > 1}
+        return bool(wide & {*self.tensors}) and all(self.registry.find(path) is None for path in wide)
+
     def gives(self, *axes: str) -> bool:
         """Whether the registry computes all these axes from the batch, or finds an error in it."""
         try:

@@ -74,7 +74,7 @@ def refused(argv, capsys):
 
 def executed(shown):
     """The registry of the lines that were printed."""
-    code = re.search(r"^from maskpack import .*?^[})]$", shown, re.DOTALL | re.MULTILINE)
+    code = re.search(r"^from maskpack import .*?^(}|\)|}\))$", shown, re.DOTALL | re.MULTILINE)
     names = {}
     exec(code[0], names)
     return names["registry"]
@@ -253,7 +253,10 @@ def test_two_masks_on_two_axes(tmp_path, capsys):
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     assert "'prompt_ids': MaskNestingSpec('prompt_mask', pad=7)," in shown
     assert "'completion_mask': MaskNestingSpec('completion_mask')," in shown
-    assert covers(executed(shown), batch, "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    registry = executed(shown)
+    assert covers(registry, batch, "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    assert set(registry) == {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask"}  # and none of RL_FIELDS
+    assert registry.axes == {}
 
 
 def own_names():

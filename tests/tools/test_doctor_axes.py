@@ -290,8 +290,8 @@ def test_a_split_is_shown_by_widths_tails_of_masks_and_ids_side_by_side():
 
 @pytest.mark.parametrize("field", ["resp_attn", "resp_toks", "prompt_toks"])
 def test_one_bit_that_differs_shows_no_split(field):
-    batch = ppo().select("tokens", "attn", field)
-    assert "prompt" in diagnose(batch).cover.registry.axes
+    batch = ppo().select("tokens", "attn", "ref_logp", field)
+    assert "prompt" in diagnose(batch).cover.added.axes
     batch[field] = batch[field].clone()
     at = (batch[field] != 0).nonzero()[-1]
     batch[field][at[0], at[1]] = 0 if field == "resp_attn" else 4
