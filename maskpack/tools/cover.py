@@ -7,18 +7,18 @@ registry + axes that the fields show + a spec for each field that stays padded +
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.difference import difference
-from maskpack.core.keys import Path, show
+from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import flatten, has
 from maskpack.errors import LayoutError, MaskpackWarning
 from maskpack.fields.options import not_strict
-from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.nest import unnest_batch_by_mask
@@ -138,7 +138,9 @@ def cover(
             packed = compressed(rows, base | MaskNestingRegistry(tried, axes), token)
             return {field.path: field.wire_bytes for field in figures(packed, left=False).fields}
 
-        specs = with_hints(specs, suggester.tensors, found.concats, wire_bytes)
+        known_specs = _without_concats(base, [key for key in found.concats if key not in specs])
+        hinted = with_hints({**specs, **known_specs}, suggester.tensors, found.concats, wire_bytes)
+        specs = {key: spec for key, spec in hinted.items() if spec != known_specs.get(key)}
     added = MaskNestingRegistry(specs, axes)
     packed = checked(batch, base | added, token)
     scored = _scored(packed, base | added)
@@ -146,6 +148,16 @@ def cover(
         return cover(batch, base_of(known.registry, known, NONE), NONE, known, sizes, pad_token_id)
     suggestions = tuple(replace(one, spec=specs[one.key]) for one in every if one.field.path in padded)
     return Cover(base, added, found, suggestions, token, packed, scored)
+
+
+def _without_concats(registry: MaskNestingRegistry, keys: Iterable[Key]) -> dict[Key, MaskNestingSpec]:
+    """The specs of fields that a registry knows, without the hint `concat`, which names other fields."""
+    found = {key: registry.find(path_of(key)) for key in keys}
+    return {
+        key: replace(spec, hints=tuple(hint for hint in spec.hints if not hint.startswith("concat:")))
+        for key, spec in found.items()
+        if spec is not None
+    }
 
 
 def compressed(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.keys import show
+from maskpack.core.keys import path_of, plain, show
 from maskpack.core.pads import PAD_TOKEN_ID, Pad
 from maskpack.core.tree import flatten
 from maskpack.errors import LayoutError, MaskpackError
@@ -328,17 +328,41 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         if covered is None:
             out += ["", "Pack it again with this registry:"]
         else:
-            scored = (
-                "finds no response axis (name its masks as the axes sequence and response)"
-                if found.scored is None
-                else f"scores {found.scored:,} response tokens"
-            )
+            if found.scored is not None:
+                scored = f", replay scores {found.scored:,} response tokens"
+            elif found.found.apart is not None:
+                scored = ""
+            else:
+                scored = ", replay finds no response axis (name its masks as the axes sequence and response)"
             out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {covered.ratio:,.1f} times fewer."]
-            out += [f"Checked: strict mode takes the batch, every bit comes back, replay {scored}."]
+            out += [f"Checked: strict mode takes the batch, every bit comes back{scored}."]
+        out += _side_by_side(diagnosis)
         out += ["", *snippet(diagnosis, base).split("\n")]
     if diagnosis.note:
         out += ["", f"note: {diagnosis.note}"]
     return "\n".join(map(printable, out))
+
+
+def _side_by_side(diagnosis: Diagnosis) -> list[str]:
+    """The remedy for prompts and responses that are padded apart."""
+    apart = diagnosis.cover.found.apart
+    if apart is None:
+        return []
+    (prompts, _), (responses, _) = apart
+    parent = path_of(prompts)[:-1]
+    fields = {form.path for form in diagnosis.cover.packed.schema.forms}
+    names = ("input_ids", "attention_mask")
+    if any((*parent, name) in fields for name in names):
+        names = ("sequence_ids", "sequence_mask")
+    return [
+        "",
+        f"Replay needs one sequence. If {show(prompts)} and {show(responses)} are prompts and their responses, put",
+        "them side by side into the batch, and run the doctor again; with the hint concat the ids cost almost nothing:",
+        *(
+            f"  batch[{plain((*parent, name))!r}] = torch.cat([batch[{head!r}], batch[{tail!r}]], 1)"
+            for name, head, tail in zip(names, *apart, strict=True)
+        ),
+    ]
 
 
 def snippet(diagnosis: Diagnosis, base: str) -> str:
@@ -385,6 +409,7 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
         ],
         "refusal": diagnosis.refusal or None,
         "axes": list(found.found.seen),
+        "apart": None if found.found.apart is None else [[*map(show, part)] for part in found.found.apart],
         "response_tokens": found.scored,
         "registry": snippet(diagnosis, base) if found.added.fields or found.added.axes else None,
         "note": diagnosis.note or None,

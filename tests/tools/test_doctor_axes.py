@@ -312,6 +312,51 @@ def test_prompts_and_completions_that_are_padded_apart_show_no_sequence():
     prompts[0, 1:] = 0
     batch = TensorDict({"q": prompts, "q_mask": prompts != 0, "a": answers, "a_mask": answers != 0}, batch_size=[2])
     assert diagnose(batch).cover.added.axes == {}
+    assert diagnose(batch).cover.found.apart == (("q", "q_mask"), ("a", "a_mask"))
+
+
+def apart(parent=()):
+    """Prompts and answers in fields of their own, the answers first."""
+    whole = ppo()
+    names = {"resp_toks": "answer_ids", "resp_attn": "answer_mask", "ref_logp": "logp", "prompt_toks": "query_ids"}
+    batch = renamed(whole, names)
+    batch["query_mask"] = whole["attn"][:, :96].contiguous()
+    return TensorDict({parent: batch}, batch_size=batch.batch_size) if parent else batch
+
+
+@pytest.mark.parametrize("parent", ["", "rollout"])
+def test_prompts_and_responses_that_are_padded_apart_are_put_side_by_side(parent, tmp_path, capsys):
+    """As the doctor says; then replay has its axes, and the ids take almost no bytes."""
+    batch = apart(parent)
+    torch.save(batch, tmp_path / "b.pt")
+    assert cli.main(["doctor", str(tmp_path / "b.pt")]) == 1
+    shown = capsys.readouterr().out
+    query, answer = (f"{parent}/{name}" if parent else name for name in ("query_ids", "answer_ids"))
+    assert f"If {query} and {answer} are prompts and their responses, put\n" in shown
+    assert "Checked: strict mode takes the batch, every bit comes back.\n" in shown
+    assert "no response axis" not in shown
+    code = re.findall(r"^  (batch\[.*)$", shown, re.MULTILINE)
+    assert len(code) == 2
+    exec("\n".join(code), {"torch": torch, "batch": batch})
+    rows = batch[parent] if parent else batch
+    assert torch.equal(rows["input_ids"], ppo()["tokens"])
+    assert torch.equal(rows["attention_mask"], ppo()["attn"])
+    found = diagnose(batch)
+    assert found.cover.found.apart is None
+    assert found.cover.scored == int(rows["answer_mask"].sum())
+    registry, _ = executed(snippet(found, "RL_FIELDS"))
+    assert registry[(parent, "input_ids") if parent else "input_ids"].hints == ("concat:query_ids,answer_ids",)
+    fields = {field.path[-1]: field.wire_bytes for field in found.covered.fields}
+    assert fields["input_ids"] < 0.02 * (fields["query_ids"] + fields["answer_ids"])
+
+
+def test_other_pairs_of_masks_are_not_said_to_be_apart():
+    whole = apart()
+    labels = whole.clone()
+    labels["query_ids"] = labels["query_ids"].masked_fill(labels["query_mask"] == 0, -100)
+    for batch in (whole.exclude("query_mask"), labels):
+        assert diagnose(batch).cover.found.apart is None
+    assert diagnose(whole).cover.found.apart == (("query_ids", "query_mask"), ("answer_ids", "answer_mask"))
 
 
 def test_ids_and_a_loss_mask_alone():
