@@ -100,7 +100,8 @@ class Suggester:
     Args:
         batch: padded or nested.
         registry: the specs and axes that are known.
-        pad_token_id: the tokenizer's; by default the value under the masks of most token fields.
+        pad_token_id: the tokenizer's; by default the value under the masks of most token fields. If the registry
+            knows none, they are the fields [B, S] of integers that have one number above 0 under a mask.
 
     Masks are those of the registry, and fields that hold 0 and 1 alone if another field has one pad under them.
     """
@@ -124,6 +125,8 @@ class Suggester:
             if plain(path) not in mask_fields:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
         self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
+        if self.pad_token_id is None:
+            self.pad_token_id = self._unknown_token(unknown)
 
     @property
     def knows_none(self) -> bool:
@@ -213,8 +216,17 @@ class Suggester:
             spec = self.registry.find(path)
             if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and is_integer(value):
                 for _, layout, dim in list(self._of_size(path, spec.masks, [spec.dim_of(value)]))[:1]:
-                    values = cast("Tensor", _under(value, layout, dim).unique())
-                    tokens += [int(values)] if values.numel() == 1 else []
+                    tokens += _one_under(value, layout, dim)
+        return max(tokens, key=tokens.count, default=None)
+
+    def _unknown_token(self, unknown: Iterable[Path]) -> int | None:
+        """The same of fields that the registry does not know: the most frequent number above 0."""
+        tokens: list[int] = []
+        for path in unknown:
+            value = self.tensors[path]
+            if is_integer(value) and value.dim() == 2 and not is_mask(value):
+                under = (_one_under(value, layout, dim) for _, layout, dim in self._of_size(path, self._masks, [1]))
+                tokens += [one[0] for one in under if one and one[0] > 0][:1]
         return max(tokens, key=tokens.count, default=None)
 
 
@@ -239,6 +251,12 @@ def is_integer(x: Tensor) -> bool:
 def _under(x: Tensor, layout: RowLayout, dim: int) -> Tensor:
     """The values [N] of a field under a mask."""
     return x.movedim(dim, 1)[~layout.to_mask(torch.bool)].reshape(-1)
+
+
+def _one_under(x: Tensor, layout: RowLayout, dim: int) -> list[int]:
+    """The one value of a field of integers under a mask; empty if there are several, or none."""
+    values = cast("Tensor", _under(x, layout, dim).unique())
+    return [int(values)] if values.numel() == 1 else []
 
 
 def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue | None:

@@ -251,11 +251,13 @@ def test_two_masks_on_two_axes(tmp_path, capsys):
         batch_size=[B],
     )
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    assert "'prompt_ids': MaskNestingSpec('prompt_mask', pad=7)," in shown
+    assert "'prompt_ids': MaskNestingSpec('prompt_mask', pad=PAD_TOKEN_ID)," in shown
+    assert "# compress(batch, registry=registry, pad_token_id=7)\n" in shown
     assert "'completion_mask': MaskNestingSpec('completion_mask')," in shown
     registry = executed(shown)
-    assert covers(registry, batch, "prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    assert set(registry) == {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask"}  # and none of RL_FIELDS
+    names = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask"]
+    assert covers(registry, batch, *names, pad_token_id=7)
+    assert [*registry] == names  # and none of RL_FIELDS
     assert registry.axes == {}
 
 
@@ -284,9 +286,9 @@ def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
     shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
     wanted = [
         "'tool': MaskNestingSpec('response'),",
-        "'tokens': MaskNestingSpec('sequence', pad=7),",
+        "'tokens': MaskNestingSpec('sequence', pad=PAD_TOKEN_ID),",
         "'attn': MaskNestingSpec('sequence'),",
-        "'completion': MaskNestingSpec('response', pad=7),",
+        "'completion': MaskNestingSpec('response', pad=PAD_TOKEN_ID),",
         "'trained': MaskNestingSpec('response'),",
         f"'behaviour_logp': {ANY},",
         "'turns': MaskNestingSpec('response'),",
@@ -296,7 +298,19 @@ def test_masks_are_known_by_what_they_hold(tmp_path, capsys):
     assert "  attn[:, 5:] equals trained\n" in shown
     assert "        'response': MaskAxis('attn', part='tail', tail=('trained',)),\n" in shown
     names = [name for name in batch.keys() if name not in ("coin", "adv")]  # noqa: SIM118
-    assert covers(executed(shown), batch, *names)
+    assert covers(executed(shown), batch, *names, pad_token_id=7)
+
+
+def test_a_pad_token_that_ends_each_row_is_no_edge():
+    """As that of a tokenizer whose pad is the end of the text; rows of a later batch are cut off before it."""
+    mask = samples.of("response", torch.bool).long()
+    ids = samples.of("response", torch.int64, 7)
+    ends = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+    batch = TensorDict({"toks": ids.masked_fill(ends, 7), "on": mask}, batch_size=[B])
+    found = diagnose(batch).cover
+    assert found.registry["toks"].pads == (maskpack.PAD_TOKEN_ID,)
+    assert found.pad_token_id == 7
+    assert covers(found.registry, batch.set("toks", ids), "toks", pad_token_id=7)
 
 
 def snippet_in(shown):

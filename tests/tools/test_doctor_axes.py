@@ -444,8 +444,8 @@ def test_the_registry_that_is_written_is_read_back_and_covers_the_batch(name, ca
     assert equal(loaded(re.search(r"Read the file: (registry=.*)\.$", str(refused.value))[1]), registry)
     assert equal(registry, diagnose(batch).cover.registry)
     assert registry["odd"].mask is None
-    samples.assert_same(maskpack.decompress(strict(batch, registry, 0)), batch)
-    assert cli.main(["doctor", file, "--registry", written, "--pad-token-id", "0"]) == 0
+    samples.assert_same(maskpack.decompress(strict(batch, registry, pad_token_of(case))), batch)
+    assert cli.main(["doctor", file, "--registry", written, "--pad-token-id", str(pad_token_of(case))]) == 0
     assert "Every tensor of two or more dims is covered." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", name]
 
