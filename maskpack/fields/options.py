@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -75,13 +76,27 @@ they are typed as Any because a dict with str keys is not a Mapping[Key, ...] to
 def registry_of(registry: Registry, call: str) -> MaskNestingRegistry:
     """The registry; a dict of specs is converted."""
     if not isinstance(registry, Mapping):
+        remedy = "Pass RL_FIELDS, or RL_FIELDS | {...}."
+        if isinstance(registry, str | os.PathLike) and is_registry_file(str(registry)):
+            remedy = f"Read the file: registry={reading(str(registry))}."
         raise RegistryError(
             f"{call}: registry is {said(registry)}; expected a MaskNestingRegistry, or a dict of MaskNestingSpecs or "
-            "tuples (mask, pad). Pass RL_FIELDS, or RL_FIELDS | {...}."
+            f"tuples (mask, pad). {remedy}"
         )
     if isinstance(registry, MaskNestingRegistry):
         return registry
     return MaskNestingRegistry(cast("Mapping[Key, Any]", registry))
+
+
+def is_registry_file(file: str) -> bool:
+    """Whether the name of a file is that of YAML or JSON."""
+    return file.lower().endswith((".json", ".yaml", ".yml"))
+
+
+def reading(file: str) -> str:
+    """The Python that reads a registry from a YAML or JSON file."""
+    load = "json.load" if file.lower().endswith(".json") else "yaml.safe_load"
+    return f"MaskNestingRegistry.from_dict({load}(open({json.dumps(file, ensure_ascii=False)})))"
 
 
 @dataclass(frozen=True)

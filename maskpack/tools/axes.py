@@ -11,7 +11,7 @@ lengths, or the rows of a loss mask up to its last token.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -37,12 +37,15 @@ class FoundAxes:
         ids: the field of the token ids.
         concats: of fields that equal two others side by side, these two.
         seen: a clause for each equality.
+        apart: the ids and the mask of prompts, and of responses, that are padded apart: no field holds both, so that
+            there are no axes.
     """
 
     axes: Mapping[str, tuple[MaskAxis, ...]]
     ids: Key | None
     concats: Mapping[Key, tuple[Key, Key]]
     seen: tuple[str, ...]
+    apart: tuple[tuple[Key, Key], tuple[Key, Key]] | None = None
 
 
 NONE = FoundAxes({}, None, {}, ())
@@ -88,13 +91,35 @@ class _Fields:
             found = self._split(sequence) or self._within(sequence)
             if found is not None:
                 return found
-        return NONE
+        return replace(NONE, apart=self._apart())
 
     # ---------------------------------------------------------------- sequence
 
+    def _of_masks(self) -> list[tuple[MaskAxis, RowLayout]]:
+        return [(MaskAxis(key, padded=_side(mask)), RowLayout.from_mask(mask)) for key, mask in self.masks.items()]
+
+    def _apart(self) -> tuple[tuple[Key, Key], tuple[Key, Key]] | None:
+        """The ids and the mask of prompts and of responses; None if there are not two masks with ids of one dtype and
+        pad. Prompts are padded on the left, or else come first."""
+        of_ids: dict[Key, _Sequence] = {}
+        for one in self._ranked(self._of_masks()):
+            of_ids.setdefault(one.ids[0], one)
+        if len(of_ids) != 2:
+            return None
+        pads = {
+            pad_of(self.fields[ids], one.layout, self.token)
+            for ids, one in of_ids.items()
+            if one.layout.num_tokens < one.layout.num_rows * one.layout.width
+        }
+        if len(pads) > 1 or len({(self.fields[ids].dtype, len(self.fields[ids])) for ids in of_ids}) > 1:
+            return None
+        order = [*self.fields]
+        first, second = sorted(of_ids, key=lambda ids: (of_ids[ids].way.padded != "left", order.index(ids)))
+        return (first, of_ids[first].way.source), (second, of_ids[second].way.source)
+
     def _sequences(self) -> list[_Sequence]:
         """The candidates of the first kind that has any, the best first."""
-        masks = [(MaskAxis(key, padded=_side(mask)), RowLayout.from_mask(mask)) for key, mask in self.masks.items()]
+        masks = self._of_masks()
         widths = {x.shape: key for key, x in reversed(self.fields.items()) if key not in self.masks and is_integer(x)}
         lengths = (
             (MaskAxis(key, "lengths", head=(field,)), RowLayout.from_lengths(line, width))

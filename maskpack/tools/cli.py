@@ -87,7 +87,7 @@ def _add_doctor(commands: Any) -> None:
     _add_file(parser, nargs="+")
     strict = "check each FILE for a CI run: print only the fields that stay padded, and exit with 1 if there are any"
     parser.add_argument("--strict", action="store_true", help=strict)
-    write = "write the registry that covers the batch, as YAML or JSON, for --registry; an existing file is an error"
+    write = "write a registry that covers all FILEs, as YAML or JSON, for --registry; an existing file is an error"
     parser.add_argument("--write", metavar="REGISTRY", help=write)
 
 

@@ -7,18 +7,18 @@ registry + axes that the fields show + a spec for each field that stays padded +
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.difference import difference
-from maskpack.core.keys import Path, show
+from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import flatten, has
 from maskpack.errors import LayoutError, MaskpackWarning
 from maskpack.fields.options import not_strict
-from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.coverage import DenseField
 from maskpack.nesting.nest import unnest_batch_by_mask
@@ -64,6 +64,15 @@ class Cover:
         return self.base | self.added
 
     @property
+    def extended(self) -> MaskNestingRegistry:
+        """The whole registry, in which an axis keeps the ways that it has, and tries those that were found after them:
+        for a registry of several batches."""
+        axes = {
+            name: tuple(dict.fromkeys([*self.base.axes.get(name, ()), *ways])) for name, ways in self.added.axes.items()
+        }
+        return self.base | MaskNestingRegistry(self.added.fields, axes)
+
+    @property
     def adds(self) -> bool:
         """Whether it is another registry than the one given."""
         return bool(self.added.fields or self.added.axes)
@@ -77,16 +86,17 @@ def axes_of(batch: TensorDictBase, known: Suggester) -> FoundAxes:
 
 
 def base_of(registry: MaskNestingRegistry, known: Suggester, found: FoundAxes) -> MaskNestingRegistry:
-    """The registry that axes are added to: an empty one instead of RL_FIELDS, if that does not know the names."""
-    foreign = registry is RL_FIELDS and bool(found.axes) and not known.gives(SEQUENCE)
-    return MaskNestingRegistry({}) if foreign else registry
+    """The registry that lines and axes are added to: an empty one instead of RL_FIELDS, if that knows no field of two
+    or more dims, or does not know the sequence that was found."""
+    foreign = known.knows_none or (bool(found.axes) and not known.gives(SEQUENCE))
+    return MaskNestingRegistry({}) if registry is RL_FIELDS and foreign else registry
 
 
-def uncovered(packed: PackedBatch, known: Suggester, sizes: Figures) -> Cover:
-    """The suggestions for a batch that is packed already, which show no axes and are not tried."""
+def uncovered(packed: PackedBatch, base: MaskNestingRegistry, known: Suggester, sizes: Figures) -> Cover:
+    """The suggestions for a batch that is packed already, which show no axes and are not tried; `base` of `base_of`."""
     found = tuple(map(known.suggest, [*_dense(sizes), *known.hidden()]))
     added = MaskNestingRegistry({one.key: one.spec for one in found})
-    return Cover(known.registry, added, NONE, found, known.pad_token_id, packed, None)
+    return Cover(base, added, NONE, found, known.pad_token_id, packed, None)
 
 
 def cover(
@@ -115,7 +125,7 @@ def cover(
         try:
             packed = compressed(batch, suggester.registry, suggester.pad_token_id)
         except LayoutError:  # a field that the registry knows has another width than the axes
-            return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
+            return cover(batch, base_of(known.registry, known, NONE), NONE, known, sizes, pad_token_id)
         again = [*_dense(figures(packed, left=False)), *suggester.hidden()]
         fields += [field for field in again if field.path not in padded]
     token = suggester.pad_token_id
@@ -128,14 +138,26 @@ def cover(
             packed = compressed(rows, base | MaskNestingRegistry(tried, axes), token)
             return {field.path: field.wire_bytes for field in figures(packed, left=False).fields}
 
-        specs = with_hints(specs, suggester.tensors, found.concats, wire_bytes)
+        known_specs = _without_concats(base, [key for key in found.concats if key not in specs])
+        hinted = with_hints({**specs, **known_specs}, suggester.tensors, found.concats, wire_bytes)
+        specs = {key: spec for key, spec in hinted.items() if spec != known_specs.get(key)}
     added = MaskNestingRegistry(specs, axes)
-    packed = _checked(batch, base | added, token)
+    packed = checked(batch, base | added, token)
     scored = _scored(packed, base | added)
     if axes and scored is None:  # axes that replay refuses help nobody
-        return cover(batch, known.registry, NONE, known, sizes, pad_token_id)
+        return cover(batch, base_of(known.registry, known, NONE), NONE, known, sizes, pad_token_id)
     suggestions = tuple(replace(one, spec=specs[one.key]) for one in every if one.field.path in padded)
     return Cover(base, added, found, suggestions, token, packed, scored)
+
+
+def _without_concats(registry: MaskNestingRegistry, keys: Iterable[Key]) -> dict[Key, MaskNestingSpec]:
+    """The specs of fields that a registry knows, without the hint `concat`, which names other fields."""
+    found = {key: registry.find(path_of(key)) for key in keys}
+    return {
+        key: replace(spec, hints=tuple(hint for hint in spec.hints if not hint.startswith("concat:")))
+        for key, spec in found.items()
+        if spec is not None
+    }
 
 
 def compressed(
@@ -148,7 +170,7 @@ def compressed(
         return compress(batch, registry=registry, pad_token_id=pad_token_id or 0, strict_mask_nesting=strict)
 
 
-def _checked(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
+def checked(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> PackedBatch:
     """A batch that strict mode takes and whose bits come back. Raises MaskpackError if they do not."""
     packed = compressed(batch, registry, pad_token_id, strict=True)
     given = batch if not has(batch, LAYOUTS) else unnest_batch_by_mask(batch)

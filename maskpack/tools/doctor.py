@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, cast
@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, cast
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.keys import show
+from maskpack.core.keys import path_of, plain, show
 from maskpack.core.pads import PAD_TOKEN_ID, Pad
 from maskpack.core.tree import flatten
 from maskpack.errors import LayoutError, MaskpackError
+from maskpack.fields.options import reading
 from maskpack.fields.presets import PRESETS
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -33,7 +34,7 @@ from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
-from maskpack.tools.cover import NONE, Cover, axes_of, base_of, compressed, cover, uncovered
+from maskpack.tools.cover import NONE, Cover, axes_of, base_of, checked, compressed, cover, uncovered
 from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry, write_registry
 from maskpack.tools.suggest import Suggester, Suggestion, line_of
 
@@ -126,7 +127,7 @@ def diagnose(
     if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not refusal:
         preset = None
     if saved is not None:
-        found, covered = uncovered(saved, known, sizes), None
+        found, covered = uncovered(saved, base, known, sizes), None
     else:
         found = cover(tensors, base, axes, known, sizes, pad_token_id)
         covered = figures(found.packed, left=False) if found.adds else None
@@ -167,8 +168,9 @@ def _note(found: Cover, packing: bool) -> str:
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
     """The command; returns what to print and the exit status."""
-    if len(args.file) > 1 and not args.strict:
-        raise Unusable(f"{len(args.file)} files; expected one. Give one file, or check several with --strict")
+    if len(args.file) > 1 and not args.strict and args.write is None:
+        several = "Give one file, check several with --strict, or write a registry for all with --write"
+        raise Unusable(f"{len(args.file)} files; expected one. {several}")
     registry = saved_registry(args.registry)
     base = "RL_FIELDS" if args.registry is None else "registry"
 
@@ -180,14 +182,58 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         if args.write is not None:
             raise Unusable("--write and --strict do not go together. Write the registry first, then check with it")
         return _strict(args.file, diagnosed, base, args.json)
+    if len(args.file) > 1:
+        return _written(args, registry, base)
     (file,) = args.file
     diagnosis = diagnosed(file)
     if args.write is not None:
         write_registry(diagnosis.cover.registry, args.write)
     out = json.dumps(as_json(diagnosis, file, base), indent=2) if args.json else text(diagnosis, file, base)
     if args.write is not None and not args.json:
-        out += f"\n\nwritten to {printable(args.write)}, for --registry and MaskNestingRegistry.from_dict"
+        out = "\n".join([out, "", *map(printable, _written_to(args.write))])
     return out, int(bool(diagnosis.suggestions or diagnosis.refusal))
+
+
+def _written(args: argparse.Namespace, registry: MaskNestingRegistry, base: str) -> tuple[str, int]:
+    """Writes a registry that takes all files: that of the first, with what each other file adds to it. Raises Unusable
+    if there is none."""
+    token, status = args.pad_token_id, 0
+    out: list[str] = []
+    found: list[dict[str, Any]] = []
+    for file in args.file:
+        batch: Any = saved_batch(file, args.allow_pickle, args.max_bytes)
+        with _refusal_names(file):
+            diagnosis = diagnose(batch, registry, token, max_bytes=None)
+        found.append(as_json(diagnosis, file, base))
+        out += _short(diagnosis, file)
+        cover, base = diagnosis.cover, "registry"
+        token = cover.pad_token_id if token is None else token
+        registry = cover.extended if cover.adds else registry
+        status = max(status, int(bool(diagnosis.suggestions or diagnosis.refusal)))
+    for file in args.file:
+        batch = saved_batch(file, args.allow_pickle, args.max_bytes)
+        with _refusal_names(file):
+            checked(decompress(batch, max_bytes=None) if isinstance(batch, PackedBatch) else batch, registry, token)
+    write_registry(registry, args.write)
+    given = "" if token is None else f", with pad_token_id={token}"
+    out += ["", f"Checked: strict mode takes all {len(args.file)} files{given}, and every bit comes back."]
+    out += _written_to(args.write)
+    return json.dumps(found, indent=2) if args.json else "\n".join(map(printable, out)), status
+
+
+@contextmanager
+def _refusal_names(file: str) -> Generator[None]:
+    """Raises Unusable that names the file in place of a MaskpackError."""
+    try:
+        yield
+    except MaskpackError as error:
+        raise Unusable(
+            f"no registry was found for all files; write one without {file}. It is refused: {error}"
+        ) from error
+
+
+def _written_to(file: str) -> list[str]:
+    return [f"written to {file}, for --registry. In Python:", f"registry = {reading(file)}"]
 
 
 def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
@@ -208,17 +254,28 @@ def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: s
             out.append(f"{file}: {one_line(error)}")
             continue
         found.append(as_json(diagnosis, file, base))
-        padded, fields = len(diagnosis.suggestions), len(diagnosis.sizes.fields)
-        status = max(status, min(padded, 1))
-        out.append(f"{file}: {f'{padded} stay padded' if padded else f'{fields:,} fields, none stays padded'}")
-        for one in diagnosis.suggestions:
-            out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
-        out += [f"  note: {diagnosis.note}"] if diagnosis.note else []
+        status = max(status, min(len(diagnosis.suggestions), 1))
+        out += _short(diagnosis, file)
     return json.dumps(found, indent=2) if in_json else "\n".join(map(printable, out)), status
 
 
+def _short(diagnosis: Diagnosis, file: str) -> list[str]:
+    """The lines about one of several files."""
+    padded = len(diagnosis.suggestions)
+    out = [
+        f"{file}: {_stay_padded(padded) if padded else f'{len(diagnosis.sizes.fields):,} fields, none stays padded'}"
+    ]
+    for one in diagnosis.suggestions:
+        out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
+    return out + ([f"  note: {diagnosis.note}"] if diagnosis.note else [])
+
+
+def _stay_padded(fields: int) -> str:
+    return "1 stays padded" if fields == 1 else f"{fields:,} stay padded"
+
+
 def text(diagnosis: Diagnosis, file: str, base: str) -> str:
-    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python."""
+    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python, unless they stand alone."""
     sizes, covered = diagnosis.sizes, diagnosis.covered
     sample = " (a sample)" if "://" in file or FilePath(file).is_dir() else ""
     out = [f"{file}: {sizes.rows:,} rows{sample}, {len(sizes.fields):,} fields", ""]
@@ -256,7 +313,9 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         out += [f"refused with {base}: {diagnosis.refusal}", ""]
     if padded:
         sent = sum(field.wire_bytes for field in sizes.fields if field.path in padded)
-        out.append(f"{len(diagnosis.suggestions)} stay padded; they are compressed all the same, to {sent:,} bytes:")
+        number = len(diagnosis.suggestions)
+        all_the_same = f"{'it is' if number == 1 else 'they are'} compressed all the same, to {sent:,} bytes:"
+        out.append(f"{_stay_padded(number)}; {all_the_same}")
         for one in diagnosis.suggestions:
             out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
     else:
@@ -269,28 +328,54 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
         if covered is None:
             out += ["", "Pack it again with this registry:"]
         else:
-            scored = (
-                "finds no response axis (name its masks as the axes sequence and response)"
-                if found.scored is None
-                else f"scores {found.scored:,} response tokens"
-            )
+            if found.scored is not None:
+                scored = f", replay scores {found.scored:,} response tokens"
+            elif found.found.apart is not None:
+                scored = ""
+            else:
+                scored = ", replay finds no response axis (name its masks as the axes sequence and response)"
             out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {covered.ratio:,.1f} times fewer."]
-            out += [f"Checked: strict mode takes the batch, every bit comes back, replay {scored}."]
+            out += [f"Checked: strict mode takes the batch, every bit comes back{scored}."]
+        out += _side_by_side(diagnosis)
         out += ["", *snippet(diagnosis, base).split("\n")]
     if diagnosis.note:
         out += ["", f"note: {diagnosis.note}"]
     return "\n".join(map(printable, out))
 
 
+def _side_by_side(diagnosis: Diagnosis) -> list[str]:
+    """The remedy for prompts and responses that are padded apart."""
+    apart = diagnosis.cover.found.apart
+    if apart is None:
+        return []
+    (prompts, _), (responses, _) = apart
+    parent = path_of(prompts)[:-1]
+    fields = {form.path for form in diagnosis.cover.packed.schema.forms}
+    names = ("input_ids", "attention_mask")
+    if any((*parent, name) in fields for name in names):
+        names = ("sequence_ids", "sequence_mask")
+    return [
+        "",
+        f"Replay needs one sequence. If {show(prompts)} and {show(responses)} are prompts and their responses, put",
+        "them side by side into the batch, and run the doctor again; with the hint concat the ids cost almost nothing:",
+        *(
+            f"  batch[{plain((*parent, name))!r}] = torch.cat([batch[{head!r}], batch[{tail!r}]], 1)"
+            for name, head, tail in zip(names, *apart, strict=True)
+        ),
+    ]
+
+
 def snippet(diagnosis: Diagnosis, base: str) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
     found = diagnosis.cover
     lines = [line_of(key, spec) for key, spec in found.added.items()]
+    onto = f"{base} | " if found.base.fields else ""
     if not found.added.axes:
-        code = [f"registry = {base} | {{", *(f"    {line}" for line in lines), "}"]
+        begin, end = ("{", "}") if onto else ("MaskNestingRegistry({", "})")
+        code = [f"registry = {onto}{begin}", *(f"    {line}" for line in lines), end]
     else:
         axes = [line_of(name, way) for name, ways in found.added.axes.items() for way in ways]
-        code = [f"registry = {f'{base} | ' if found.base.fields else ''}MaskNestingRegistry(", "    {"]
+        code = [f"registry = {onto}MaskNestingRegistry(", "    {"]
         code += [*(f"        {line}" for line in lines), "    },", "    axes={"]
         code += [*(f"        {line}" for line in axes), "    },", ")"]
     named = re.sub(r"'.*?'", "", " ".join(code))  # without the names of fields and masks
@@ -324,6 +409,7 @@ def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
         ],
         "refusal": diagnosis.refusal or None,
         "axes": list(found.found.seen),
+        "apart": None if found.found.apart is None else [[*map(show, part)] for part in found.found.apart],
         "response_tokens": found.scored,
         "registry": snippet(diagnosis, base) if found.added.fields or found.added.axes else None,
         "note": diagnosis.note or None,

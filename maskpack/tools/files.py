@@ -28,6 +28,7 @@ from torch import Tensor
 from maskpack.core.objects import Objects
 from maskpack.core.tree import flatten, is_object
 from maskpack.errors import MaskpackError
+from maskpack.fields.options import is_registry_file
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.packed.batch import PackedBatch
@@ -209,7 +210,7 @@ def write_registry(registry: MaskNestingRegistry, file: str) -> None:
 
 def _notation(option: str, file: str) -> Any:
     """The module that writes and reads the notation of a file: json or yaml."""
-    if not file.lower().endswith((".json", ".yaml", ".yml")):
+    if not is_registry_file(file):
         raise Unusable(f"{option} is {file}; expected a file that ends in .json, .yaml or .yml")
     try:
         return json if file.lower().endswith(".json") else importlib.import_module("yaml")

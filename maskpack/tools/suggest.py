@@ -8,6 +8,7 @@ A spec is suggested only if every element under the mask has the bits of its pad
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
+from maskpack.fields.rl_fields import ZEROS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -98,7 +100,8 @@ class Suggester:
     Args:
         batch: padded or nested.
         registry: the specs and axes that are known.
-        pad_token_id: the tokenizer's; by default the value under the masks of most token fields.
+        pad_token_id: the tokenizer's; by default the value under the masks of most token fields. If the registry
+            knows none, they are the fields [B, S] of integers that have one number above 0 under a mask.
 
     Masks are those of the registry, and fields that hold 0 and 1 alone if another field has one pad under them.
     """
@@ -122,6 +125,14 @@ class Suggester:
             if plain(path) not in mask_fields:
                 self._served.update({fit.mask for fit in self._fits(path) if fit.pad not in (None, Pad.PER_ROW)})
         self._masks = {mask: known for mask, known in self._masks.items() if known or self._served[mask]}
+        if self.pad_token_id is None:
+            self.pad_token_id = self._unknown_token(unknown)
+
+    @property
+    def knows_none(self) -> bool:
+        """Whether the registry knows no tensor of two or more dims and no Python object, and there is such a tensor."""
+        wide = {path for path, x in self._entries.items() if not isinstance(x, Tensor) or x.dim() > 1}
+        return bool(wide & {*self.tensors}) and all(self.registry.find(path) is None for path in wide)
 
     def gives(self, *axes: str) -> bool:
         """Whether the registry computes all these axes from the batch, or finds an error in it."""
@@ -171,16 +182,17 @@ class Suggester:
         return fit.pad is None, not self._masks[fit.mask], off, *last, -self._served[fit.mask], fit.layout.num_tokens
 
     def _spec(self, path: Path, value: Tensor, fit: _Fit, pad: PadValue) -> MaskNestingSpec:
-        """A new spec; for a known field its own, with the pad in front."""
+        """A new spec; for a known field its own, with the pads in front."""
         known = self.registry.find(path)
         dim = -1 if fit.dim == value.dim() - 1 and fit.dim > 1 else fit.dim
+        pads = _pads_like(pad, value)
         if known is None or known.mask is None:
-            return MaskNestingSpec(fit.mask, 0 if pad == 0 and str(pad) != "-0.0" else pad, dim)
-        pads = [pad, *(other for other in known.pads if repr(other) != repr(pad))]
+            return MaskNestingSpec(fit.mask, pads if len(pads) > 1 else pads[0], dim)
+        pads += [other for other in known.pads if repr(other) not in map(repr, pads)]
         mask = [fit.mask, *(m for m in known.masks if m != fit.mask)] if fit.mask in known.masks[1:] else known.mask
         mask = mask if fit.mask in known.masks else fit.mask
         dim = known.ragged_dim if known.dim_of(value) == fit.dim else dim
-        return replace(known, mask=mask, pad=pads if len(pads) > 1 else pad, ragged_dim=dim)
+        return replace(known, mask=mask, pad=pads if len(pads) > 1 else pads[0], ragged_dim=dim)
 
     def _fits(self, path: Path) -> Iterator[_Fit]:
         value = self.tensors[path]
@@ -204,8 +216,17 @@ class Suggester:
             spec = self.registry.find(path)
             if spec is not None and Pad.PAD_TOKEN_ID in spec.pads and is_integer(value):
                 for _, layout, dim in list(self._of_size(path, spec.masks, [spec.dim_of(value)]))[:1]:
-                    values = cast("Tensor", _under(value, layout, dim).unique())
-                    tokens += [int(values)] if values.numel() == 1 else []
+                    tokens += _one_under(value, layout, dim)
+        return max(tokens, key=tokens.count, default=None)
+
+    def _unknown_token(self, unknown: Iterable[Path]) -> int | None:
+        """The same of fields that the registry does not know: the most frequent number above 0."""
+        tokens: list[int] = []
+        for path in unknown:
+            value = self.tensors[path]
+            if is_integer(value) and value.dim() == 2 and not is_mask(value):
+                under = (_one_under(value, layout, dim) for _, layout, dim in self._of_size(path, self._masks, [1]))
+                tokens += [one[0] for one in under if one and one[0] > 0][:1]
         return max(tokens, key=tokens.count, default=None)
 
 
@@ -232,6 +253,12 @@ def _under(x: Tensor, layout: RowLayout, dim: int) -> Tensor:
     return x.movedim(dim, 1)[~layout.to_mask(torch.bool)].reshape(-1)
 
 
+def _one_under(x: Tensor, layout: RowLayout, dim: int) -> list[int]:
+    """The one value of a field of integers under a mask; empty if there are several, or none."""
+    values = cast("Tensor", _under(x, layout, dim).unique())
+    return [int(values)] if values.numel() == 1 else []
+
+
 def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue | None:
     """The plainest pad of a field [B, S, *F] that is exact; 0 where nothing is padded, None for several values."""
     padded = np.flatnonzero(layout.lengths < layout.width)
@@ -248,6 +275,16 @@ def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue |
     pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
     fitting, _ = checks.read([(x, layout, pad, None) for pad in pads])
     return next((pad for pad, fits in zip(pads, fitting, strict=True) if fits), None)
+
+
+def _pads_like(pad: PadValue, x: Tensor) -> list[PadValue]:
+    """The pad of a field in one batch, and those that its producer may leave in others: `x * mask` has zeros of either
+    sign, and `masked_whiten(x, mask)` a constant of each batch."""
+    if pad in (0, Pad.SIGNED_ZERO, Pad.ANY_ZERO):
+        floats = x.is_floating_point() and x.dtype.itemsize > 1 and not is_mask(x)
+        return [*ZEROS] if floats else [0 if pad == 0 and str(pad) != "-0.0" else pad]
+    fraction = isinstance(pad, float) and math.isfinite(pad) and not pad.is_integer()
+    return [pad, Pad.PER_ROW] if fraction else [pad]
 
 
 def _several(x: Tensor, fit: _Fit) -> str:

@@ -201,7 +201,7 @@ class Own:
     __hash__ = None
 
 
-NEITHER = "neither a torch.save file, a pickle nor a packed batch"
+NEITHER = "neither a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
 
 
 class Running:
@@ -361,7 +361,8 @@ def test_inspect_takes_a_registry(kind, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        *((data, f"b is {NEITHER}") for data in (b"", b"hello, this is text", b'{"rows":{"a": 1}}', b"\x07" * 5000)),
+        (b"", f"b is empty: {NEITHER}"),
+        *((data, f"b is {NEITHER}") for data in (b"hello, this is text", b'{"rows":{"a": 1}}', b"\x07" * 5000)),
         (b"PK\x03\x04 no zip", "cannot be read: RuntimeError"),
         (b"\x80\x02 no pickle", "cannot be read: UnpicklingError: it is a pickle. Give --allow-pickle"),
         (b"\x18" + bytes(7) + b'{"__metadata__": {}}    ', "a safetensors file without our metadata"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import samples
 import test_presets
 import torch
+import yaml
 from tensordict import TensorDict
 
 import maskpack
@@ -24,6 +26,7 @@ from maskpack import (
     MaskNestingRegistry,
     MaskNestingSpec,
 )
+from maskpack.errors import RegistryError
 from maskpack.packed.sizes import report
 from maskpack.packed.table import forget
 from maskpack.replay import PackedInputs, ReplayOptions
@@ -287,8 +290,8 @@ def test_a_split_is_shown_by_widths_tails_of_masks_and_ids_side_by_side():
 
 @pytest.mark.parametrize("field", ["resp_attn", "resp_toks", "prompt_toks"])
 def test_one_bit_that_differs_shows_no_split(field):
-    batch = ppo().select("tokens", "attn", field)
-    assert "prompt" in diagnose(batch).cover.registry.axes
+    batch = ppo().select("tokens", "attn", "ref_logp", field)
+    assert "prompt" in diagnose(batch).cover.added.axes
     batch[field] = batch[field].clone()
     at = (batch[field] != 0).nonzero()[-1]
     batch[field][at[0], at[1]] = 0 if field == "resp_attn" else 4
@@ -309,6 +312,51 @@ def test_prompts_and_completions_that_are_padded_apart_show_no_sequence():
     prompts[0, 1:] = 0
     batch = TensorDict({"q": prompts, "q_mask": prompts != 0, "a": answers, "a_mask": answers != 0}, batch_size=[2])
     assert diagnose(batch).cover.added.axes == {}
+    assert diagnose(batch).cover.found.apart == (("q", "q_mask"), ("a", "a_mask"))
+
+
+def apart(parent=()):
+    """Prompts and answers in fields of their own, the answers first."""
+    whole = ppo()
+    names = {"resp_toks": "answer_ids", "resp_attn": "answer_mask", "ref_logp": "logp", "prompt_toks": "query_ids"}
+    batch = renamed(whole, names)
+    batch["query_mask"] = whole["attn"][:, :96].contiguous()
+    return TensorDict({parent: batch}, batch_size=batch.batch_size) if parent else batch
+
+
+@pytest.mark.parametrize("parent", ["", "rollout"])
+def test_prompts_and_responses_that_are_padded_apart_are_put_side_by_side(parent, tmp_path, capsys):
+    """As the doctor says; then replay has its axes, and the ids take almost no bytes."""
+    batch = apart(parent)
+    torch.save(batch, tmp_path / "b.pt")
+    assert cli.main(["doctor", str(tmp_path / "b.pt")]) == 1
+    shown = capsys.readouterr().out
+    query, answer = (f"{parent}/{name}" if parent else name for name in ("query_ids", "answer_ids"))
+    assert f"If {query} and {answer} are prompts and their responses, put\n" in shown
+    assert "Checked: strict mode takes the batch, every bit comes back.\n" in shown
+    assert "no response axis" not in shown
+    code = re.findall(r"^  (batch\[.*)$", shown, re.MULTILINE)
+    assert len(code) == 2
+    exec("\n".join(code), {"torch": torch, "batch": batch})
+    rows = batch[parent] if parent else batch
+    assert torch.equal(rows["input_ids"], ppo()["tokens"])
+    assert torch.equal(rows["attention_mask"], ppo()["attn"])
+    found = diagnose(batch)
+    assert found.cover.found.apart is None
+    assert found.cover.scored == int(rows["answer_mask"].sum())
+    registry, _ = executed(snippet(found, "RL_FIELDS"))
+    assert registry[(parent, "input_ids") if parent else "input_ids"].hints == ("concat:query_ids,answer_ids",)
+    fields = {field.path[-1]: field.wire_bytes for field in found.covered.fields}
+    assert fields["input_ids"] < 0.02 * (fields["query_ids"] + fields["answer_ids"])
+
+
+def test_other_pairs_of_masks_are_not_said_to_be_apart():
+    whole = apart()
+    labels = whole.clone()
+    labels["query_ids"] = labels["query_ids"].masked_fill(labels["query_mask"] == 0, -100)
+    for batch in (whole.exclude("query_mask"), labels):
+        assert diagnose(batch).cover.found.apart is None
+    assert diagnose(whole).cover.found.apart == (("query_ids", "query_mask"), ("answer_ids", "answer_mask"))
 
 
 def test_ids_and_a_loss_mask_alone():
@@ -373,6 +421,13 @@ def test_the_headline_agrees_with_the_fields_that_stay_padded(tmp_path, capsys):
     assert "Checked: strict mode takes the batch, every bit comes back, replay scores 6,749 response tokens." in shown
 
 
+def loaded(line):
+    """The registry of a line that is printed."""
+    names = {"json": json, "yaml": yaml, "MaskNestingRegistry": MaskNestingRegistry}
+    exec(line, names)
+    return names["registry"]
+
+
 @pytest.mark.parametrize("name", ["r.json", "r.yaml", "r.yml"])
 @pytest.mark.parametrize("case", ["ppo", "nemo_rl"])
 def test_the_registry_that_is_written_is_read_back_and_covers_the_batch(name, case, tmp_path, capsys):
@@ -380,14 +435,17 @@ def test_the_registry_that_is_written_is_read_back_and_covers_the_batch(name, ca
     batch["odd"] = torch.full((batch.batch_size[0], 3), 1.5)
     file, written = saved(batch, tmp_path / "b.pt"), str(tmp_path / name)
     assert cli.main(["doctor", file, "--write", written]) == 1
-    assert capsys.readouterr().out.endswith(
-        f"\nwritten to {written}, for --registry and MaskNestingRegistry.from_dict\n"
-    )
+    *_, told, line = capsys.readouterr().out.splitlines()
+    assert told == f"written to {written}, for --registry. In Python:"
     registry = saved_registry(written)
+    assert equal(loaded(line), registry)
+    with pytest.raises(RegistryError) as refused:
+        maskpack.compress(batch, registry=written)
+    assert equal(loaded(re.search(r"Read the file: (registry=.*)\.$", str(refused.value))[1]), registry)
     assert equal(registry, diagnose(batch).cover.registry)
     assert registry["odd"].mask is None
-    samples.assert_same(maskpack.decompress(strict(batch, registry, 0)), batch)
-    assert cli.main(["doctor", file, "--registry", written, "--pad-token-id", "0"]) == 0
+    samples.assert_same(maskpack.decompress(strict(batch, registry, pad_token_of(case))), batch)
+    assert cli.main(["doctor", file, "--registry", written, "--pad-token-id", str(pad_token_of(case))]) == 0
     assert "Every tensor of two or more dims is covered." in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", name]
 
@@ -407,3 +465,60 @@ def test_a_file_that_exists_is_not_written_over(tmp_path, capsys):
         assert said in shown.err
     assert written.read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", "r.json"]
+
+
+def several(tmp_path):
+    """Files of a trainer: the rollout, the update with fields and pads of its own, and a batch of other fields."""
+    whole = ppo()
+    update = ppo().exclude("engine_logp", "labels")
+    update["turn_id"] = update["turn_id"].masked_fill(update["resp_attn"] == 0, -7)
+    update["kl"] = -update["ref_logp"] * update["resp_attn"]
+    other = TensorDict({"seen": torch.eye(3) * 2, "seen_on": torch.eye(3).long()}, batch_size=[3])
+    batches = {"rollout": whole, "update": update, "other": other}
+    return batches, [saved(batch, tmp_path / name) for name, batch in batches.items()]
+
+
+def test_the_registry_of_several_files_takes_them_all(tmp_path, capsys):
+    batches, files = several(tmp_path)
+    written = str(tmp_path / "r.yaml")
+    assert cli.main(["doctor", *files, "--write", written]) == 1
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line[:1] not in ("", " ")]
+    assert lines == [
+        f"{files[0]}: 15 stay padded",
+        f"{files[1]}: 2 stay padded",
+        f"{files[2]}: 2 stay padded",
+        "Checked: strict mode takes all 3 files, and every bit comes back.",
+        f"written to {written}, for --registry. In Python:",
+        lines[-1],
+    ]
+    registry = saved_registry(written)
+    assert equal(loaded(lines[-1]), registry)
+    assert registry["turn_id"].pads == (-7, -1)
+    assert registry.axes == diagnose(ppo()).cover.registry.axes
+    for batch in batches.values():
+        samples.assert_same(maskpack.decompress(strict(batch, registry, 0)), batch)
+    assert cli.main(["doctor", "--strict", *files, "--registry", written]) == 0
+    capsys.readouterr()
+    again = str(tmp_path / "s.json")
+    assert cli.main(["doctor", *files, "--registry", written, "--write", again, "--json"]) == 0
+    assert [found["stay_padded"] for found in json.loads(capsys.readouterr().out)] == [[], [], []]
+    assert equal(saved_registry(again), registry)
+
+
+def test_files_that_no_registry_takes_write_none(tmp_path, capsys):
+    """The mask of all tokens has the name of the mask of the response."""
+    _, files = several(tmp_path)
+    odd = ppo()
+    odd["attn"], odd["resp_attn"] = odd["resp_attn"], odd["attn"]
+    for argv, said in (
+        ([*files, saved(odd, tmp_path / "odd")], ""),
+        ([*files, str(tmp_path / "none")], "none: No such file"),
+    ):
+        assert cli.main(["doctor", *argv, "--write", str(tmp_path / "r.yaml")]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert said in shown.err
+        assert not (tmp_path / "r.yaml").exists()
+    assert cli.main(["doctor", *files]) == 2
+    assert "write a registry for all with --write" in capsys.readouterr().err
