@@ -124,13 +124,13 @@ def diagnose(
         except LayoutError:
             raise LayoutError(refusal) from error
     sizes = figures(packed, left=False)
-    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not refusal:
-        preset = None
     if saved is not None:
         found, covered = uncovered(saved, base, known, sizes), None
     else:
         found = cover(tensors, base, axes, known, sizes, pad_token_id)
         covered = figures(found.packed, left=False) if found.adds else None
+    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not (refusal or found.adds):
+        preset = None
     note = "" if pad_token_id is not None else _note(found, packing=saved is None)
     return Diagnosis(sizes, covered, found, preset, note, refusal)
 
@@ -288,7 +288,8 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
     if preset is not None:
         fewer, token = 1 - preset.wire_bytes / sizes.wire_bytes, preset.pad_token_id
         fits = [
-            f"preset:    {preset.wire_bytes:,} bytes, {fewer:.1%} fewer, with maskpack.fields.{preset.name}",
+            f"preset:    {preset.wire_bytes:,} bytes{f', {fewer:.1%} fewer' if fewer > 0 else ''}, with "
+            f"maskpack.fields.{preset.name}",
             f"           compress(batch, registry={preset.name}{'' if token is None else f', pad_token_id={token}'})",
         ]
     largest = sorted(sizes.fields, key=lambda field: -field.wire_bytes)[:_LARGEST]
@@ -334,7 +335,9 @@ def text(diagnosis: Diagnosis, file: str, base: str) -> str:
                 scored = ""
             else:
                 scored = ", replay finds no response axis (name its masks as the axes sequence and response)"
-            out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {covered.ratio:,.1f} times fewer."]
+            more = covered.wire_bytes - sizes.wire_bytes
+            gain = f"{more:,} more than now" if more > 0 else f"{covered.ratio:,.1f} times fewer than padded"
+            out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {gain}."]
             out += [f"Checked: strict mode takes the batch, every bit comes back{scored}."]
         out += _side_by_side(diagnosis)
         out += ["", *snippet(diagnosis, base).split("\n")]

@@ -16,6 +16,7 @@ import json
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,10 @@ import numpy as np
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.keys import show
 from maskpack.core.objects import Objects
 from maskpack.core.tree import flatten, is_object
-from maskpack.errors import MaskpackError
+from maskpack.errors import MaskpackError, MaskpackWarning
 from maskpack.fields.options import is_registry_file
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -129,13 +131,23 @@ def _reader(file: Path, allow_pickle: bool, max_bytes: int) -> Callable[[], Any]
 
 
 def _sample(log: RolloutLog, max_bytes: int) -> PackedBatch:
-    """Rows at even distances in chunks at even distances, as far as these have the fields of the last chunk."""
+    """Rows at even distances in chunks at even distances, as far as these have the fields of the last chunk. Warns of
+    the others."""
     chunks = log.chunks()
     if not chunks:
         raise Unusable(f"{log.path} has no rows; expected some")
     fields = _fields(log[chunks[-1][-1:]])
     picked = [chunks[at] for at in _even(len(chunks), SAMPLE)]
-    rows = np.concatenate([own for own in picked if _fields(log[own[:1]]) == fields])
+    alike = [_fields(log[own[:1]]) == fields for own in picked]
+    if not all(alike):
+        names = {show(path) for own in picked for path, _ in {*_fields(log[own[:1]])} ^ {*fields}}
+        warnings.warn(
+            f"{log.path}: {alike.count(False)} of {len(picked)} appends that were looked at have other fields or "
+            f"dtypes than the last, and are left out: {', '.join(sorted(names))}",
+            MaskpackWarning,
+            stacklevel=2,
+        )
+    rows = np.concatenate([own for own, same in zip(picked, alike, strict=True) if same])
     rows = rows[_even(rows.size, SAMPLE)]
     size = BatchView.of(log[rows]).padded_nbytes
     if size > max_bytes:
@@ -162,7 +174,7 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
                 raise Unusable(f"{file} holds a dict with the key {name!r:.80}; expected names of fields")
             if isinstance(value, Mapping) and not isinstance(value, TensorDictBase):
                 value = build(cast("Mapping[Any, Any]", value), size)
-            elif not isinstance(value, Tensor | TensorDictBase):
+            elif not isinstance(value, Tensor | TensorDictBase) or (isinstance(value, Tensor) and not value.dim()):
                 value = NonTensorData(value, batch_size=size)
             out.set(name, value)
         return out

@@ -548,6 +548,23 @@ def test_a_log(tmp_path, capsys):
         assert strict.count("1 stays padded\n") == 2
 
 
+def test_a_log_whose_appends_have_other_fields(tmp_path, capsys):
+    with maskpack.store.RolloutLog(tmp_path / "log", pad_token_id=samples.PAD) as log:
+        with pytest.warns(maskpack.errors.MaskpackWarning):
+            log.append(rollout(own=torch.zeros(B, R)))
+        log.append(rollout())
+    with pytest.warns(maskpack.errors.MaskpackWarning, match="1 of 2 appends .* left out: own"):
+        doctor([tmp_path / "log"], capsys, 0)
+
+
+def test_a_dict_with_a_tensor_without_dims(tmp_path, capsys):
+    """As num_items_in_batch in the inputs of TRL's loss."""
+    batch = {**rollout().exclude("global_token_num").to_dict(), "num_items": torch.tensor(7)}
+    batch = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    shown = doctor([saved(batch, tmp_path / "b.pt"), "--pad-token-id", samples.PAD], capsys, 0)
+    assert f": {B} rows, " in shown
+
+
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[1][0]))):
