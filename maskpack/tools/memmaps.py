@@ -57,7 +57,7 @@ def _tensor(file: Path, about: dict[str, Any]) -> Tensor:
     shape, dtype = cast("list[int]", about["shape"]), getattr(torch, about["dtype"].removeprefix("torch."))
     size = math.prod(shape)
     if not size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_file(str(file), size=size, dtype=dtype).reshape(shape)
 
 
