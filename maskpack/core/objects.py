@@ -368,8 +368,8 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
         if kind is Tensor:
             raise NotInJson("a Tensor that JSON cannot represent (on a GPU, with grad, or bools other than 0 and 1)")
         if kind is np.ndarray:
-            dtype: Any = item.dtype
-            raise NotInJson(f"a NumPy array of {dtype.name} (for one object a row: batch[name] = values.tolist())")
+            dtype = cast("Any", item).dtype.name
+            raise NotInJson(f"a NumPy array of {dtype} (for one object a row: batch[name] = values.tolist())")
         raise NotInJson(f"a {kind.__name__}")
 
     return encoded(data, 0)
