@@ -367,9 +367,8 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
                 return {"scalar": [scalar.dtype.name, scalar.tobytes().hex()]}
         if kind is Tensor:
             raise NotInJson("a Tensor that JSON cannot represent (on a GPU, with grad, or bools other than 0 and 1)")
-        if kind is np.ndarray:
-            dtype = cast("Any", item).dtype.name
-            raise NotInJson(f"a NumPy array of {dtype} (for one object a row: batch[name] = values.tolist())")
+        if kind is np.ndarray and cast("Any", item).dtype.hasobject:
+            raise NotInJson("a ndarray of objects (for one object a row: batch[name] = values.tolist())")
         raise NotInJson(f"a {kind.__name__}")
 
     return encoded(data, 0)
