@@ -137,7 +137,7 @@ _MOST_SAID = 1_000
 
 
 def warn_dense(
-    forms: Iterable[FieldForm], options: Options, batch: TensorDictBase, sent: Callable[[], int], level: int
+    forms: Collection[FieldForm], options: Options, batch: TensorDictBase, sent: Callable[[], int], level: int
 ) -> None:
     """Warns of the fields that stay padded, as `level` frames above, with the bytes that the whole batch takes all the
     same. Those are of the first batch whose fields stay padded for these reasons: Python shows equal warnings once."""
@@ -145,12 +145,14 @@ def warn_dense(
     if not fields or options.strict:
         return
     text = f"{options.call}: fields stay padded: {fields}"
-    if text not in _SAID:
-        if len(_SAID) == _MOST_SAID:
+    warning = _SAID.get(text)
+    if warning is None:
+        padded = nbytes_of(entry_at(batch, form.path) for form in forms if form.node is None)
+        warning = f"{text}; the first such batch takes {sent():,} bytes instead of {padded:,} all the same"
+        if len(_SAID) >= _MOST_SAID:
             _SAID.clear()
-        padded = nbytes_of(batch.values(True, True))
-        _SAID[text] = f"{text}; the first such batch takes {sent():,} bytes instead of {padded:,} all the same"
-    warnings.warn(_SAID[text], MaskpackWarning, stacklevel=level + 1)
+        _SAID[text] = warning
+    warnings.warn(warning, MaskpackWarning, stacklevel=level + 1)
 
 
 def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:

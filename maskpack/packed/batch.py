@@ -9,6 +9,7 @@ A PackedBatch is never changed, and the tensors decoded from it are copies.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -126,7 +127,7 @@ class PackedBatch:
 
     def keys(self) -> tuple[Key, ...]:
         """The keys of the fields, in key order: a name, or a tuple of names for a field of a sub-batch."""
-        return tuple(plain(form.path) for form in self.schema.forms if form.node is None)
+        return tuple(self.fields)
 
     @property
     def fields(self) -> dict[Key, FieldForm]:
@@ -443,7 +444,7 @@ def _check_limit(max_bytes: Any, call: str) -> None:
 def _file(file: Any, call: str, method: Literal["read", "write"]) -> Any:
     """A path or a URL as text, or an open file."""
     if not isinstance(file, str | os.PathLike):
-        if callable(getattr(file, method, None)):
+        if callable(getattr(file, method, None)) and not isinstance(file, io.TextIOBase):
             return file
         raise LayoutError(
             f"{call}: file is {said(file)}; expected a path, a URL, or an open binary file. Pass one; from_bytes and "

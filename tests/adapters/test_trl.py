@@ -558,7 +558,8 @@ def fallback(run, match, calls=2, training=True, **left):
     assert told[0].startswith(f"packed({type(run).__name__}): TRL's own padded pass runs: ")
     assert re.search(match, told[0]), told[0]
     assert run.model.config._attn_implementation != NAME
-    assert set(run._metrics["train" if training else "eval"]["maskpack/computed_fraction"]) <= {1.0}
+    counted = run._metrics["train" if training else "eval"]["maskpack/computed_fraction"]
+    assert counted == ([1.0] * calls if run._refused is None else [])
 
 
 def test_models_that_replay_refuses(tmp_path, falls_back):

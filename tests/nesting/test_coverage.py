@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from samples import PAD, assert_same, per_row, rollout
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 import maskpack as mp
+from maskpack.errors import MaskpackWarning
 from maskpack.nesting.coverage import dense_fields
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -252,3 +253,31 @@ def test_records_go_nowhere_unless_the_program_says_so() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("['NullHandler'] []\n", "")
+
+
+# -------------------------------------------------------------------- warnings
+
+
+@pytest.mark.parametrize("call", [mp.compress, mp.nest_batch_by_mask])
+def test_a_warning_says_what_the_batch_takes_all_the_same_once_a_schema(call) -> None:
+    """Of a batch with rows of other shapes, which have no stack."""
+
+    def batch(width: int) -> TensorDict:
+        mask = torch.arange(width) < 2
+        fields = {
+            "attention_mask": mask.expand(4, -1).long(),
+            "position_ids": (torch.arange(width) * mask).expand(4, -1),
+        }
+        out = TensorDict({**fields, f"once {call.__name__}": torch.zeros(4, 5)}, [4])
+        return out.set("lazy", lazy_stack([TensorDict({"a": torch.ones(row + 1)}) for row in range(4)]))
+
+    with pytest.warns(MaskpackWarning) as first:
+        done = call(batch(100))
+    with pytest.warns(MaskpackWarning) as second:
+        call(batch(300))
+    padded = 4 * (2 * 100 * 8 + 5 * 4)
+    packed = done.nbytes if call is mp.compress else 4 * (2 * 2 * 8 + 5 * 4)
+    said = [str(one.message) for one in first]
+    assert len(said) == 1
+    assert said[0].endswith(f"; the first such batch takes {packed:,} bytes instead of {padded:,} all the same")
+    assert [str(one.message) for one in second] == said, "Python shows equal texts once"

@@ -264,6 +264,13 @@ def test_load_names_the_file(tmp_path: Path) -> None:
     assert error.value.filename == str(tmp_path / "none" / "x")
 
 
+class _Slow(io.BytesIO):
+    """As files without a buffer may: it takes a part of what it is given, and says how much."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(data)[:1000])
+
+
 def test_files_that_are_open_and_urls(tmp_path: Path) -> None:
     packed = PackedBatch.from_bytes(golden("rollout"))
     stream = io.BytesIO(b"before")
@@ -277,6 +284,12 @@ def test_files_that_are_open_and_urls(tmp_path: Path) -> None:
         packed.save(url)  # takes the place of the old one
         assert fsspec.open(url).open().read() == packed.to_bytes()
         assert_same(decompress(PackedBatch.load(url)), decompress(packed))
+    slow = _Slow()
+    packed.save(slow)
+    assert slow.getvalue() == packed.to_bytes()
+    with open(tmp_path / "raw", "wb", buffering=0) as raw:
+        packed.save(raw)
+    assert (tmp_path / "raw").read_bytes() == packed.to_bytes()
     with pytest.raises(FileNotFoundError):
         PackedBatch.load("memory://folder/none")
     for call in (packed.save, PackedBatch.load):
@@ -284,6 +297,8 @@ def test_files_that_are_open_and_urls(tmp_path: Path) -> None:
             call("nothing://x")
         with pytest.raises(LayoutError, match="expected a path, a URL, or an open binary file"):
             call(3)  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match=r"file is a StringIO; expected .* an open binary file"):
+            call(io.StringIO())  # type: ignore[arg-type]
 
 
 def test_keys_and_fields_without_decoding() -> None:

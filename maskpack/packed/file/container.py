@@ -89,9 +89,11 @@ class Pieces:
         return b"".join([self.header, *map(_raw, self.arrays)])
 
     def write(self, out: Any) -> None:
-        """Writes them to an open binary file."""
-        for piece in (self.header, *map(_raw, self.arrays)):
-            out.write(piece)
+        """Writes them to an open binary file. Files without a buffer take a part of what they are given."""
+        for piece in map(memoryview, (self.header, *map(_raw, self.arrays))):
+            while piece.nbytes:
+                done: int | None = out.write(piece)
+                piece = piece[piece.nbytes if done is None else done :]
 
     def save(self, file: str) -> None:
         """Writes them to a file, which takes the place of an old one when all of it is on the disk, or to a URL of
