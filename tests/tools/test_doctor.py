@@ -878,6 +878,24 @@ def test_the_preset_that_fits_is_named_with_its_bytes(case, options, tmp_path, c
     samples.assert_same(maskpack.decompress(eval(line, names)), batch)
 
 
+def test_a_preset_that_covers_a_batch_is_named_though_it_saves_nothing(tmp_path, capsys):
+    """And what the printed registry costs is told as that."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    ids = torch.where(mask != 0, 7, samples.PAD)
+    batch = TensorDict({"prompt_ids": ids.flip(1), "prompt_mask": mask.flip(1)}, [2])
+    batch.update({"completion_ids": ids, "completion_mask": mask, "advantages": torch.ones(2)})
+    batch["old_per_token_logps"] = -0.5 * mask
+    said = json.loads(
+        doctor([file := saved(batch, tmp_path / "b.pt"), "--json", "--pad-token-id", samples.PAD], capsys, 1)
+    )
+    assert said["preset"]["name"] == "trl"
+    assert said["preset"]["wire_bytes"] == wire_bytes(batch, PRESETS["trl"]) >= said["wire_bytes"]
+    shown = doctor([file, "--pad-token-id", samples.PAD], capsys, 1)
+    assert f"\npreset:    {said['preset']['wire_bytes']:,} bytes, with maskpack.fields.trl\n" in shown
+    with_lines, before = said["wire_bytes_with_lines"], said["wire_bytes"]
+    assert f"With this registry {with_lines:,} bytes travel, {with_lines - before:,} more than now." in shown
+
+
 def test_a_batch_that_the_registry_refuses_is_given_its_preset(tmp_path, capsys):
     """And a registry of its own; a CI run fails on it."""
     batch = of_trainer("openrlhf")
