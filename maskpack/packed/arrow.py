@@ -19,7 +19,7 @@ from torch import Tensor
 
 from maskpack.core.objects import Objects
 from maskpack.errors import LayoutError, MaskpackError
-from maskpack.layout.jagged import offsets_of, ragged_dim, values_of
+from maskpack.layout.jagged import offsets_of, values_of
 
 _WIDENED = (torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8_")))
 """Arrow does not have these; float32 holds each of their values."""
@@ -56,8 +56,7 @@ def _column(pyarrow: Any, value: Tensor) -> Any:
     if not value.is_nested:
         return _elements(pyarrow, value)
     offsets: Any = offsets_of(value).to(torch.int64).numpy()
-    tokens = values_of(value).movedim(ragged_dim(value) - 1, 0)
-    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), _elements(pyarrow, tokens))
+    return pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), _elements(pyarrow, values_of(value)))
 
 
 def _elements(pyarrow: Any, values: Tensor) -> Any:

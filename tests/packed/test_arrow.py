@@ -57,6 +57,21 @@ def test_dtypes_and_dims_of_elements(dtype: torch.dtype) -> None:
     assert table["none"].to_pylist() == [[], []]
 
 
+def test_widths_that_run_along_the_last_dim_and_elements_of_two_dims() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    last, first = torch.arange(2 * 4 * 3).view(2, 4, 3) * mask[:, None], torch.arange(2 * 3 * 8).view(2, 3, 2, 4)
+    batch = TensorDict({"attention_mask": mask, "last": last, "first": first * mask[..., None, None]}, [2])
+    registry = mp.RL_FIELDS | {
+        "last": mp.MaskNestingSpec("sequence", ragged_dim=-1),
+        "first": mp.MaskNestingSpec("sequence"),
+    }
+    packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
+    for rows in ([0, 1], [1, 0, 1]):
+        table = packed.take(rows).to_arrow()
+        for name, tokens in (("last", last.transpose(1, 2)), ("first", batch["first"])):
+            assert table[name].to_pylist() == [cells(tokens, mask)[row] for row in rows], name
+
+
 def test_nan_and_infinity_stay_what_they_are() -> None:
     batch = TensorDict({"reward": torch.tensor([math.nan, math.inf, -0.0])}, [3])
     nan, infinite, zero = mp.compress(batch).to_arrow()["reward"].to_pylist()
