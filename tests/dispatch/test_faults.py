@@ -371,16 +371,22 @@ def test_all_ranks_dead_and_new_ones(team, sample):
 def test_what_failed_once_is_left_out_of_every_retry_after_it(team, sample):
     """Three ranks of four do not answer, one call after the other."""
     with waiting(team, 0), waiting(team, 1), waiting(team, 2):
-        error = failure(lambda: team.group().call("score", sample.batch[:3], FACTOR, timeout=0.5))
+        call = team.group().submit("score", sample.batch[:3], FACTOR)
+        until_answered(call, (3,))
+        error = failure(lambda: call.result(0.5))
         assert [one.rank for one in error.failures] == [0, 1, 2]
         call = error.call.retry()
         assert freeze(call.result(10)) == freeze(sample.expected[:3])
     team.ran()
     with waiting(team, 0):
-        error = failure(lambda: team.group().call("score", sample.batch, FACTOR, timeout=0.5))
+        call = team.group().submit("score", sample.batch, FACTOR)
+        until_answered(call, (1, 2, 3))
+        error = failure(lambda: call.result(0.5))
         assert [one.rank for one in error.failures] == [0]
         with waiting(team, 1):
-            error = failure(lambda: error.call.retry().result(0.5))
+            call = error.call.retry()
+            until_answered(call, [part.rank for part in call.parts if part.rank not in (0, 1)])
+            error = failure(lambda: call.result(0.5))
             assert [one.rank for one in error.failures] == [1]
             sample.check(error.call.retry().result(10))
 
