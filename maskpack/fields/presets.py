@@ -25,6 +25,9 @@ _ROWS: dict[Key, MaskNestingSpec] = {
 }
 """The fields of rows of S tokens, under the names that most trainers have for them."""
 
+_SCORED = MaskNestingSpec("response", hints=_MASK)
+"""A loss mask [B, S]: on the axis that it gives, so that a packed batch has this axis for replay."""
+
 
 def _each(names: str, mask: Key | list[Key], pad: PadValue | list[PadValue], *hints: str) -> dict[Key, MaskNestingSpec]:
     return dict.fromkeys(names.split(), MaskNestingSpec(mask, pad, hints=hints))
@@ -68,7 +71,8 @@ nemo_rl = MaskNestingRegistry(
     },
     fields={
         **_ROWS,
-        **_each("token_mask invalid_tool_call_mask malformed_thinking_mask", "sequence", 0, *_MASK),
+        "token_mask": _SCORED,
+        **_each("invalid_tool_call_mask malformed_thinking_mask", "sequence", 0, *_MASK),
         **_each("prev_logprobs teacher_reference_logprobs", "sequence", ZEROS),
         **_each("reference_policy_logprobs generation_logprobs", "sequence", ZEROS, "near:prev_logprobs"),
         **_each("advantages returns values", "sequence", WHITENED, "rle"),
@@ -123,7 +127,7 @@ areal = MaskNestingRegistry(
     fields={
         **_ROWS,
         "input_ids": MaskNestingSpec("sequence", 0),
-        "loss_mask": MaskNestingSpec("sequence", hints=_MASK),
+        "loss_mask": _SCORED,
         "versions": MaskNestingSpec("sequence", hints=("rle",)),
         **_each("logprobs prox_logp teacher_logp values", "sequence", ZEROS),
         **_each("ref_logp", "sequence", ZEROS, "near:logprobs"),
@@ -137,11 +141,13 @@ prime_rl = MaskNestingRegistry(
     axes={
         "sequence": (MaskAxis("attention_mask"), MaskAxis("cu_seqlens", form="cu_seqlens")),
         "response": (MaskAxis("loss_mask"), MaskAxis("mask")),
+        "rows": (MaskAxis("cu_seqlens", form="cu_seqlens"),),
     },
     fields={
         **_ROWS,
         "token_ids": MaskNestingSpec("sequence", PAD_TOKEN_ID),
-        **_each("loss_mask mask mm_token_type_ids", "sequence", 0, *_MASK),
+        **_each("loss_mask mask", ["rows", "response"], 0, *_MASK),
+        "mm_token_type_ids": MaskNestingSpec("sequence", hints=_MASK),
         **_each("logprobs inference_logprobs ref_logprobs teacher_logprobs", "sequence", ZEROS),
         **_each("advantages rewards rl_weights ce_weights ref_kl_weights", "sequence", WHITENED, "rle"),
         "temperatures": MaskNestingSpec("sequence", [*ZEROS, 1], hints=("rle",)),

@@ -8,7 +8,7 @@ jagged fields that are compared with axes need values; their batches are planned
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -282,8 +282,9 @@ class _Planner:
             return dense
         if spec is None:
             return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
-        axes = self._candidates(path, spec)
-        for axis in axes:
+        axes: list[Axis] = []
+        for axis in self._candidates(path, spec):
+            axes.append(axis)
             if axis.tokens is not None and value.dim() >= 1 and value.shape[0] == axis.tokens:
                 return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
             dim, shape = spec.dim_of(value), (axis.rows, axis.width)
@@ -359,8 +360,9 @@ class _Planner:
             self._own[id(offsets)] = name
         return self._own[id(offsets)]
 
-    def _candidates(self, path: Path, spec: MaskNestingSpec) -> list[Axis]:
-        return [axis for mask in spec.masks if (axis := self.axes.find(mask, path)) is not None]
+    def _candidates(self, path: Path, spec: MaskNestingSpec) -> Iterator[Axis]:
+        """The axes of its masks, in order, each looked up when the ones before it did not match."""
+        return (axis for mask in spec.masks if (axis := self.axes.find(mask, path)) is not None)
 
     def _use(self, axis: Axis) -> str:
         name = axis.name

@@ -82,7 +82,7 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="say what padding costs a saved batch, which fields stay padded, and the registry line for each",
         description="Says what padding costs a saved batch, what maskpack sends, which fields stay padded, and the "
-        "registry line for each. Exits with status 1 if a field stays padded.",
+        "registry line for each. Exits with status 1 if a field stays padded and no registry is written.",
     )
     _add_file(parser, nargs="+")
     strict = "check each FILE for a CI run: print only the fields that stay padded, and exit with 1 if there are any"

@@ -191,13 +191,13 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     out = json.dumps(as_json(diagnosis, file, base), indent=2) if args.json else text(diagnosis, file, base)
     if args.write is not None and not args.json:
         out = "\n".join([out, "", *map(printable, _written_to(args.write))])
-    return out, int(bool(diagnosis.suggestions or diagnosis.refusal))
+    return out, int(args.write is None and bool(diagnosis.suggestions or diagnosis.refusal))
 
 
 def _written(args: argparse.Namespace, registry: MaskNestingRegistry, base: str) -> tuple[str, int]:
     """Writes a registry that takes all files: that of the first, with what each other file adds to it. Raises Unusable
     if there is none."""
-    token, status = args.pad_token_id, 0
+    token = args.pad_token_id
     out: list[str] = []
     found: list[dict[str, Any]] = []
     for file in args.file:
@@ -209,7 +209,6 @@ def _written(args: argparse.Namespace, registry: MaskNestingRegistry, base: str)
         cover, base = diagnosis.cover, "registry"
         token = cover.pad_token_id if token is None else token
         registry = cover.extended if cover.adds else registry
-        status = max(status, int(bool(diagnosis.suggestions or diagnosis.refusal)))
     for file in args.file:
         batch = saved_batch(file, args.allow_pickle, args.max_bytes)
         with _refusal_names(file):
@@ -218,7 +217,7 @@ def _written(args: argparse.Namespace, registry: MaskNestingRegistry, base: str)
     given = "" if token is None else f", with pad_token_id={token}"
     out += ["", f"Checked: strict mode takes all {len(args.file)} files{given}, and every bit comes back."]
     out += _written_to(args.write)
-    return json.dumps(found, indent=2) if args.json else "\n".join(map(printable, out)), status
+    return json.dumps(found, indent=2) if args.json else "\n".join(map(printable, out)), 0
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from maskpack import fields
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning
 from maskpack.fields import presets
 from maskpack.packed.table import forget
+from maskpack.replay import PackedInputs, ReplayOptions
 
 INT, FLOAT = torch.int64, torch.float32
 LAYERS = (3, 2)
@@ -383,6 +384,27 @@ def test_fewer_bytes_than_with_the_default_registry(case):
         warnings.simplefilter("ignore", MaskpackWarning)
         default = mp.compress(batch, pad_token_id=PAD).nbytes
     assert nbytes < (1.05 if case in SAME else 0.96) * default
+
+
+ROWS = ["verl", "skyrl", "openrlhf", "areal rollout", "nemo_rl", "trl async", "prime_rl", "slime"]
+"""The cases with padded rows of tokens, whose loss masks are at the tokens that they are for."""
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_packed_batch_replays_the_tokens_of_the_batch(case):
+    batch, registry = made(case, empty=False), registry_of(case)
+    ids = next(name for name in ("input_ids", "sequences", "tokens", "token_ids") if name in batch.keys())  # noqa: SIM118
+    options = ReplayOptions(registry=registry, input_ids=ids)
+    packed = mp.compress(batch, registry=registry, pad_token_id=PAD, strict_mask_nesting=True)
+    plain, seen = (PackedInputs.of(each, options=options) for each in (batch, packed))
+    for got, want in ((seen.input_ids, plain.input_ids), (seen.predict, plain.predict), (seen.targets, plain.targets)):
+        assert torch.equal(got, want)
+    rows = Maker(0, empty=False).rows
+    assert seen.input_ids.tolist() == [[token for row in rows for token in row.ids]]
+    assert seen.response.row_offsets.tolist() == plain.response.row_offsets.tolist()
+    if case not in ("verl", "skyrl", "slime"):  # their axes go on over holes
+        scored = [token for row in rows for token, of_policy in zip(row.ids, row.scored, strict=True) if of_policy]
+        assert seen.targets.tolist() == scored
 
 
 def test_each_preset_is_a_name_of_the_package():
