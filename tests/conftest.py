@@ -7,7 +7,9 @@ takes long.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,9 +47,34 @@ LONGEST = (
 """The files that take longest come first, so that no process is left alone with one at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not in each process of xdist
+        import warm_workers
+
+        config.stash[_FOLDER] = tempfile.mkdtemp(prefix="warm")
+        os.environ.update(warm_workers.environment(config.stash[_FOLDER]))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _FOLDER in config.stash:
+        shutil.rmtree(config.stash[_FOLDER])
+
+
+_FOLDER = pytest.StashKey[str]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("KERNEL_CASES") == "first":  # of each test function
+        functions = {item.nodeid.partition("[")[0]: item for item in reversed(items) if _interprets(item)}
+        chosen = set(functions.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+
+
+def _interprets(item: pytest.Item) -> bool:
+    return item.get_closest_marker("interpreter") is not None
 
 
 @pytest.fixture(scope="module")

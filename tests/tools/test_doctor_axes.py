@@ -393,7 +393,7 @@ def test_a_response_whose_mask_the_registry_has_on_the_sequence_is_no_axis():
     batch = test_presets.made("areal rollout", count=9, most=30, empty=False).exclude("position_ids")
     rows = MaskNestingRegistry(
         {name: ("attention_mask", ZEROS) for name, x in batch.items() if x.dim() > 1}
-        | {name: ("sequence", 0) for name in ("input_ids", "attention_mask", "loss_mask", "versions")},
+        | dict.fromkeys(("input_ids", "attention_mask", "loss_mask", "versions"), ("sequence", 0)),
         axes={"sequence": MaskAxis("attention_mask")},
     )
     found = diagnose(batch, rows).cover

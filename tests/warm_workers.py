@@ -1,0 +1,115 @@
+"""Ray's workers of the tests, forked from one process that has imported torch and tensordict.
+
+    raylet --> python warm_workers.py default_worker.py ... --> the process that imported --> fork: the worker
+
+A worker takes 6 seconds of one core to import them, and the suite starts about 200. This file is the `py_executable` of
+Ray: it passes its arguments, environment and output on to the process, which the first worker starts, and ends with the
+worker. The worker finds what is not torch or tensordict as any other process does.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+FOLDER = "WARM_WORKERS"
+"""The environment variable with the folder of the socket. The process ends when the folder is gone."""
+KNOWS = "_private/runtime_env/py_executable.py"
+
+
+def environment(folder: str) -> dict[str, str]:
+    """The environment variables that make each Ray of this process and of its children start workers so; none if it
+    is not installed, or a release from before `py_executable`."""
+    from importlib.util import find_spec
+
+    ray = find_spec("ray")
+    if ray is None or not os.path.isfile(os.path.join(os.path.dirname(str(ray.origin)), KNOWS)):
+        return {}
+    executable = f"{sys.executable} -S -E {os.path.abspath(__file__)}"
+    return {FOLDER: folder, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": executable}})}
+
+
+# -------------------------------------------------------------------- what the raylet starts
+
+
+def pass_on(folder: str, arguments: list[str]) -> None:
+    with open(os.path.join(folder, "lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        address = os.path.join(folder, "socket")
+        if not os.path.exists(address):
+            serve = [sys.executable, __file__]
+            subprocess.Popen(serve, start_new_session=True, stdin=subprocess.DEVNULL, close_fds=True, cwd=folder)
+        while not os.path.exists(address):
+            time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        start = json.dumps({"argv": arguments, "env": {**os.environ}, "cwd": os.getcwd()}).encode()
+        outputs = array.array("i", [1, 2]).tobytes()
+        connection.sendmsg([len(start).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, outputs)])
+        connection.sendall(start)
+        connection.recv(1)  # nothing comes: it ends with the worker
+
+
+# -------------------------------------------------------------------- the process that has imported
+
+
+def serve(folder: str) -> None:
+    import tensordict  # noqa: F401  (imports torch, its compiler and NumPy)
+
+    address = os.path.join(folder, "socket")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address + ".new")
+        listening.listen(64)
+        os.rename(address + ".new", address)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+        while os.path.exists(address):
+            if not select.select([listening], [], [], 1.0)[0]:
+                continue
+            connection, _ = listening.accept()
+            if os.fork() == 0:
+                listening.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                become(connection)
+            connection.close()
+
+
+def become(connection: socket.socket) -> None:
+    """Goes on as the worker that a connection asks for. Killed if the other side is."""
+    import runpy
+
+    header, passed, *_ = connection.recvmsg(8, socket.CMSG_SPACE(8))
+    start = bytearray()
+    while len(start) < int.from_bytes(header, "little"):
+        start += connection.recv(1 << 16)
+    for output, given in enumerate(array.array("i", passed[0][2]), 1):
+        os.dup2(given, output)
+        os.close(given)
+    asked = json.loads(start)
+    os.setsid()
+    os.chdir(asked["cwd"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
+    own, sys.argv = os.path.dirname(os.path.abspath(__file__)), asked["argv"]
+    path = [each for each in sys.path if os.path.abspath(each) != own]
+    more = [each for each in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if each and each not in path]
+    sys.path[:] = [os.path.dirname(sys.argv[0]), *more, *path]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        pass_on(os.environ[FOLDER], sys.argv[1:])
+    else:
+        serve(os.environ[FOLDER])
