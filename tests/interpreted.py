@@ -1,6 +1,7 @@
 """Runs the tests marked `interpreter` once more, in a process of their own where Triton interprets its kernels.
 
 Of files that take minutes, it runs the first case of each test; `TRITON_INTERPRET=1 pytest -m interpreter` runs all.
+
 Each group is a test file, `test_interpreted_GROUP.py`, so that workers share them.
 """
 

@@ -43,10 +43,10 @@ class _Worker:
     on="cpu",
     rows=None,
     keeps_memory=False,
-    tiny={"each": 40},
+    tiny={"each": 20},
 )
 def run(rounds: int, *, each: int = 1000) -> list[Row]:
-    return [*_over(each * rounds, 1, _SMALL), *_over(max(40, each * rounds // 10), 3, _LARGE)]
+    return [*_over(each * rounds, 1, _SMALL), *_over(max(10, each * rounds // 10), 3, _LARGE)]
 
 
 def _over(dispatches: int, nodes: int, size: tuple[int, int]) -> list[Row]:

@@ -130,7 +130,7 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
             away.setdefault(tensor.device, []).append(path)
     for paths in away.values():
         parts = [words(tensors[path]).contiguous() for path in paths]
-        line = to_pinned(torch.cat([part.view(-1).view(torch.uint8) for part in parts])).numpy()
+        line = to_pinned(torch.cat([bytes_of(part) for part in parts])).numpy()
         ends = np.cumsum([part.numel() * part.element_size() for part in parts])
         for path, part, piece in zip(paths, parts, np.split(line, ends[:-1]), strict=True):
             dtype = torch.empty(0, dtype=part.dtype, device="cpu").numpy().dtype
@@ -138,6 +138,11 @@ def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[
                 piece.view(dtype).reshape(tuple(part.shape)) if piece.size else np.empty(tuple(part.shape), dtype)
             )
     return out
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The bytes of contiguous words, uint8 [nbytes], in the same memory. One element, or none, has any strides."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def to_pinned(x: Tensor, *others: Tensor) -> Tensor:

@@ -8,7 +8,9 @@
 Programs do not wait for each other, and no memory has to be set to 0 before: several streams and captured graphs may
 run the same kernels at once.
 
-A bool mask is read eight positions at a time: the bytes of a 64-bit word are 0 or 1, and a multiplication sums them.
+A bool mask is read eight positions at a time: a multiplication sums the bytes of a 64-bit word, which are 0 or 1. Bytes
+that no bool has are taken as 1 here, as in every kernel that reads a mask: an error names their field later, and until
+then all kernels must see the same tokens.
 """
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
@@ -42,6 +44,12 @@ def _ones(words):
 
 
 @triton.jit
+def _not_zero(words):
+    """1 for each byte of a word that is not 0: adding 127 to its other bits carries into the highest."""
+    return ((((words & 0x7F7F7F7F7F7F7F7F) + 0x7F7F7F7F7F7F7F7F) | words) >> 7) & 0x0101010101010101
+
+
+@triton.jit
 def _count(line, items, LANES: tl.constexpr, ITEMS: tl.constexpr):
     """The number of valid tokens and of spans in a row, and its first valid position (0 in an empty row)."""
     valid = tl.zeros((ITEMS,), tl.int64)
@@ -53,7 +61,8 @@ def _count(line, items, LANES: tl.constexpr, ITEMS: tl.constexpr):
         here = tl.load(line + at, mask=at < items, other=0)
         before = tl.load(line + at - 1, mask=(at > 0) & (at < items), other=0)
         if LANES == 8:
-            starts = here & ~((here << 8) | ((before >> 56) & 1))
+            here, before = _not_zero(here), _not_zero(before)
+            starts = here & ~((here << 8) | (before >> 56))
             valid += _ones(here)
             spans += _ones(starts)
             lane = _ones(((starts & -starts) - 1) & 0x0101010101010101)

@@ -213,10 +213,19 @@ def test_many_rows_and_long_ones() -> None:
         assert_index(_scanned(padded[:, 3:-5]), mask.tolist())
 
 
+@pytest.mark.parametrize("width", [8, 9, 64])
+@pytest.mark.parametrize("density", [0.1, 0.9])
+def test_bytes_that_no_bool_has_are_tokens(width: int, density: float) -> None:
+    """Or else the kernel that lists spans writes more than the one before has counted. An error comes later."""
+    mask = torch.rand(5, width, generator=torch.Generator().manual_seed(width)) < density
+    values = 1 + torch.arange(mask.numel()).view_as(mask) * 37 % 255
+    assert_index(_scanned((mask * values).to(torch.uint8).view(torch.bool).to(DEVICE)), mask.tolist())
+
+
 def _scanned(mask: Tensor) -> SpanIndex:
     from maskpack.layout import scan_triton as scan_kernels
 
-    total = int(mask.sum())
+    total = int((mask.view(torch.uint8) != 0).sum())
     scanned = scan_kernels.scan_rows(mask, total // BLOCK + 3, None)
     spans = scanned.counts[mask.shape[0] : 2 * mask.shape[0]]
     if int(spans.max()) <= 1:
