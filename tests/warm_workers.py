@@ -4,7 +4,8 @@
 
 A worker takes 6 seconds of one core to import them, and the suite starts about 200. This file is the `py_executable` of
 Ray: it passes its arguments, environment and output on to the process, which the first worker starts, and ends with the
-worker. The worker finds what is not torch or tensordict as any other process does.
+worker. The worker finds what is not torch or tensordict as any other process does. In another namespace of processes,
+workers are started as ever.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import socket
 import subprocess
 import sys
 import time
+from typing import NoReturn
 
 FOLDER = "WARM_WORKERS"
 """The environment variable with the folder of the socket. The process ends when the folder is gone."""
-KNOWS = "_private/runtime_env/py_executable.py"
+_NAMESPACE = "/proc/self/ns/pid"
+_KNOWS = "_private/runtime_env/py_executable.py"
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -31,8 +34,10 @@ def environment(folder: str) -> dict[str, str]:
     from importlib.util import find_spec
 
     ray = find_spec("ray")
-    if ray is None or not os.path.isfile(os.path.join(os.path.dirname(str(ray.origin)), KNOWS)):
+    if ray is None or not os.path.isfile(os.path.join(os.path.dirname(str(ray.origin)), _KNOWS)):
         return {}
+    with open(os.path.join(folder, "namespace"), "w") as file:
+        file.write(os.readlink(_NAMESPACE))
     executable = f"{sys.executable} -S -E {os.path.abspath(__file__)}"
     return {FOLDER: folder, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": executable}})}
 
@@ -41,14 +46,19 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def pass_on(folder: str, arguments: list[str]) -> None:
+    with open(os.path.join(folder, "namespace")) as file:
+        if file.read() != os.readlink(_NAMESPACE):
+            as_ever(arguments)
     with open(os.path.join(folder, "lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         address = os.path.join(folder, "socket")
         if not os.path.exists(address):
-            serve = [sys.executable, __file__]
-            subprocess.Popen(serve, start_new_session=True, stdin=subprocess.DEVNULL, close_fds=True, cwd=folder)
-        while not os.path.exists(address):
-            time.sleep(0.01)
+            command = [sys.executable, __file__]
+            server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=folder)
+            while not os.path.exists(address):
+                if server.poll() is not None:
+                    as_ever(arguments)
+                time.sleep(0.01)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         start = json.dumps({"argv": arguments, "env": {**os.environ}, "cwd": os.getcwd()}).encode()
@@ -56,6 +66,10 @@ def pass_on(folder: str, arguments: list[str]) -> None:
         connection.sendmsg([len(start).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, outputs)])
         connection.sendall(start)
         connection.recv(1)  # nothing comes: it ends with the worker
+
+
+def as_ever(arguments: list[str]) -> NoReturn:
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 # -------------------------------------------------------------------- the process that has imported
