@@ -391,18 +391,20 @@ class PackedBatch:
         sub-batches are named `sub/field`.
 
         Args:
-            fields: the keys of the fields to decode, a tuple for one of a sub-batch; all if none is named. Columns are
-                in the order of the batch.
+            fields: the keys of the fields to decode, a tuple for one of a sub-batch; all if none is named. Columns come
+                in the order of these keys.
 
         Raises:
             LayoutError: a field that is not in the batch, or that Arrow has no type for, as complex numbers.
             MaskpackError: pyarrow is missing.
         """
         self._need_rows("to_arrow")
-        nested = decompress(self, *fields, format="nested", device="cpu")
-        entries = {show(key): entry_at(nested, path_of(key)) for key in self.keys()}
-        named = {name: entry for name, entry in entries.items() if entry is not None}
-        return table_of(named, self.num_rows, "PackedBatch.to_arrow")
+        call = "PackedBatch.to_arrow"
+        chosen = {path for path, _ in select_entries([(form.path, None) for form in self.schema.forms], fields, call)}
+        nested, asked = decompress(self, *fields, format="nested", device="cpu"), [path_of(key) for key in fields]
+        paths = [path for key in self.keys() if (path := path_of(key)) in chosen]
+        paths.sort(key=lambda path: next((at for at, own in enumerate(asked) if path[: len(own)] == own), 0))
+        return table_of({show(path): entry_at(nested, path) for path in paths}, self.num_rows, call)
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> Pieces:
         flag(allow_pickle, "allow_pickle", call)

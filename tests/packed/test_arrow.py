@@ -101,8 +101,16 @@ def test_a_field_that_arrow_has_no_type_for() -> None:
     with pytest.raises(LayoutError, match=r'field "o" holds Python objects; expected .* Name the fields'):
         packed.to_arrow("o")
     assert packed.to_arrow("y").column_names == ["y"]
-    with pytest.raises(LayoutError, match="nothing"):
+    with pytest.raises(LayoutError, match=r'PackedBatch.to_arrow: no field "nothing"'):
         packed.to_arrow("nothing")
+
+
+def test_columns_come_in_the_order_asked_for() -> None:
+    inner = TensorDict({"a": torch.zeros(2), "b": torch.ones(2)}, [2])
+    packed = mp.compress(TensorDict({"x": torch.zeros(2), "inner": inner, "y": torch.ones(2)}, [2]))
+    assert packed.to_arrow().column_names == ["x", "inner/a", "inner/b", "y"]
+    assert packed.to_arrow("y", "inner", "x").column_names == ["y", "inner/a", "inner/b", "x"]
+    assert packed.to_arrow(("inner", "b"), "x", ("inner", "a")).column_names == ["inner/b", "x", "inner/a"]
 
 
 def test_without_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
