@@ -61,7 +61,8 @@ def pass_on(folder: str, arguments: list[str]) -> None:
                 time.sleep(0.01)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        start = json.dumps({"argv": arguments, "env": {**os.environ}, "cwd": os.getcwd()}).encode()
+        own = {"argv": arguments, "env": {**os.environ}, "cwd": os.getcwd(), "nice": os.nice(0)}
+        start = json.dumps(own).encode()
         outputs = array.array("i", [1, 2]).tobytes()
         connection.sendmsg([len(start).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, outputs)])
         connection.sendall(start)
@@ -108,6 +109,7 @@ def become(connection: socket.socket) -> None:
         os.close(given)
     asked = json.loads(start)
     os.setsid()
+    os.nice(asked["nice"] - os.nice(0))  # Ray's workers give way to drivers
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
