@@ -29,7 +29,7 @@ GROUPS = {
     ],
     "replay": ["replay/test_replay_fused.py"],
 }
-LONG = {"packed/test_same_rows.py", "packed/test_device_work.py"}
+LONG = {"packed/test_same_rows.py", "packed/test_device_work.py", "layout/test_kernels.py"}
 needed = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here"),
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
