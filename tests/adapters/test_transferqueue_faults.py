@@ -1,4 +1,5 @@
-"""Cases of tests/tools/fuzz_queue.py: processes of TransferQueue die; nobody reads wrong rows or waits for ever."""
+"""Cases of tests/tools/fuzz_queue.py: random sequences, and processes of TransferQueue that die; nobody reads wrong rows
+or waits for ever."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ pytest.importorskip("transfer_queue")
 FUZZ = Path(__file__).parents[1] / "tools" / "fuzz.py"
 
 
-def test_deaths_bring_errors_and_no_wrong_rows():
+@pytest.mark.parametrize("seed", [63, 127], ids=["a unit dies", "a writer dies"])
+def test_a_sequence_and_a_death(seed):
     run = subprocess.run(
-        [sys.executable, str(FUZZ), "queue", "--count", "2", "--seed", "2"],
+        [sys.executable, str(FUZZ), "queue", "--count", "2", "--seed", str(seed)],
         env=os.environ,
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
-    assert "'right'" in run.stdout
-    assert "'put: StorageError': 1" in run.stdout
+    for count in ("'cases': 2", "'get': ", "'right': ", *(["'put: StorageError': 1"] if seed == 63 else [])):
+        assert count in run.stdout
