@@ -1,4 +1,4 @@
-"""Cases of tests/tools/fuzz_queue.py: random sequences, and processes of TransferQueue that die; nobody reads wrong rows
+"""Cases of tests/tools/fuzz_queue.py: sequences, and processes of TransferQueue that die. Nobody reads wrong rows
 or waits for ever."""
 
 from __future__ import annotations
