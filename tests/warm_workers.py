@@ -2,7 +2,7 @@
 
     raylet --> python warm_workers.py default_worker.py ... --> the process that imported --> fork: the worker
 
-A worker takes 6 seconds of one core to import them, and the suite starts about 200. This file is the `py_executable` of
+A worker takes 6 seconds of one core to import them, and the suite starts about 160. This file is the `py_executable` of
 Ray: it passes its arguments, environment and output on to the process, which the first worker starts, and ends with the
 worker. The worker finds what is not torch or tensordict as any other process does. In another namespace of processes,
 workers are started as ever.

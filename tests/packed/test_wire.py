@@ -301,6 +301,15 @@ def test_files_that_are_open_and_urls(tmp_path: Path) -> None:
             call(io.StringIO())  # type: ignore[arg-type]
 
 
+def test_a_pipe_that_does_not_wait_loses_nothing_in_silence() -> None:
+    packed = compress(TensorDict({"x": torch.randn(60_000, generator=torch.Generator().manual_seed(0))}, [60_000]))
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    waits = pytest.raises(BlockingIOError, match="expected one that waits")
+    with open(ends[0], "rb"), open(ends[1], "wb", buffering=0) as full, waits:
+        packed.save(full)
+
+
 def test_keys_and_fields_without_decoding() -> None:
     mask = torch.tensor([[1, 1, 0]])
     sub = TensorDict({"score": torch.ones(1)}, [1])

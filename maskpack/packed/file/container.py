@@ -10,6 +10,7 @@ docs/wire-format.md is the norm. write.py and read.py deal with the contents of 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import mmap
@@ -89,10 +90,15 @@ class Pieces:
         return b"".join([self.header, *map(_raw, self.arrays)])
 
     def write(self, out: Any) -> None:
-        """Writes them to an open binary file. Files without a buffer take a part of what they are given."""
+        """Writes them to an open binary file. Files without a buffer take a part of what they are given; raises
+        BlockingIOError if one that does not wait takes nothing."""
         for piece in map(memoryview, (self.header, *map(_raw, self.arrays))):
             while piece.nbytes:
                 done: int | None = out.write(piece)
+                if done is None and isinstance(out, io.RawIOBase):
+                    raise BlockingIOError(
+                        "PackedBatch.save: the file takes nothing now; expected one that waits. Pass one."
+                    )
                 piece = piece[piece.nbytes if done is None else done :]
 
     def save(self, file: str) -> None:
