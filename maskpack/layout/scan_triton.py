@@ -9,8 +9,8 @@ Programs do not wait for each other, and no memory has to be set to 0 before: se
 run the same kernels at once.
 
 A bool mask is read eight positions at a time: a multiplication sums the bytes of a 64-bit word, which are 0 or 1. Bytes
-that no bool has are taken as 1: `list_spans` takes them as tokens, too, and writes where the first kernel counted. Callers
-that check pads name such a field in an error later.
+that no bool has are taken as 1: `list_spans` takes them as tokens, too, and writes where the first kernel counted. An
+error names such a field later, if its pads are checked.
 """
 
 # Kernels have no Python types, and a launch takes more than the kernel has.
