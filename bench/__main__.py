@@ -1,24 +1,27 @@
-"""`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: a table on stdout, progress on stderr. Without a case,
-a list of the cases. `python -m bench all --report FILE.md` measures all that this machine can, writes a JSON for each,
-and one page of them.
+"""`python -m bench CASE [--rows N] [--rounds K] [--json FILE]`: tables on stdout, progress on stderr. FILE has what was
+measured so far, at any time. Without a case, a list of the cases. `python -m bench all --report FILE.md` measures all
+that this machine can, writes a JSON for each, and one page of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.harness import report
 from bench.harness.measure import keep_memory
 from bench.harness.page import write_page
 from bench.harness.registry import Case, load, names
-from bench.harness.report import commit, table, write_json
+from bench.harness.report import Record, commit, table
 from bench.workloads import WORKLOADS
 
 
@@ -38,10 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("all needs --report, and no other case takes it")
     if given.case is None:
         print("\n".join(_described()))
-    elif given.case == "all":
-        _all(given)
-    else:
-        _one(parser, given)
+        return
+    with _terminated_by_exception():
+        _all(given) if given.case == "all" else _one(parser, given)
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what is open is closed."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -52,8 +64,7 @@ def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             parser.error(f"{given.case} takes no --{name}")
     if unknown := [group for group in given.only or () if group not in case.groups]:
         parser.error(f"no group {', '.join(unknown)}; {given.case} has {', '.join(case.groups)}")
-    if given.json is not None:
-        commit()  # without one, fail before the measurement
+    report.current = record = Record(given.json)
     if case.keeps_memory:
         keep_memory()
     more: dict[str, Any] = {"rounds": 9}
@@ -65,12 +76,13 @@ def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     gc.collect()
     gc.freeze()  # the collections between rounds are of what the case makes
     try:
-        rows = case.run(**more)
+        for rows in case.run(**more):
+            record.add(rows)
+            print(f"{table(rows)}\n", flush=True)
     finally:
         gc.unfreeze()
-    print(table(rows))
-    if given.json is not None and rows:
-        write_json(rows, given.json)
+    if record.rows:
+        record.write(complete=True)
 
 
 def _cases() -> Iterator[tuple[str, Case | ModuleNotFoundError]]:

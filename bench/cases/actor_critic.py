@@ -29,7 +29,7 @@ from torch import Tensor
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import once
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.workloads.models import TINY, Counts, Shape, cut, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
@@ -124,7 +124,7 @@ def loss_of(log_probs: Tensor, values: Tensor, advantages: Tensor, returns: Tens
     rows=32,
     tiny={"rows": 8, "shape": TINY},
 )
-def run(rows: int, rounds: int, *, shape: Shape = SHAPE) -> list[Row]:
+def run(rows: int, rounds: int, *, shape: Shape = SHAPE) -> RowGroups:
     """Raises NotExact if two ways give other gradients."""
     name = f"actor-critic, {rows} rows"
     progress(name)
@@ -136,7 +136,7 @@ def run(rows: int, rounds: int, *, shape: Shape = SHAPE) -> list[Row]:
         ms = interleaved(runs, rounds, time.process_time)
     pairs = [(ONE, TRIMMED, "<= 0.6"), (ONE, SORTED, None), (TWO, TRIMMED, None), (TWO, SORTED, None)]
     pairs += [(ONE, TWO, None), (SHARED, ONE, None), (PADDED, ONE, None)]
-    return [Row(name, "real tokens / padded positions", real, "x"), *times(name, ms, pairs)]
+    yield [Row(name, "real tokens / padded positions", real, "x"), *times(name, ms, pairs)]
 
 
 def staged(rows: int, shape: Shape) -> Stage:

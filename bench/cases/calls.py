@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from bench.harness.local_ray import local_ray, set_zero_copy
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.workloads import PAD_ID, batch_of, make_batch
 from maskpack.dispatch import WorkerGroup, endpoint
 
@@ -67,17 +67,15 @@ def run(
     ranks: Sequence[int] = RANKS,
     batches: Sequence[tuple[str, int, int, str]] = BATCHES,
     scale: float = 1.0,
-) -> list[Row]:
+) -> RowGroups:
     """Raises NotExact if a rank sees other rows than by Ray alone."""
     given = {(name, rows): batch_of(name, rows, scale=scale) for name, rows, _, _ in batches if "batches" in only}
-    report: list[Row] = []
     with local_ray(max(given.values(), key=_nbytes, default=TensorDict()), num_cpus=2):
         actors = [ray.remote(_Worker).options(num_cpus=0).remote() for _ in range(ACTORS)]
         for number in ranks if "small" in only else ():
-            report += _small(actors[:number], number, rounds)
+            yield _small(actors[:number], number, rounds)
         for name, rows, number, target in batches if "batches" in only else ():
-            report += _batches(actors[:number], (name, rows, number), given[name, rows], rounds, target)
-    return report
+            yield _batches(actors[:number], (name, rows, number), given[name, rows], rounds, target)
 
 
 def _nbytes(batch: TensorDict) -> int:

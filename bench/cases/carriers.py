@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.harness.measure import interleaved, progress, require_same, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios, times
+from bench.harness.report import Row, RowGroups, ratios, times
 from bench.workloads import PAD_ID, WORKLOADS
 from bench.workloads.trainers import trainer_batch
 from maskpack.adapters.openrlhf import pickle_experiences
@@ -41,19 +41,13 @@ _Pickle = tuple[bytearray | bytes, list[bytearray]]
     rows=64,
     tiny={"rows": 8, "scale": 0.016},
 )
-def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     """Raises NotExact if an object does not come back."""
-    report: list[Row] = []
     with torch_threads(1):
         for workload in WORKLOADS:
             progress(f"carriers {workload}: {rows} rows")
-            report += _figures(
-                f"SkyRL {workload}", skyrl_batch(workload, rows, scale), pickle_tensor_batches, rows, rounds
-            )
-            report += _figures(
-                f"OpenRLHF {workload}", experience(workload, rows, scale), pickle_experiences, rows, rounds
-            )
-    return report
+            yield _figures(f"SkyRL {workload}", skyrl_batch(workload, rows, scale), pickle_tensor_batches, rows, rounds)
+            yield _figures(f"OpenRLHF {workload}", experience(workload, rows, scale), pickle_experiences, rows, rounds)
 
 
 def skyrl_batch(workload: str, rows: int, scale: float = 1.0) -> Any:

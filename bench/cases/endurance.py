@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from bench.harness.local_ray import local_ray
 from bench.harness.measure import memory, own_memory, progress
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads import PAD_ID, make_batch
 from maskpack.dispatch import WorkerGroup, endpoint
 
@@ -45,8 +45,9 @@ class _Worker:
     keeps_memory=False,
     tiny={"each": 20},
 )
-def run(rounds: int, *, each: int = 1000) -> list[Row]:
-    return [*_over(each * rounds, 1, _SMALL), *_over(max(10, each * rounds // 10), 3, _LARGE)]
+def run(rounds: int, *, each: int = 1000) -> RowGroups:
+    yield _over(each * rounds, 1, _SMALL)
+    yield _over(max(10, each * rounds // 10), 3, _LARGE)
 
 
 def _over(dispatches: int, nodes: int, size: tuple[int, int]) -> list[Row]:

@@ -35,7 +35,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 
 from bench.harness.measure import NotExact, progress, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from maskpack.adapters.transformers import replayable
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
@@ -269,7 +269,7 @@ def _short(reason: str) -> str:
     plots="the page of all models",
     tiny={"only": ("Qwen3ForCausalLM", "BloomForCausalLM", "MusicgenForCausalLM")},
 )
-def run(rounds: int, *, only: Sequence[str] = (), plot: Path | None = None) -> list[Row]:
+def run(rounds: int, *, only: Sequence[str] = (), plot: Path | None = None) -> RowGroups:
     """How many there are of each way; `rounds` is not used. Raises NotExact if a class passes with other numbers."""
     logging.disable(logging.WARNING)
     try:
@@ -283,4 +283,4 @@ def run(rounds: int, *, only: Sequence[str] = (), plot: Path | None = None) -> l
     if wrong := [one.name for one in found if one.way == WRONG]:
         raise NotExact(f"models: replay of {', '.join(wrong)} has other numbers than each row alone.")
     counts = Counter(one.way for one in found)
-    return [Row("models", way, count, "classes") for way, count in counts.items()]
+    yield [Row("models", way, count, "classes") for way, count in counts.items()]

@@ -15,7 +15,7 @@ import maskpack
 from bench.harness import floors
 from bench.harness.measure import bits, interleaved, progress, require_same, require_same_tensor, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.rivals import nesting
 from bench.workloads import PAD_ID, batch_of
 from maskpack import RowLayout, ops
@@ -39,7 +39,7 @@ _RATIOS = (
 
 
 @case("nest", help="time to nest a padded batch and to restore it", on="cpu", tiny={"rows": 5, "scale": 0.016})
-def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     """Raises NotExact if ours and the usual code give other values, or not the batch again."""
     progress(f"nest: {rows} rows")
     batch = batch_of("reference", rows, scale=scale)
@@ -74,7 +74,7 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
     with torch_threads(1):
         ms = interleaved(works, rounds)
     name = "nest reference"
-    return [
+    yield [
         Row(name, "tensors, padded", sum(field.nbytes for field in padded), "bytes"),
         Row(name, "tensors, nested", sum(value.nbytes for value in values), "bytes"),
         Row(name, "nest, usual code / its parts", ms[_USUAL] / (ms[_FIELDS] + ms[_TABLES]), "x"),

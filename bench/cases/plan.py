@@ -21,7 +21,7 @@ import numpy.typing as npt
 from bench import workloads
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
-from bench.harness.report import Row, times, without_targets
+from bench.harness.report import Row, RowGroups, times, without_targets
 from bench.rivals import plans as rivals
 from maskpack.planning import MicroBatchPlan, PlanOptions, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
@@ -56,38 +56,34 @@ def _work_of(lengths: Array) -> Amounts:
     rows=None,
     tiny={"sizes": (40, 90)},
 )
-def run(rounds: int, *, sizes: tuple[int, int] = (8_192, 65_536), workload: str = "reference") -> list[Row]:
+def run(rounds: int, *, sizes: tuple[int, int] = (8_192, 65_536), workload: str = "reference") -> RowGroups:
     """Raises NotExact if a plan loses a row or breaks the budget, or if the two ways of first-fit decreasing give
     different bins."""
     if workload == "reference":
         return _synthetic(rounds, sizes)
     of = workloads.lengths(workload, workloads.MOST_ROWS[workload])
-    return _real(workload, of.prompt + of.response, rounds)
+    return map(without_targets, _real(workload, of.prompt + of.response, rounds))
 
 
-def _synthetic(rounds: int, sizes: tuple[int, int]) -> list[Row]:
-    report: list[Row] = []
+def _synthetic(rounds: int, sizes: tuple[int, int]) -> RowGroups:
     ranks = _ranks_of(sizes[0])
     small, large = ({kind: drawn(count) for kind, drawn in LENGTHS.items()} for count in sizes)
     for kind, lengths in small.items():
-        report += _micro_batches(kind, lengths, BUDGET, rounds, "<= 25", slow=True)
+        yield _micro_batches(kind, lengths, BUDGET, rounds, "<= 25", slow=True)
     for kind, lengths in large.items():
-        report += _micro_batches(kind, lengths, BUDGET, rounds, "<= 250", slow=False)
+        yield _micro_batches(kind, lengths, BUDGET, rounds, "<= 250", slow=False)
     for kind, lengths in small.items():
-        report += _balance(kind, lengths, ranks, rounds)
-    return [*report, *_all_ranks("log-normal", small["log-normal"], ranks, RANK_BUDGET, rounds)]
+        yield _balance(kind, lengths, ranks, rounds)
+    yield _all_ranks("log-normal", small["log-normal"], ranks, RANK_BUDGET, rounds)
 
 
-def _real(workload: str, lengths: Array, rounds: int) -> list[Row]:
+def _real(workload: str, lengths: Array, rounds: int) -> RowGroups:
     """Budgets are the usual ones, or the next power of two from the longest row on."""
     longest = 1 << int(lengths.max() - 1).bit_length()
     ranks = _ranks_of(lengths.size)
-    report = [
-        *_micro_batches(workload, lengths, max(BUDGET, longest), rounds, None, slow=True),
-        *_balance(workload, lengths, ranks, rounds),
-        *_all_ranks(workload, lengths, ranks, max(RANK_BUDGET, longest), rounds),
-    ]
-    return without_targets(report)
+    yield _micro_batches(workload, lengths, max(BUDGET, longest), rounds, None, slow=True)
+    yield _balance(workload, lengths, ranks, rounds)
+    yield _all_ranks(workload, lengths, ranks, max(RANK_BUDGET, longest), rounds)
 
 
 def _ranks_of(rows: int) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 from bench.harness.measure import progress
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.rivals.attention import lone_log_probs
 from bench.workloads.models import SMALL, TINY, Counts, Shape, padded_batch
 from bench.workloads.tau import trajectories
@@ -129,12 +129,11 @@ _TINY = {"large": Model("B", TINY, [Groups(20, 8, 3, 2.0), Trajectories(2, scale
     groups=tuple(MODELS),
     tiny={"sizes": Sizes(200, 60, 3, slack=5, models=_TINY)},
 )
-def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> list[Row]:
+def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if shared prefixes are further from float32 than whole
     rows are."""
     sizes = sizes or Sizes()
     device = the_device()
-    report: list[Row] = []
     for group in only or sizes.models:
         model = sizes.models[group]
         causal_lm: Any = model.shape.model(device)
@@ -142,12 +141,11 @@ def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None =
             name = f"prefixes, shape of {model.name}, {batch.name}"
             progress(name)
             stage = Stage(causal_lm, model.shape, batch, sizes, device)
-            report += [*stage.described(name), *_errors(name, stage)]
+            yield [*stage.described(name), *_errors(name, stage)]
             for step in (FORWARD, BOTH):
-                report += _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
+                yield _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
             gc.collect()
         del causal_lm
-    return report
 
 
 @dataclass(frozen=True)

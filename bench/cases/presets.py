@@ -10,7 +10,7 @@ import warnings
 
 from bench.harness.measure import progress, require_same, wire_bytes
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.workloads import PAD_ID
 from bench.workloads.trainers import TRAINERS, trainer_batch
 from maskpack import RL_FIELDS, compress, decompress
@@ -22,9 +22,8 @@ _RAW, _DEFAULT, _OWN = "raw", "RL_FIELDS", "own registry"
 
 
 @case("presets", help="bytes of other trainers' batches", on="cpu", rows=64, tiny={"rows": 5, "scale": 0.016})
-def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     """Raises NotExact if a batch does not come back as it was. `rounds` changes nothing: bytes are counted once."""
-    report: list[Row] = []
     for workload in ("reference", "tau"):
         for trainer in TRAINERS:
             name = f"presets {workload}, {trainer}"
@@ -43,9 +42,9 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
                     continue
                 require_same(f"{name}, {by}", decompress(packed), batch)
                 nbytes[by] = wire_bytes(packed)
-            report += [Row(name, f"bytes: {by}", count, "bytes") for by, count in nbytes.items()]
             pairs = [(_RAW, by, None) for by in nbytes if by != _RAW]
-            report += ratios(
-                name, nbytes, [*pairs, *([(_DEFAULT, _OWN, None)] if _DEFAULT in nbytes else [])], "bytes: "
-            )
-    return report
+            pairs += [(_DEFAULT, _OWN, None)] * (_DEFAULT in nbytes)
+            yield [
+                *(Row(name, f"bytes: {by}", count, "bytes") for by, count in nbytes.items()),
+                *ratios(name, nbytes, pairs, "bytes: "),
+            ]

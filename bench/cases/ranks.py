@@ -26,7 +26,7 @@ from bench.harness.measure import NotExact, progress
 from bench.harness.passes import SEVERAL, timed
 from bench.harness.processes import Link, Pair, on_both
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads.models import SMALL, TINY, Shape, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import replayable
@@ -68,21 +68,21 @@ _GROUPS = ("context", "heads")
     groups=_GROUPS,
     tiny={"sizes": Sizes(TINY, ((3, 5, 4), (1, 9, 6)), (Head(11, 8, 97),), torch.float32), "backend": "gloo"},
 )
-def run(rounds: int, *, only: Sequence[str] = _GROUPS, sizes: Sizes | None = None, backend: Link = "nccl") -> list[Row]:
+def run(rounds: int, *, only: Sequence[str] = _GROUPS, sizes: Sizes | None = None, backend: Link = "nccl") -> RowGroups:
     """None without two GPUs; a round here is three of the command line. Raises
     torch.multiprocessing.ProcessRaisedException, which shows NotExact, if two ranks have other numbers than one."""
     if backend == "nccl" and torch.cuda.device_count() < _RANKS:
         progress("ranks: skipped, because this machine has fewer than two GPUs")
-        return []
-    return on_both(backend, _measured, -(-rounds // SEVERAL), sizes or Sizes(), only)
+        return
+    yield on_both(backend, _measured, -(-rounds // SEVERAL), sizes or Sizes(), only)
 
 
-def _measured(pair: Pair, rounds: int, sizes: Sizes, groups: Sequence[str]) -> list[Row]:
+def _measured(pair: Pair, rounds: int, sizes: Sizes, groups: Sequence[str]) -> RowGroups:
     ranks = _Ranks(pair, rounds)
-    report = _context(ranks, sizes) if "context" in groups else []
+    if "context" in groups:
+        yield from _context(ranks, sizes)
     for head in sizes.heads if "heads" in groups else ():
-        report += _head(ranks, head, sizes.dtype)
-    return report
+        yield from _head(ranks, head, sizes.dtype)
 
 
 Work = Callable[[bool], Tensor]
@@ -96,7 +96,7 @@ class _Ranks:
     pair: Pair
     rounds: int
 
-    def figures(self, case: str, alone: Work, shared: Work, dtype: torch.dtype) -> list[Row]:
+    def figures(self, case: str, alone: Work, shared: Work, dtype: torch.dtype) -> RowGroups:
         """The rows of the report, on rank 0; `alone` runs on this rank only."""
         rank, device = self.pair.rank, self.pair.device
         if rank == 0:
@@ -108,16 +108,15 @@ class _Ranks:
         apart = (shared(False) - alone(False)).double().square().mean().sqrt().item()
         if not apart <= _CLOSE[dtype]:
             raise NotExact(f"{case}: two ranks are {apart:.2g} off one (rms); expected at most {_CLOSE[dtype]}.")
-        report = [Row(case, "rms difference of two ranks to one", apart, "nats")]
+        yield [Row(case, "rms difference of two ranks to one", apart, "nats")]
         for step, backward in (("forward", False), ("forward + backward", True)):
             runs = {name: partial(work, backward) for name, work in works.items()}
             before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
             pairs = [(ALONE, SHARED, ">= 1.7")]
-            report += timed(f"{case}, {step}", runs, self.rounds, device, pairs, before=before, wait=self.pair.wait)[0]
-        return report
+            yield timed(f"{case}, {step}", runs, self.rounds, device, pairs, before=before, wait=self.pair.wait)[0]
 
 
-def _context(ranks: _Ranks, sizes: Sizes) -> list[Row]:
+def _context(ranks: _Ranks, sizes: Sizes) -> RowGroups:
     vocabulary = sizes.shape.vocabulary
     model: Any = sizes.shape.model(ranks.pair.device, sizes.dtype)
     replay = replayable(model)
@@ -131,17 +130,15 @@ def _context(ranks: _Ranks, sizes: Sizes) -> list[Row]:
         model.zero_grad(set_to_none=True)
         return log_probs.values().detach()
 
-    report: list[Row] = []
     for rows, prompt, response in sizes.batches:
         padded = padded_batch(np.full(rows, prompt), np.full(rows, response), (prompt, response), vocabulary)
         nested = nest_batch_by_mask(padded, pad_token_id=vocabulary - 1).to(ranks.pair.device)
         case = f"context parallelism, {rows} x {prompt + response:,} tokens"
         shared = partial(replayed, nested, dist.group.WORLD)
-        report += ranks.figures(case, partial(replayed, nested, None), shared, sizes.dtype)
-    return report
+        yield from ranks.figures(case, partial(replayed, nested, None), shared, sizes.dtype)
 
 
-def _head(ranks: _Ranks, head: Head, dtype: torch.dtype) -> list[Row]:
+def _head(ranks: _Ranks, head: Head, dtype: torch.dtype) -> RowGroups:
     source = torch.Generator(ranks.pair.device).manual_seed(0)
     shape = {"device": ranks.pair.device, "generator": source}
     hidden = torch.randn((head.tokens, head.hidden), **shape).to(dtype).requires_grad_()

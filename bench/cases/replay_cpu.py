@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, once
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.rivals.attention import padded_log_probs
 from bench.workloads import batch_of
 from bench.workloads.models import TINY, Counts, Shape, cut
@@ -113,7 +113,7 @@ class Stage:
 )
 def run(
     rows: int, rounds: int, *, workload: str = "reference", scale: float | None = None, shape: Shape = SHAPE
-) -> list[Row]:
+) -> RowGroups:
     """Of at most ROWS rows; a round here is three of the command line. Raises NotExact if two ways give other
     log-probs."""
     scale = scale or SCALES[workload]
@@ -124,15 +124,14 @@ def run(
         stage = Stage(causal_lm, shape.vocabulary, batch_of(workload, min(rows, ROWS), scale=scale))
         check(name, stage)
         real, tree = int(stage.lengths.sum()), prefix_tree(stage.nested)
-        report = [
+        yield [
             Row(name, "rows", stage.lengths.size, "rows"),
             Row(name, "padded width", stage.width, "tokens"),
             Row(name, "real tokens / padded positions", real / stage.lengths.size / stage.width, "x"),
             Row(name, "tokens of the tree / tokens of rows", tree.num_tokens / real, "x"),
         ]
         for step in (FORWARD, BOTH):
-            report += _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
-    return report
+            yield _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from transformers import Qwen3MoeConfig
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, once, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads.models import checkpointed, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, experts, replayable
@@ -70,7 +70,7 @@ class Sizes:
     rows=None,
     tiny={"sizes": Sizes(6, (4, 12), 0.5, 24, 32, 2, 4, 2, 8, 6, 2, 16, 97, torch.float32)},
 )
-def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
+def run(rounds: int, *, sizes: Sizes | None = None) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if replayed log-probs differ from those of routers
     that choose the same."""
     sizes = sizes or Sizes()
@@ -86,7 +86,7 @@ def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
         chosen_by_routers(replay, batch, sizes), batch["input_ids"].offsets()
     )
     plan = plan_micro_batches(prompts + responses, sizes.token_budget)
-    report = [
+    yield [
         Row(name, "rows", sizes.rows, "rows"),
         Row(name, "real tokens", int((prompts + responses).sum()), "tokens"),
         Row(name, "micro-batches", len(plan.micro_batches), "bins"),
@@ -98,8 +98,7 @@ def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
             for kind in (OWN, REPLAYED)
         }
         pairs = [(REPLAYED, OWN, "<= 1.05")]
-        report += timed(f"{name}, {step}", runs, -(-rounds // SEVERAL), device, pairs)[0]
-    return report
+        yield timed(f"{name}, {step}", runs, -(-rounds // SEVERAL), device, pairs)[0]
 
 
 def _log_probs(replay: Replayable, batch: TensorDict, plan: MicroBatchPlan, routed: bool) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.harness.measure import interleaved, progress, require_same, require_same_tensor, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of
 from maskpack import PackedBatch, compress, decompress
 from maskpack.core.index import IntArray
@@ -44,18 +44,17 @@ _OURS, _FLAT = "8 ranks take and decode their rows of one pickle", "8 ranks gath
     on="cpu",
     tiny={"rows": 70, "scale": 0.016},
 )
-def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     """Raises NotExact if rows that were taken, cut and joined hold other values than the rows of the padded batch."""
     rows = max(rows, 64)
     progress(f"rows: {rows} rows")
     batch = batch_of("reference", rows, scale=scale)
     packed = compress(batch, pad_token_id=PAD_ID)
     nbytes = {_SEND: len(pickle.dumps(packed, 5))}
-    report: list[Row] = []
     with torch_threads(1):
-        report += _planned(batch, packed, rows, rounds)
-        report += _taken(batch, packed, rows, rounds)
-        report += _ranks(packed, rows, rounds)
+        yield _planned(batch, packed, rows, rounds)
+        yield _taken(batch, packed, rows, rounds)
+        yield _ranks(packed, rows, rounds)
         slices = list(packed.split(-(-rows // 64)))
         many = [packed[at % rows : at % rows + 1] for at in range(4000)]
         require_same("cat", decompress(PackedBatch.cat(slices)), batch)
@@ -78,9 +77,10 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
         }
         ms = interleaved(works, rounds)
     name = f"rows {rows}"
-    report += times(name, ms, ((_SEND_PARTS, _SEND, "<= 1.5"), (_ANEW, _SEND_PARTS, None), (_TOKENS, _WHOLE, None)))
-    report.append(Row(name, "bytes of 64 parts / compressed anew", nbytes[_SEND_PARTS] / nbytes[_ANEW], "x", "<= 1.2"))
-    return report
+    yield [
+        *times(name, ms, ((_SEND_PARTS, _SEND, "<= 1.5"), (_ANEW, _SEND_PARTS, None), (_TOKENS, _WHOLE, None))),
+        Row(name, "bytes of 64 parts / compressed anew", nbytes[_SEND_PARTS] / nbytes[_ANEW], "x", "<= 1.2"),
+    ]
 
 
 def _planned(batch: TensorDict, packed: PackedBatch, rows: int, rounds: int) -> list[Row]:

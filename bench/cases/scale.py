@@ -28,9 +28,9 @@ import ray
 from ray import cloudpickle
 from ray.remote_function import RemoteFunction
 
-from bench.harness.measure import progress
+from bench.harness.measure import medians_of, progress, turns
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads import PAD_ID, make_batch
 from maskpack import PackedBatch, compress
 from maskpack.dispatch import WorkerGroup, placement
@@ -120,18 +120,23 @@ class _Actor:
     rows=None,
     tiny={"sizes": ((48, 4),)},
 )
-def run(rounds: int, *, sizes: Sequence[tuple[int, int]] = _SIZES) -> list[Row]:
-    report: list[Row] = []
+def run(rounds: int, *, sizes: Sequence[tuple[int, int]] = _SIZES) -> RowGroups:
     for rows, ranks in sizes:
         name = f"scale, {rows:,} rows, {ranks:,} ranks"
         progress(name)
-        times = [_step(rows, ranks) for _ in range(rounds + 1)][1:]
-        ms = {step: statistics.median(own[step] for own, _ in times) for step in _STEPS}
-        report += [Row(name, step, 1e3 * ms[step], "ms") for step in _STEPS]
-        first = 1e3 * (ms["views joined"] + ms["divided"] + ms["planned"])
-        report.append(Row(name, "all but messages", first, "ms", _TARGETS.get((rows, ranks))))
-        report += [Row(name, *counted) for counted in times[0][1]]
-    return report
+        taken: dict[str, list[float]] = {step: [] for step in _STEPS}
+        counts: list[tuple[str, float, str]] = []
+        for _ in turns(taken, rounds, "ms"):
+            seconds, counts = _step(rows, ranks)
+            for step in _STEPS:
+                taken[step].append(1e3 * seconds[step])
+        ms = medians_of(taken)
+        first = ms["views joined"] + ms["divided"] + ms["planned"]
+        yield [
+            *(Row(name, step, ms[step], "ms") for step in _STEPS),
+            Row(name, "all but messages", first, "ms", _TARGETS.get((rows, ranks))),
+            *(Row(name, *counted) for counted in counts),
+        ]
 
 
 def _step(rows: int, ranks: int) -> tuple[Mapping[str, float], list[tuple[str, float, str]]]:

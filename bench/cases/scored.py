@@ -14,7 +14,7 @@ from torch import Tensor
 from bench.harness.measure import NotExact
 from bench.harness.passes import the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads import batch_of
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
@@ -52,7 +52,7 @@ class _Head:
     rows=64,
     tiny={"rows": 4, "vocabulary": 512, "hidden": 16, "scale": 0.02},
 )
-def run(rows: int, rounds: int, *, vocabulary: int = 151_936, hidden: int = 2_560, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, vocabulary: int = 151_936, hidden: int = 2_560, scale: float = 1.0) -> RowGroups:
     """Raises NotExact if log-probs of scored tokens differ, or others are not 0."""
     device, model = the_device(), _Head(vocabulary, hidden, the_device())
     batch = (
@@ -85,8 +85,7 @@ def run(rows: int, rounds: int, *, vocabulary: int = 151_936, hidden: int = 2_56
         return lambda: torch.autograd.grad(forward(name).values()[scored].sum(), model.weights)
 
     title, count = f"tau, {rows} rows, V {vocabulary:,}, H {hidden:,}", int(scored.sum())
-    report = [Row(title, "scored / response tokens", 100 * count / scored.numel(), "%")]
+    yield [Row(title, "scored / response tokens", 100 * count / scored.numel(), "%")]
     for step, wrapped in (("forward", without_graph), ("forward + backward", with_backward)):
         runs = {name: wrapped(name) for name in options}
-        report += timed(f"{title}, {step}", runs, rounds, device, [(ALL, OURS, None)])[0]
-    return report
+        yield timed(f"{title}, {step}", runs, rounds, device, [(ALL, OURS, None)])[0]

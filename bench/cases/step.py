@@ -36,7 +36,7 @@ from torch import Tensor
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import SEVERAL, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import heads
 from bench.rivals.attention import lone_log_probs
 from bench.rivals.packed_rows import VARLEN, PackedRows, hidden, with_liger
@@ -105,35 +105,33 @@ class Sizes:
     groups=("small", "large"),
     tiny={"sizes": Sizes({"small": ("A", TINY)}, [Batch((20, 7), 2, rows=6, size=3)], 90, 1, slack=2)},
 )
-def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> list[Row]:
+def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if ours is further from float32 than padded rows."""
     sizes, device = sizes or Sizes(), the_device()
-    report: list[Row] = []
     for group in only or sizes.models:
         name, shape = sizes.models[group]
         models = Models(shape, device)
         for batch in sizes.batches:
-            report += _of_batch(f"step, shape of {name}, {batch.name}", models, batch, sizes, -(-rounds // SEVERAL))
+            yield from _of_batch(f"step, shape of {name}, {batch.name}", models, batch, sizes, -(-rounds // SEVERAL))
             gc.collect()
         del models
         gc.collect()
-    return report
 
 
-def _of_batch(name: str, models: Models, batch: Batch, sizes: Sizes, rounds: int) -> list[Row]:
+def _of_batch(name: str, models: Models, batch: Batch, sizes: Sizes, rounds: int) -> RowGroups:
     progress(name)
     whole = Stage(models, batch, sizes, batch.rows, sizes.padded)
-    report = [
+    yield [
         Row(name, "rows", batch.rows, "rows"),
         Row(name, "real tokens", int(whole.lengths.sum()), "tokens"),
         Row(name, "response tokens", int(whole.responses.sum()), "tokens"),
         Row(name, "tokens with shared prefixes", whole.tree.num_tokens, "tokens"),
         *_errors(name, Stage(models, batch, sizes, batch.size, batch.size)),
+        *(Row(name, f"missing, {rival}", 1, "rivals") for rival in models.missing),  # of those that fail above, too
     ]
     for step in (FORWARD, BOTH):
         progress(f"{name}, {step}")
-        report += _timed(f"{name}, {step}", whole, step == BOTH, rounds)
-    return [*report, *(Row(name, f"missing, {rival}", 1, "rivals") for rival in models.missing)]
+        yield _timed(f"{name}, {step}", whole, step == BOTH, rounds)
 
 
 # -------------------------------------------------------------------- models

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from bench.harness.measure import interleaved, memory, progress, require_same, tensors, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of
 from maskpack import PackedBatch, compress, decompress
 from maskpack.store import RolloutLog
@@ -51,18 +51,16 @@ def run(
     rollouts: int = 38,
     tokens: int = 120_000,
     only: tuple[str, ...] | None = None,
-) -> list[Row]:
+) -> RowGroups:
     """`many` chunks of `rows` rows each make the large log: 100,096 rows by default."""
-    report: list[Row] = []
     groups = only or ("append", "rows", "experts")
     with torch_threads(1), tempfile.TemporaryDirectory() as folder:
         if "append" in groups:
-            report += _append(Path(folder), rows, rounds, scale)
+            yield _append(Path(folder), rows, rounds, scale)
         if "rows" in groups:
-            report += _rows(Path(folder), rows, rounds, scale, many)
+            yield _rows(Path(folder), rows, rounds, scale, many)
         if "experts" in groups:
-            report += _experts(Path(folder), rollouts, tokens)
-    return report
+            yield _experts(Path(folder), rollouts, tokens)
 
 
 def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:

@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import SEVERAL, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads.models import SMALL, Shape
 from bench.workloads.rows import log_normal
 from maskpack.adapters.trl import packed
@@ -75,15 +75,13 @@ SIZES: Mapping[str, Size] = {
     groups=tuple(SIZES),
     tiny={"only": ["tiny"], "sizes": {"tiny": Size("tiny", Shape(32, 2, 4, 2, 8, 48, 512), 24, 16, rows=16)}},
 )
-def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Mapping[str, Size] = SIZES) -> list[Row]:
+def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Mapping[str, Size] = SIZES) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if packed log-probs differ from padded ones."""
     device = the_device()
-    report: list[Row] = []
     for group in only or (["small"] if device.type == "cuda" else ["tiny"]):
         with tempfile.TemporaryDirectory() as folder:
-            report += _measured(sizes[group], Path(folder), -(-rounds // SEVERAL), device)
+            yield from _measured(sizes[group], Path(folder), -(-rounds // SEVERAL), device)
         gc.collect()
-    return report
 
 
 @dataclass
@@ -158,20 +156,20 @@ class Stage:
         return statistics.mean(metrics.get("maskpack/computed_fraction", [1.0]))
 
 
-def _measured(of: Size, folder: Path, rounds: int, device: torch.device) -> list[Row]:
+def _measured(of: Size, folder: Path, rounds: int, device: torch.device) -> RowGroups:
     name = f"trl, a GRPO step, shape of {of.name}"
     progress(name)
     model = _saved(of.shape, folder / "model", device)
     stages = {kind: Stage.of(made, of, model, folder / kind, device) for kind, made in _KINDS.items()}
-    report = [Row(name, "rows", of.rows, "rows")]
-    report += [
-        Row(name, f"computed tokens / padded cells, {kind}", stage.computed(), "x") for kind, stage in stages.items()
+    yield [
+        Row(name, "rows", of.rows, "rows"),
+        *(Row(name, f"computed tokens / padded cells, {kind}", one.computed(), "x") for kind, one in stages.items()),
+        *_compared(name, stages, device),
     ]
-    report += _compared(name, stages, device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runs = {kind: stage.step for kind, stage in stages.items()}
     pairs = [(PADDED, kind, None) for kind in stages if kind != PADDED]
-    return [*report, *timed(name, runs, rounds, device, pairs, before=before)[0]]
+    yield timed(name, runs, rounds, device, pairs, before=before)[0]
 
 
 def _compared(name: str, stages: Mapping[str, Stage], device: torch.device) -> list[Row]:

@@ -18,7 +18,7 @@ import torch
 
 from bench.harness.measure import NotExact, interleaved, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from maskpack.adapters.trl.tree_row import TreeRow
 
 with warnings.catch_warnings():
@@ -76,13 +76,11 @@ SIZES = (Size(4, 8, 2_048, 512), Size(16, 16, 2_048, 512), Size(8, 8, 1_024, 4_0
     rows=None,
     tiny={"sizes": [Size(2, 3, 40, 12), Size(2, 2, 20, 8, turns=2)]},
 )
-def run(rounds: int, *, sizes: Sequence[Size] = SIZES) -> list[Row]:
+def run(rounds: int, *, sizes: Sequence[Size] = SIZES) -> RowGroups:
     """Raises NotExact if a tensor of a row differs."""
-    report: list[Row] = []
     with torch_threads(1):
         for size in sizes:
-            report += _measured(size, rounds)
-    return report
+            yield _measured(size, rounds)
 
 
 def _measured(size: Size, rounds: int) -> list[Row]:

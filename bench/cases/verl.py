@@ -26,7 +26,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from bench.harness.measure import interleaved, progress, require_same, torch_threads
 from bench.harness.registry import case
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.rivals.nesting import axis_of, masks_of
 from bench.workloads import PAD_ID, batch_of
 from maskpack.adapters.verl import PackedProto, compress, decompress
@@ -42,7 +42,7 @@ _Pickle = tuple[bytes, list[Any]]
     on="cpu",
     tiny={"rows": 8, "scale": 0.016},
 )
-def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
+def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     """`rows` is made a multiple of the ranks. Raises NotExact if a form does not come back."""
     rows = -(-rows // RANKS) * RANKS
     batch = batch_of("reference", rows, scale=scale)
@@ -54,12 +54,10 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> list[Row]:
         "TensorDict, some jagged": lambda: left_right_2_no_padding(copy.copy(proto.to_tensordict())),
         "TensorDict, all jagged": lambda: _all_jagged(proto),
     }
-    report: list[Row] = []
     with torch_threads(1):
         for name, make in forms.items():
             progress(f"verl {name}: {rows} rows")
-            report += _form(f"verl {name}", make(), rows, rounds, _FEWER.get(name))
-    return report
+            yield _form(f"verl {name}", make(), rows, rounds, _FEWER.get(name))
 
 
 def _all_jagged(proto: Any) -> Any:

@@ -39,7 +39,7 @@ from verl.plugin.platform.platform_cuda import PlatformCUDA
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import peak_of, synchronize, the_device
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios, times
+from bench.harness.report import Row, RowGroups, ratios, times
 from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
 from maskpack.adapters.transformers import replayable
 from maskpack.replay import ReplayOptions, response_log_probs
@@ -123,15 +123,14 @@ _GPU = Sizes(SMALL, 64, (512, 3584), 0.25, 16_384)
     rows=None,
     tiny={"sizes": Sizes(TINY, 4, (8, 12), 0.5, 24)},
 )
-def run(rounds: int, *, sizes: Sizes | None = None) -> list[Row]:
+def run(rounds: int, *, sizes: Sizes | None = None) -> RowGroups:
     """The sizes are those of the device. Raises NotExact if numbers differ."""
     device = the_device()
     with _alone(device), torch_threads(1):
         stage = _Stage.of(sizes or (_CPU if device.type == "cpu" else _GPU), device)
-        report = stage.described()
+        yield stage.described()
         for entropy in (False, True):
-            report += stage.timed(entropy, rounds)
-    return report
+            yield stage.timed(entropy, rounds)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ Works take turns as in `measure.interleaved`; medians. Without a GPU the same co
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from bench.harness.measure import medians_of, turns
 
 Work = Callable[[], object]
 
@@ -67,15 +68,17 @@ class Clock:
 
     def device_us(self, works: Mapping[str, Work]) -> dict[str, float]:
         """Device time of works that have run before and never synchronise."""
-        return self._interleaved({name: self._captured(work) for name, work in works.items()}, self._on_device)
+        return self._interleaved(
+            {name: self._captured(work) for name, work in works.items()}, self._on_device, "device"
+        )
 
     def wall_us(self, works: Mapping[str, Work]) -> dict[str, float]:
         """Time until the device has done all."""
-        return self._interleaved(works, self._until_done)
+        return self._interleaved(works, self._until_done, "wall")
 
     def host_us(self, works: Mapping[str, Work]) -> dict[str, float]:
         """Time until the call is back."""
-        return self._interleaved(works, self._until_back)
+        return self._interleaved(works, self._until_back, "host")
 
     def syncs(self, work: Work) -> int:
         """How often the host waits for the device. The work runs once before, which may compile."""
@@ -148,21 +151,19 @@ class Clock:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
-    def _interleaved(self, works: Mapping[str, Work], once: Callable[[Work], float]) -> dict[str, float]:
-        names = list(works)
-        taken: dict[str, list[float]] = {name: [] for name in names}
+    def _interleaved(self, works: Mapping[str, Work], once: Callable[[Work], float], way: str) -> dict[str, float]:
+        taken: dict[str, list[float]] = {name: [] for name in works}
         collecting = gc.isenabled()
         gc.disable()
         gc.freeze()  # what was there before need not be looked at
         try:
-            for turn in range(self.rounds + 1):
+            for turn, order in enumerate(turns(taken, self.rounds, f"us, {way}")):
                 if turn % _COLLECT_EVERY == 0:
                     gc.collect()
-                shift = turn % max(len(names), 1)
-                for name in names[shift:] + names[:shift]:
+                for name in order:
                     taken[name].append(once(works[name]))
         finally:
             gc.unfreeze()
             if collecting:
                 gc.enable()
-        return {name: statistics.median(times[1:]) for name, times in taken.items()}
+        return medians_of(taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +40,7 @@ def local_ray(batch: TensorDict, *, num_cpus: int | None = None, nodes: int = 1,
     node = {"num_cpus": num_cpus or 2 * cores(), "object_store_memory": store_bytes(batch)}
     head, cluster = {"include_dashboard": False, **node, **more}, None
     driver: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    terminate = signal.getsignal(signal.SIGTERM)
     if nodes == 1:
         ray.init(address="local", **driver, **head)
     else:
@@ -46,6 +48,7 @@ def local_ray(batch: TensorDict, *, num_cpus: int | None = None, nodes: int = 1,
         for _ in range(nodes - 1):
             cluster.add_node(**node)
         ray.init(address=cluster.address, **driver)
+    signal.signal(signal.SIGTERM, terminate)  # Ray's handler kills its processes while calls wait for them, and aborts
     try:
         yield
     finally:
@@ -60,10 +63,10 @@ def store_bytes(batch: TensorDict) -> int:
 
 
 def medians(works: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of every phase of works that time themselves, in `interleaved` rounds; WARM of them do not
-    count. What `interleaved` times itself is not used: it holds the freeing in the actor."""
+    """Median milliseconds of every phase of works that time themselves, in `interleaved` rounds, after WARM that do
+    not count. What `interleaved` times itself is not used: it holds the freeing in the actor."""
     taken: dict[str, list[Mapping[str, float]]] = {name: [] for name in works}
-    interleaved({name: lambda name=name: taken[name].append(works[name]()) for name in works}, rounds + WARM - 1)
+    interleaved({name: lambda name=name: taken[name].append(works[name]()) for name in works}, rounds, warm=WARM)
     return {
         name: {phase: 1e3 * statistics.median(call[phase] for call in calls[WARM:]) for phase in calls[0]}
         for name, calls in taken.items()

@@ -18,6 +18,9 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 from torch import Tensor
 
+from bench.harness import report
+
+_SECONDS_BETWEEN = 1.0  # of two lines about rounds: to write them would disturb works of microseconds
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -54,32 +57,59 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def interleaved(
-    works: Mapping[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    warm: int = 1,
 ) -> dict[str, float]:
     """Median milliseconds of every work, by a clock of seconds.
 
     Each round runs all works once, beginning with another one each time, so that a slow spell of the machine meets
-    all alike and none always follows the same neighbour. One round before the first warms up and does not count.
+    all alike and none always follows the same neighbour. `warm` rounds before the first do not count.
     Freeing a result is not timed; the collector of cycles stays off meanwhile.
     """
-    names = list(works)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    taken: dict[str, list[float]] = {name: [] for name in works}
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for turn in range(rounds + 1):
-            progress(f"  round {turn} of {rounds}")
+        for order in turns(taken, rounds, "ms", warm):
             gc.collect()
-            shift = turn % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in order:
                 begin = clock()
                 result = works[name]()
-                seconds[name].append(clock() - begin)
+                taken[name].append(1e3 * (clock() - begin))
                 del result
     finally:
         if collecting:
             gc.enable()
-    return {name: 1e3 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return medians_of(taken)
+
+
+def turns(taken: Mapping[str, list[float]], rounds: int, unit: str, warm: int = 1) -> Iterator[list[str]]:
+    """The order of the names in each round. The caller appends their times, in `unit`, to what is `taken`; those of
+    `warm` rounds are dropped. After each round, at most once a second, and after the last one, the medians so far go
+    to stderr and into the record of the run."""
+    names, told, so_far = list(taken), time.monotonic(), dict[str, object]()
+    for turn in range(warm + rounds if names else 0):
+        shift = turn % len(names)
+        yield names[shift:] + names[:shift]
+        done = turn + 1 - warm
+        if done <= 0:
+            for times in taken.values():
+                times.clear()
+        elif done == rounds or time.monotonic() - told >= _SECONDS_BETWEEN:
+            medians, told = medians_of(taken), time.monotonic()
+            if not so_far:
+                report.current.rounds.append(so_far)
+            so_far.update(done=done, of=rounds, unit=unit, medians=medians)
+            report.current.write()
+            shown = "; ".join(f"{name} {value:,.2f}" for name, value in medians.items())
+            progress(f"  round {done} of {rounds}, {unit}: {shown}")
+
+
+def medians_of(taken: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 # -------------------------------------------------------------------- bytes

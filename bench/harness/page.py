@@ -58,7 +58,7 @@ def _where(record: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
         f"{gpu}{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; {versions}; commit "
-        f"{record['commit']}."
+        f"{record['commit']}{'' if record.get('complete', True) else '; the run was stopped'}."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.measure import NotExact, peak_bytes, progress
+from bench.harness.measure import NotExact, medians_of, peak_bytes, progress, turns
 from bench.harness.report import Ratio, Row, ratios
 
 FORWARD, BOTH = "forward", "forward + backward, layers checkpointed"
@@ -63,8 +62,7 @@ def timed(
         begin = time.perf_counter()
         peaks[name] = (peak_of(run, device) - before) / 2**30
         progress(f"  {name}: {time.perf_counter() - begin:.1f} s, {peaks[name]:.2f} GiB")
-    taken = wall_seconds(runs, rounds, wait or (lambda: synchronize(device)))
-    seconds = {name: taken[name] / (shares or {}).get(name, 1) for name in runs}
+    seconds = wall_seconds(runs, rounds, wait or (lambda: synchronize(device)), shares)
     above_zero = {name: max(peak, 2**-30) for name, peak in peaks.items()}
     return [
         *(Row(case, name, 1e3 * one, "ms") for name, one in seconds.items()),
@@ -74,22 +72,24 @@ def timed(
     ], seconds
 
 
-def wall_seconds(runs: Mapping[str, Callable[[], object]], rounds: int, wait: Callable[[], object]) -> dict[str, float]:
-    """Median seconds of runs that have run before; every round begins with another one. `wait` returns when all is
-    done."""
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        progress(f"  round {turn + 1} of {rounds}")
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+def wall_seconds(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    wait: Callable[[], object],
+    shares: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Median seconds of runs that have run before, for all rows if a run has a share of them; every round begins with
+    another run. `wait` returns when all is done."""
+    ms: dict[str, list[float]] = {name: [] for name in runs}
+    for order in turns(ms, rounds, "ms", warm=0):
+        for name in order:
             gc.collect()
             wait()
             begin = time.perf_counter()
             runs[name]()
             wait()
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+            ms[name].append(1e3 * (time.perf_counter() - begin) / (shares or {}).get(name, 1))
+    return {name: median / 1e3 for name, median in medians_of(ms).items()}
 
 
 def peak_of(run: Callable[[], object], device: torch.device) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +12,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from bench.harness import report
 from bench.harness.measure import keep_memory
 from bench.harness.passes import synchronize
+from bench.harness.registry import Run
 from bench.harness.report import Row
 
 Link = Literal["nccl", "gloo"]
@@ -49,16 +50,22 @@ class Pair:
         dist.barrier(group=self.host)
 
 
-def on_both(backend: Link, work: Callable[..., list[Row]], *given: Any) -> list[Row]:
-    """What `work(pair, *given)`, an importable function, returns on rank 0 of two processes. Raises
-    torch.multiprocessing.ProcessRaisedException, which shows the error of a rank."""
+def on_both(backend: Link, work: Run, *given: Any) -> list[Row]:
+    """The rows that `work(pair, *given)`, an importable function, yields on rank 0 of two processes, which keeps the
+    results file meanwhile. Raises torch.multiprocessing.ProcessRaisedException, which shows the error of a rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder, backend, work, given), nprocs=2)
+        # daemons end with this process
+        torch.multiprocessing.spawn(_rank, (folder, backend, work, given, report.current), nprocs=2, daemon=True)
         return pickle.loads(Path(folder, "rows").read_bytes())
 
 
-def _rank(rank: int, folder: str, backend: Link, work: Callable[..., list[Row]], given: tuple[Any, ...]) -> None:
-    rows = work(Pair(rank, folder, backend), *given)
+def _rank(rank: int, folder: str, backend: Link, work: Run, given: tuple[Any, ...], record: report.Record) -> None:
+    if rank == 0:
+        report.current = record
+    rows: list[Row] = []
+    for group in work(Pair(rank, folder, backend), *given):
+        rows += group
+        report.current.add(group)
     if rank == 0:
         Path(folder, "rows").write_bytes(pickle.dumps(rows))
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """The cases: `python -m bench NAME` imports the module of that name in bench.cases, which registers one function.
 
     @case("verl-engine", help="...", on="both", tiny={...})      in bench/cases/verl_engine.py, or a folder of that name
-    def run(...) -> list[Row]
+    def run(...) -> RowGroups
 
 There is no other list of them.
 """
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bench import cases
-from bench.harness.report import Row
+from bench.harness.report import RowGroups
+
+Run = Callable[..., RowGroups]
 
 _CASES: dict[str, Case] = {}
 
@@ -25,7 +27,8 @@ class Case:
     """A benchmark.
 
     Attributes:
-        run: rows, where the case has any, and rounds -> the figures. Raises NotExact if what is compared differs.
+        run: rows, where the case has any, and rounds -> the figures, each group of them as soon as it is measured.
+            Raises NotExact if what is compared differs.
         help: a line for the user.
         on: the machine that its figures are for.
         tiny: further arguments of `run` with which it ends in seconds on a CPU.
@@ -36,7 +39,7 @@ class Case:
         keeps_memory: whether glibc is told to keep what is freed.
     """
 
-    run: Callable[..., list[Row]]
+    run: Run
     help: str
     on: Literal["cpu", "gpu", "both"]
     tiny: Mapping[str, Any]
@@ -47,10 +50,10 @@ class Case:
     keeps_memory: bool = True
 
 
-def case(name: str, **about: Any) -> Callable[[Callable[..., list[Row]]], Callable[..., list[Row]]]:
+def case(name: str, **about: Any) -> Callable[[Run], Run]:
     """Registers a function under the name of its module; `about` are the attributes of Case."""
 
-    def register(run: Callable[..., list[Row]]) -> Callable[..., list[Row]]:
+    def register(run: Run) -> Run:
         _CASES[name] = Case(run, **about)
         return run
 

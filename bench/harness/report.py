@@ -1,10 +1,12 @@
 """Rows of figures, the table and the JSON made of them, and where they were measured.
 
-    {machine: {cpu, cores, memory_gib}, versions: {...}, commit, rows: [{case, name, value, unit, target, met}]}
+    {machine: {cpu, cores, memory_gib}, versions: {...}, commit, complete,
+     rows: [{case, name, value, unit, target, met}], rounds: [{done, of, unit, medians: {name: value}}]}
 
 A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
 machine has its name, `gpu`, and the versions have that of triton; where transformers, TRL or TransferQueue was used,
-its.
+its. `complete` says whether the run came to its end; files without it are of such runs. If not, `rounds` are those of
+works that were timed, and whose figures are not in the rows.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,10 @@ class Row:
         return {">=": self.value >= float(bound), "<=": self.value <= float(bound)}[direction]
 
 
+RowGroups = Iterator[list[Row]]
+"""The rows of a run, each group as soon as it is measured."""
+
+
 def ratios(case: str, values: Mapping[str, float], pairs: Iterable[Ratio], what: str = "") -> list[Row]:
     """Ratios of values, named `what` and the two names."""
     return [Row(case, f"{what}{above} / {below}", values[above] / values[below], "x", to) for above, below, to in pairs]
@@ -86,11 +92,41 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines[1:])
 
 
-def write_json(rows: Sequence[Row], path: Path) -> None:
-    """Everything that a results file holds."""
-    figures = [{**asdict(row), "met": row.met} for row in rows]
-    record = {"machine": machine(), "versions": versions(), "commit": commit(), "rows": figures}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+@dataclass
+class Record:
+    """What a run has measured so far. Its results file, if it has one, is written again with every change, because a
+    run may be killed at any time."""
+
+    path: Path | None = None
+    rows: list[Row] = field(default_factory=list[Row])
+    rounds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self.commit = commit()  # without one, fail before the measurement
+            self.path.unlink(missing_ok=True)  # of an earlier run
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Adds finished rows. The rounds that were timed before are in them."""
+        self.rows += rows
+        self.rounds.clear()
+        self.write()
+
+    def write(self, *, complete: bool = False) -> None:
+        """Replaces the file at once, so that it is never half written."""
+        if self.path is None:
+            return
+        about = {"machine": machine(), "versions": versions(), "commit": self.commit, "complete": complete}
+        record = {**about, "rows": [{**asdict(row), "met": row.met} for row in self.rows]}
+        if not complete:
+            record["rounds"] = self.rounds
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.replace(self.path)
+
+
+current = Record()
+"""Of the run that this process makes."""
 
 
 def machine() -> dict[str, Any]:

@@ -28,7 +28,8 @@ def test_a_case_ends_and_has_its_record(name: str, tmp_path: Path, monkeypatch: 
     file, chart = tmp_path / "figures.json", tmp_path / "chart"
     command.main([name, "--tiny", "--json", str(file), *(["--plot", str(chart)] if case.plots else [])])
     record = json.loads(file.read_text())
-    assert list(record) == ["machine", "versions", "commit", "rows"]
+    assert list(record) == ["machine", "versions", "commit", "complete", "rows"]
+    assert record["complete"]
     for row in record["rows"]:
         assert (row["target"] is None) == (row["met"] is None)
         assert math.isfinite(row["value"]), row

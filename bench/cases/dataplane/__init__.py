@@ -26,7 +26,7 @@ from bench.cases.dataplane.step import RANKS, Step
 from bench.harness.local_ray import local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH
 
 
@@ -37,7 +37,7 @@ from bench.workloads.reference import PROMPT_WIDTH, RESPONSE_WIDTH
     keeps_memory=False,
     tiny={"rows": 5, "prompt_width": 37, "response_width": 229},
 )
-def run(rows: int, rounds: int, *, prompt_width: int = PROMPT_WIDTH, response_width: int = RESPONSE_WIDTH) -> list[Row]:
+def run(rows: int, rounds: int, *, prompt_width: int = PROMPT_WIDTH, response_width: int = RESPONSE_WIDTH) -> RowGroups:
     """Raises NotExact if a sample does not come back as it was put."""
     widths = {"prompt_width": prompt_width, "response_width": response_width}
     use_threads_of_machine()
@@ -45,14 +45,13 @@ def run(rows: int, rounds: int, *, prompt_width: int = PROMPT_WIDTH, response_wi
         queues = {name: OwnedQueue(name) for name in (SIMPLE, MASKPACK, CODEC)}
         try:
             samples = trajectories(rows, **widths)
-            report = bytes.measured(queues, samples)
-            report += calls.measured(queues, samples, rounds)
+            yield from bytes.measured(queues, samples)
+            yield from calls.measured(queues, samples, rounds)
             queues[NOTHING] = OwnedQueue(NOTHING)
-            report += _step(queues, rows, rounds, widths)
+            yield _step(queues, rows, rounds, widths)
         finally:
             for queue in queues.values():
                 queue.stop()
-    return report
 
 
 def _step(queues: Mapping[str, OwnedQueue], rows: int, rounds: int, widths: Mapping[str, int]) -> list[Row]:

@@ -20,16 +20,16 @@ from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, Owne
 from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, shuffled
 from bench.cases.dataplane.step import RANKS
 from bench.harness.measure import progress
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 
 
-def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> list[Row]:
+def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> RowGroups:
     """Rows for puts of one sample, of 32, and of all. Raises NotExact if a sample does not come back as it was put."""
     progress(f"dataplane: bytes of {len(rows)} samples")
-    report: list[Row] = []
     for size in sorted({1, min(32, len(rows)), len(rows)}):
         case = f"dataplane text, {len(rows)} samples in puts of {size}"
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        report: list[Row] = []
         figures = {name: _moved_and_stored(case, queue, parts) for name, queue in queues.items()}
         for what in (_STORED, _MOVED):
             sizes = {name: one[what] / len(rows) for name, one in figures.items()}
@@ -38,7 +38,7 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> li
         columns = [b"".join(encode(_columns(batched([row.fields for row in part])))) for part in parts]
         squeezed = sum(len(zstandard.ZstdCompressor(level=1).compress(one)) for one in columns)
         report.append(Row(case, "zstd level 1 of the serialised columns", squeezed / len(rows), "bytes/row"))
-    return report
+        yield report
 
 
 _STORED, _MOVED = "stored", "moved"

@@ -13,7 +13,7 @@ from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, Owne
 from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, select, shuffled
 from bench.harness.local_ray import medians
 from bench.harness.measure import progress
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 
 _SINGLES = 8  # different samples in each round, where calls of one are timed: lengths that were met may be remembered
 _TARGETS = ({"put": ">= 0.77", "get": ">= 0.77"}, {"put": ">= 1", "get": ">= 1"}, {"put": ">= 2", "get": ">= 2"})
@@ -21,9 +21,8 @@ _TARGETS = ({"put": ">= 0.77", "get": ">= 0.77"}, {"put": ">= 1", "get": ">= 1"}
 _OF_SINGLES = "get of shuffled samples that were put one by one"
 
 
-def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], rounds: int) -> list[Row]:
+def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], rounds: int) -> RowGroups:
     """Raises NotExact if a get does not give what was put."""
-    report: list[Row] = []
     for size, targets in zip((1, max(2, len(rows) // 8), len(rows)), _TARGETS, strict=True):
         progress(f"dataplane: calls of {size}")
         case = f"dataplane text, {size} {'sample' if size == 1 else 'samples'} a call"
@@ -32,8 +31,7 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory], round
         for one in (one for several in calls.values() for one in several):
             one.check(case)
         ms = medians({name: lambda several=several: _seconds(several) for name, several in calls.items()}, rounds)
-        report += phases(case, ms, targets)
-    return report
+        yield phases(case, ms, targets)
 
 
 def phases(case: str, ms: Mapping[str, Mapping[str, float]], targets: Mapping[str, str]) -> list[Row]:

@@ -40,7 +40,7 @@ from bench.cases.dispatch.forms import (
 from bench.harness.local_ray import cores, local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios, without_targets
+from bench.harness.report import Row, RowGroups, ratios, without_targets
 from bench.workloads import PAD_ID, batch_of
 from maskpack.dispatch import WorkerGroup, endpoint
 
@@ -78,9 +78,22 @@ def run(
     scale: float = 1.0,
     speeds: Sequence[int] = link.SPEEDS,
     plot: Path | None = None,
-) -> list[Row]:
+) -> RowGroups:
     """Raises NotExact if a form loses a bit. `speeds` are those of the link, in Gbit/s; with none there is only the
     model."""
+    groups = _measured(rows, rounds, workload, scale, speeds, plot)
+    if workload == "reference":
+        return groups
+    cases = {CASE: f"dispatch {workload}"}
+    return (
+        [replace(row, case=cases.get(row.case, f"{row.case}, {workload}")) for row in without_targets(group)]
+        for group in groups
+    )
+
+
+def _measured(
+    rows: int, rounds: int, workload: str, scale: float, speeds: Sequence[int], plot: Path | None
+) -> RowGroups:
     progress(f"dispatch {workload}: {rows} rows")
     batch = batch_of(workload, rows, scale=scale)
     with local_ray(batch):
@@ -88,19 +101,20 @@ def run(
             check(sender)
             sizes = {name: sender.stored_bytes(name) for name in FORMS}
             report, local = _end_to_end(sender, rounds)
-        report += _through_worker_group(batch, rounds)
-    report += [Row(CASE, f"object store, {name}", size, "bytes") for name, size in sizes.items()]
-    report.append(Row(CASE, f"object store, {PADDED} / maskpack", sizes[PADDED] / sizes[VERIFIED], "x", ">= 40"))
-    crossings = link.measure(workload, rows, rounds, speeds, scale=scale)
-    report += link.report(crossings)
+            yield report
+        yield _through_worker_group(batch, rounds)
+    yield [
+        *(Row(CASE, f"object store, {name}", size, "bytes") for name, size in sizes.items()),
+        Row(CASE, f"object store, {PADDED} / maskpack", sizes[PADDED] / sizes[VERIFIED], "x", ">= 40"),
+    ]
+    crossings: list[link.Crossing] = []
+    for crossing in link.measure(workload, rows, rounds, speeds, scale=scale):
+        crossings.append(crossing)
+        yield link.report(crossing)
     line = model.Model(local, sizes)
-    report += model.report(line)
+    yield model.report(line)
     if plot is not None:
         plot.write_text(model.chart(line, crossings, rows, workload))
-    if workload == "reference":
-        return report
-    cases = {CASE: f"dispatch {workload}"}
-    return [replace(row, case=cases.get(row.case, f"{row.case}, {workload}")) for row in without_targets(report)]
 
 
 def check(sender: Sender) -> None:

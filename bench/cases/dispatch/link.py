@@ -18,7 +18,6 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -61,37 +60,36 @@ class Crossing:
         return f"{self.limit} Gbit/s"
 
 
-def measure(workload: str, rows: int, rounds: int, speeds: Sequence[int], *, scale: float = 1.0) -> list[Crossing]:
+def measure(workload: str, rows: int, rounds: int, speeds: Sequence[int], *, scale: float = 1.0) -> Iterator[Crossing]:
     """One crossing a speed; none where this machine cannot have such a link. Raises NotExact in the driver process if
     a form loses a bit on the way, which ends this with an error too."""
     if not speeds:
-        return []
+        return
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if lacking or os.geteuid() != 0:
         progress(f"link: skipped, needs {', '.join(lacking) or 'root'}; only the model is shown")
-        return []
+        return
     with ExitStack() as stack:
-        stack.enter_context(_terminated_by_exception())
         try:
             near, far = stack.enter_context(_namespaces())
         except subprocess.CalledProcessError as error:
             progress(f"link: skipped, {error.stderr.strip()}; only the model is shown")
-            return []
+            return
         driver = stack.enter_context(_driver(near, far, [workload, rows, scale]))
-        return [_crossing(driver, near, far, speed, rounds) for speed in speeds]
+        for speed in speeds:
+            yield _crossing(driver, near, far, speed, rounds)
 
 
-def report(crossings: Sequence[Crossing]) -> list[Row]:
+def report(crossing: Crossing) -> list[Row]:
     """The rows of what was measured."""
-    rows: list[Row] = []
-    for crossing in crossings:
-        at, ms = crossing.name, {name: phases["end to end"] for name, phases in crossing.ms.items()}
-        rows += [Row(CASE, f"{at}: end to end, {name}", value, "ms") for name, value in ms.items()]
-        rows += [Row(CASE, f"{at}: get, {name}", phases["get"], "ms") for name, phases in crossing.ms.items()]
-        pairs = [(rival, ours, None) for rival in (ZERO_COPY, JAGGED) for ours in (VERIFIED, TRUSTED)]
-        pairs[0] = ZERO_COPY, VERIFIED, _TARGETS.get(crossing.limit)
-        rows += ratios(CASE, ms, pairs, f"{at}: ")
-    return rows
+    at, ms = crossing.name, {name: phases["end to end"] for name, phases in crossing.ms.items()}
+    pairs = [(rival, ours, None) for rival in (ZERO_COPY, JAGGED) for ours in (VERIFIED, TRUSTED)]
+    pairs[0] = ZERO_COPY, VERIFIED, _TARGETS.get(crossing.limit)
+    return [
+        *(Row(CASE, f"{at}: end to end, {name}", value, "ms") for name, value in ms.items()),
+        *(Row(CASE, f"{at}: get, {name}", phases["get"], "ms") for name, phases in crossing.ms.items()),
+        *ratios(CASE, ms, pairs, f"{at}: "),
+    ]
 
 
 def _crossing(driver: subprocess.Popen[str], near: str, far: str, speed: int, rounds: int) -> Crossing:
@@ -130,20 +128,6 @@ def _limit(name: str, speed: int) -> None:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-@contextmanager
-def _terminated_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what is open is closed."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # -------------------------------------------------------------------- processes

@@ -28,7 +28,7 @@ from bench.harness.measure import progress, require_same_tensor
 from bench.harness.passes import the_device
 from bench.harness.processes import Link
 from bench.harness.registry import case
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.rivals import nesting
 from bench.rivals import packing as rivals
 from bench.workloads import PAD_ID
@@ -132,8 +132,8 @@ def require_all(what: str, seen: Sequence[Tensor], expected: Sequence[Tensor]) -
 # -------------------------------------------------------------------- mask -> layout
 
 
-def _layout(stage: Stage) -> list[Row]:
-    return [row for name in stage.masks for row in _layout_of(stage, name)]
+def _layout(stage: Stage) -> RowGroups:
+    return (_layout_of(stage, name) for name in stage.masks)
 
 
 def _layout_of(stage: Stage, name: str) -> list[Row]:
@@ -187,9 +187,8 @@ def _require_layout(what: str, layout: RowLayout, mask: Tensor) -> None:
 # -------------------------------------------------------------------- ten fields
 
 
-def _pack(stage: Stage) -> list[Row]:
-    by = _pack_by, _pack_from
-    return [row for name in (ONE, SEVERAL, SCATTERED) for rows_of in by for row in rows_of(stage, name)]
+def _pack(stage: Stage) -> RowGroups:
+    return (rows_of(stage, name) for name in (ONE, SEVERAL, SCATTERED) for rows_of in (_pack_by, _pack_from))
 
 
 def _pack_from(stage: Stage, name: str) -> list[Row]:
@@ -238,8 +237,8 @@ def _pack_by(stage: Stage, name: str) -> list[Row]:
     return [Row(case, "packed bytes", size, "bytes"), *figures(case, stage.clock.measure(works), targets)]
 
 
-def _unpack(stage: Stage) -> list[Row]:
-    return [row for name in (ONE, SEVERAL, SCATTERED) for row in _unpack_by(stage, name)]
+def _unpack(stage: Stage) -> RowGroups:
+    return (_unpack_by(stage, name) for name in (ONE, SEVERAL, SCATTERED))
 
 
 def _unpack_by(stage: Stage, name: str) -> list[Row]:
@@ -269,8 +268,8 @@ def _unpack_by(stage: Stage, name: str) -> list[Row]:
 # -------------------------------------------------------------------- rows of features
 
 
-def _wide(stage: Stage) -> list[Row]:
-    return [row for density in DENSITIES for row in _wide_at(stage, density)]
+def _wide(stage: Stage) -> RowGroups:
+    return (_wide_at(stage, density) for density in DENSITIES)
 
 
 def _wide_at(stage: Stage, density: float) -> list[Row]:
@@ -333,7 +332,7 @@ def uneven_rows(rows: int, width: int, total: int) -> Tensor:
     return torch.arange(width) < lengths[:, None]
 
 
-KERNELS: dict[str, Callable[[Stage], list[Row]]] = {"layout": _layout, "pack": _pack, "unpack": _unpack, "wide": _wide}
+KERNELS: dict[str, Callable[[Stage], RowGroups]] = {"layout": _layout, "pack": _pack, "unpack": _unpack, "wide": _wide}
 GROUPS = (*KERNELS, "decode", "peer", "logprobs", "heads")
 _TINY = Sizes(
     37, 229, (5, 33, 8), log_probs.Sizes(4, 9, 8, 50, 5, (0.3, 1.0)), heads.Sizes([(8, 50)], [4], 9, 5), replays=1
@@ -349,21 +348,22 @@ _TINY = Sizes(
 )
 def run(
     rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, backend: Link = "nccl"
-) -> list[Row]:
+) -> RowGroups:
     """logprobs and heads need a GPU, peer two. Raises NotExact if ours or a rival gives other bits."""
     sizes, wanted, device = sizes or Sizes(), only or GROUPS, the_device()
     widths = sizes.prompt_width, sizes.response_width
     stage = Stage(Clock(device, sizes.replays * rounds), sizes, 4 * rows)
-    report = [row for group in KERNELS if group in wanted for row in KERNELS[group](stage)]
+    for group, measured in KERNELS.items():
+        if group in wanted:
+            yield from measured(stage)
     if "decode" in wanted:
-        report += decode.rows(Clock(device, rounds), rows, *widths)
+        yield from decode.rows(Clock(device, rounds), rows, *widths)
     if "peer" in wanted:
-        report += peer.rows(rows, rounds, widths, backend)
+        yield from peer.rows(rows, rounds, widths, backend)
     del stage  # what follows measures memory
     gc.collect()
     if "logprobs" in wanted:
         progress("ops logprobs")
-        report += log_probs.rows(sizes.log_probs, device, -(-rounds // 2))
+        yield from log_probs.rows(sizes.log_probs, device, -(-rounds // 2))
     if "heads" in wanted:
-        report += heads.rows(sizes.heads, device, -(-rounds // 2))
-    return report
+        yield from heads.rows(sizes.heads, device, -(-rounds // 2))

@@ -15,7 +15,7 @@ from bench.cases.ops import encode, nest
 from bench.cases.ops.batches import joined, parts_of, require_batch
 from bench.harness.gpu import Clock, Work
 from bench.harness.measure import progress
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import nesting
 from bench.workloads import PAD_ID
 from maskpack import PackedBatch, compress, decompress
@@ -27,15 +27,17 @@ _JAGGED, _WRITE = "copy of the jagged values alone, pinned", "one write of the p
 _FLOOR = "one copy of the packed bytes, pinned"
 
 
-def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> list[Row]:
+def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> RowGroups:
     """The figures for `count` rows, and for eight times as many. Raises NotExact if a bit is lost."""
     parts = parts_of(count, prompt_width, response_width)
     packed = [compress(part, pad_token_id=PAD_ID) for part in parts]
-    report = _decode(clock, parts[0], packed[0], _TARGETS) + nest.rows(clock, parts[0])
-    report += encode.rows(clock, parts[0])
+    yield _decode(clock, parts[0], packed[0], _TARGETS)
+    yield nest.rows(clock, parts[0])
+    yield encode.rows(clock, parts[0])
     whole = joined(parts)
-    report += _decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE) + nest.rows(clock, whole)
-    return report + encode.rows(clock, whole)
+    yield _decode(clock, whole, PackedBatch.cat(packed), _TARGETS_LARGE)
+    yield nest.rows(clock, whole)
+    yield encode.rows(clock, whole)
 
 
 def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, targets: Mapping[str, str]) -> list[Row]:

@@ -31,7 +31,7 @@ from bench.cases.ops.log_probs import (
 from bench.cases.ops.log_probs import Sizes as Shape
 from bench.harness.measure import progress
 from bench.harness.passes import timed
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import heads
 from maskpack.ops import packed_log_probs
 
@@ -55,17 +55,15 @@ class Sizes:
     sample: int = 512
 
 
-def rows(sizes: Sizes, device: torch.device, rounds: int) -> list[Row]:
+def rows(sizes: Sizes, device: torch.device, rounds: int) -> RowGroups:
     """The rows of the report."""
-    report: list[Row] = []
     for hidden, vocabulary in sizes.layers:
         for count in sizes.rows:
-            report += _of(Shape(count, sizes.width, hidden, vocabulary, sizes.sample), rounds, device)
+            yield from _of(Shape(count, sizes.width, hidden, vocabulary, sizes.sample), rounds, device)
             gc.collect()
-    return report
 
 
-def _of(shape: Shape, rounds: int, device: torch.device) -> list[Row]:
+def _of(shape: Shape, rounds: int, device: torch.device) -> RowGroups:
     case = f"heads, V = {shape.vocabulary:,}, H = {shape.hidden:,}, {shape.rows * shape.width:,} tokens"
     progress(case)
     problem = make(shape, 1.0, device)
@@ -88,13 +86,13 @@ def _of(shape: Shape, rounds: int, device: torch.device) -> list[Row]:
         report += [Row(case, f"error of the gradient, {part}, {name}", 100 * error, "%") for name, error in of.items()]
     for name, reason in missing.items():
         progress(f"missing, {name}: {reason}")
+    yield [*report, *(Row(case, f"missing, {name}", 1, "rivals") for name in missing)]
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     for step, wrapped in (("forward", without_graph), ("forward + backward", with_backward)):
         runs = {name: wrapped(work, problem) for name, work in works.items()}
         figures, seconds = timed(f"{case}, {step}", runs, rounds, device, (), before=held)
         seconds[_FASTEST] = min((one for name, one in seconds.items() if name not in _OURS), default=seconds[OURS])
-        report += [*figures, *ratios(f"{case}, {step}", seconds, [(_FASTEST, own, None) for own in _OURS])]
-    return [*report, *(Row(case, f"missing, {name}", 1, "rivals") for name in missing)]
+        yield [*figures, *ratios(f"{case}, {step}", seconds, [(_FASTEST, own, None) for own in _OURS])]
 
 
 def _works(device: torch.device) -> tuple[dict[str, Callable[[Problem], Tensor]], dict[str, str]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import timed
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.rivals import log_probs as rivals
 from maskpack import RowLayout, ops
 from maskpack.ops.log_probs import packed_log_probs
@@ -61,16 +61,14 @@ class Problem:
     slopes: Tensor
 
 
-def rows(sizes: Sizes, device: torch.device, rounds: int) -> list[Row]:
+def rows(sizes: Sizes, device: torch.device, rounds: int) -> RowGroups:
     """The rows of the report. Raises NotExact if ours is further from the truth than plain torch."""
-    report: list[Row] = []
     for density in sizes.densities:
         progress(f"log-probs, density {density:g}")
-        report += _density(sizes, density, rounds, device)
-    return report
+        yield from _density(sizes, density, rounds, device)
 
 
-def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) -> list[Row]:
+def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) -> RowGroups:
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     problem = make(sizes, density, device)
     case = f"logprobs density {density:g}, {problem.layout.num_tokens} rows"
@@ -78,10 +76,10 @@ def _density(sizes: Sizes, density: float, rounds: int, device: torch.device) ->
     report = _errors(case, problem, sizes.sample)
     for part, of in gradient_errors(problem).items():
         report += [Row(case, f"error of the gradient, {part}, {name}", 100 * error, "%") for name, error in of.items()]
+    yield report
     for step, wrapped in (("forward", without_graph), ("forward + backward", with_backward)):
         runs = {name: wrapped(work, problem) for name, work in WORKS.items()}
-        report += timed(f"{case}, {step}", runs, rounds, device, ours, before=held)[0]
-    return report
+        yield timed(f"{case}, {step}", runs, rounds, device, ours, before=held)[0]
 
 
 # -------------------------------------------------------------------- the problem and the works

@@ -27,7 +27,7 @@ from bench.cases.ops.batches import joined, parts_of, require_batch
 from bench.harness.measure import progress
 from bench.harness.passes import wall_seconds
 from bench.harness.processes import Link, Pair, on_both
-from bench.harness.report import Row, times
+from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID
 from maskpack import compress, decompress
 from maskpack.packed.cuda.decode import mirrored
@@ -37,18 +37,19 @@ _CHECKS = 3  # the first batch is encoded on the host, the next on the device, t
 _PADDED, _PACKED = "padded tensors", {"packed, to nested": "nested", "packed, to padded": "padded"}
 
 
-def rows(count: int, rounds: int, widths: tuple[int, int], backend: Link) -> list[Row]:
+def rows(count: int, rounds: int, widths: tuple[int, int], backend: Link) -> RowGroups:
     """The figures for `count` rows, and for eight times as many; none without two GPUs. Raises
     torch.multiprocessing.ProcessRaisedException, which shows NotExact, if a bit is lost."""
     if backend == "nccl" and torch.cuda.device_count() < 2:
         progress("ops peer: skipped, because this machine has fewer than two GPUs")
-        return []
-    return on_both(backend, _measured, rounds, count, widths)
+        return
+    yield on_both(backend, _measured, rounds, count, widths)
 
 
-def _measured(pair: Pair, rounds: int, count: int, widths: tuple[int, int]) -> list[Row]:
+def _measured(pair: Pair, rounds: int, count: int, widths: tuple[int, int]) -> RowGroups:
     parts = parts_of(count, *widths)
-    return [row for batch in (parts[0], joined(parts)) for row in _Peer(pair, batch).rows(rounds)]
+    for batch in (parts[0], joined(parts)):
+        yield _Peer(pair, batch).rows(rounds)
 
 
 class _Peer:

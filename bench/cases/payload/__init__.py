@@ -36,7 +36,7 @@ from bench.harness.measure import (
     wire_bytes,
 )
 from bench.harness.registry import case
-from bench.harness.report import Ratio, Row, times, without_targets
+from bench.harness.report import Ratio, Row, RowGroups, times, without_targets
 from bench.rivals import nesting
 from bench.rivals.compressors import OF_PADDED, OF_VALUES, encode_checked
 from bench.rivals.valid_values import padded_batch, valid_values
@@ -78,11 +78,16 @@ def run(
     workload: str = "reference",
     scale: float = 1.0,
     only: Sequence[str] = VARIANTS,
-) -> list[Row]:
+) -> RowGroups:
     """A workload, of the reference one `only` some variants. Raises NotExact if a batch does not come back as it was,
     from maskpack or from a compressor."""
-    report: list[Row] = []
-    for variant in only if workload == "reference" else [workload]:
+    if workload == "reference":
+        return _of_variants(only, rows, rounds, scale)
+    return map(without_targets, _of_variants([workload], rows, rounds, scale))
+
+
+def _of_variants(variants: Sequence[str], rows: int, rounds: int, scale: float) -> RowGroups:
+    for variant in variants:
         progress(f"payload {variant}: {rows} rows")
         batch = batch_of(variant, rows, scale=scale)
         name = f"payload {variant}"
@@ -93,19 +98,18 @@ def run(
             check_round_trip(name, batch, packed)
             check_round_trip(f"{name}, zstd", batch, replace(packed, codec="zstd"))
             encoded = _encoded(name, batch) if variant in WORKLOADS else {}
-            report += _sizes(name, variant, batch, packed, encoded)
-            report += _times(name, variant, batch, packed, encoded, rounds)
+            yield _sizes(name, variant, batch, packed, encoded)
+            yield _times(name, variant, batch, packed, encoded, rounds)
             if variant in WORKLOADS:
-                report += _memory(name, batch, "<= 0.01")
-                report += _two_threads(f"{name}, two threads", batch, rounds)
+                yield _memory(name, batch, "<= 0.01")
+                yield _two_threads(f"{name}, two threads", batch, rounds)
             if variant != "reference":
                 continue
             del batch, packed, encoded
             batch = batch_of(variant, rows * _MORE_ROWS, scale=scale)
-            report += _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
+            yield _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
             del batch
-            report += small.measured()
-    return report if workload == "reference" else without_targets(report)
+            yield small.measured()
 
 
 def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch) -> None:

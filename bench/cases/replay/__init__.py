@@ -33,7 +33,7 @@ from bench.cases.replay import images
 from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row, ratios
+from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals.attention import dense_log_probs, lone_log_probs, padded_log_probs
 from bench.workloads.models import SMALL, TINY, Counts, HybridShape, Shape, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
@@ -97,29 +97,26 @@ class Sizes:
     groups=(*MODELS, "images"),
     tiny={"rows": 10, "sizes": Sizes((7, 29), 0.3, 40, 3, 3, _TINY, images.TINY)},
 )
-def run(rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> list[Row]:
+def run(rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if ours is further from float32 than each row alone
     is."""
     sizes = sizes or Sizes()
     device, rounds = the_device(), -(-rounds // SEVERAL)
-    report: list[Row] = []
     for group, model in sizes.models.items():
         if only is None or group in only:
-            report += _of_model(Stage(model, sizes, rows, device), rounds)
+            yield from _of_model(Stage(model, sizes, rows, device), rounds)
             gc.collect()  # the model, before the next is made
     if only is None or "images" in only:
-        report += images.measured(sizes.images, rounds, device)
-    return report
+        yield from images.measured(sizes.images, rounds, device)
 
 
-def _of_model(stage: Stage, rounds: int) -> list[Row]:
+def _of_model(stage: Stage, rounds: int) -> RowGroups:
     name = f"replay, shape of {stage.model.name}"
     progress(name)
-    report = [*stage.described(name), *_errors(name, stage), *stage.mixed(name)]
+    yield [*stage.described(name), *_errors(name, stage), *stage.mixed(name)]
     for step in (FORWARD, BOTH):
         progress(f"{name}, {step}")
-        report += _timed(f"{name}, {step}", stage, stage.works(step), rounds)
-    return report
+        yield _timed(f"{name}, {step}", stage, stage.works(step), rounds)
 
 
 # -------------------------------------------------------------------- rows

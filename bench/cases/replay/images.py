@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, errors, once, timed
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 from bench.workloads.models import Counts, checkpointed
 from bench.workloads.rows import log_normal
 from maskpack import nest_batch_by_mask
@@ -136,13 +136,13 @@ TINY = Sizes(
 )
 
 
-def measured(sizes: Sizes, rounds: int, device: torch.device) -> list[Row]:
+def measured(sizes: Sizes, rounds: int, device: torch.device) -> RowGroups:
     """The rows of the report. Raises NotExact if ours is further from float32 than each row alone is."""
     name = "replay of images, shape of Qwen2.5-VL"
     progress(name)
     stage = Stage(sizes, device)
     patches = sum(len(image["pixel_values"]) for image in stage.images)
-    report = [
+    yield [
         Row(name, "rows", sizes.rows, "rows"),
         Row(name, "real tokens", int(stage.lengths.sum()), "tokens"),
         Row(name, "patches of all rows", patches, "patches"),
@@ -151,8 +151,7 @@ def measured(sizes: Sizes, rounds: int, device: torch.device) -> list[Row]:
     ]
     for step, backward in ((FORWARD, False), (BOTH, True)):
         progress(f"{name}, {step}")
-        report += _timed(f"{name}, {step}", stage, backward, rounds)
-    return report
+        yield _timed(f"{name}, {step}", stage, backward, rounds)
 
 
 @dataclass(frozen=True)
