@@ -9,7 +9,6 @@ Frameworks that are not installed are stood in for by mocks, so that the referen
 
 from __future__ import annotations
 
-import importlib.util
 import pkgutil
 import re
 import sys
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import maskpack
 from bench.harness.page import write_page
+from maskpack.core.backends import is_installed
 
 project = "maskpack"
 copyright = "the maskpack authors"
@@ -44,7 +44,7 @@ copybutton_selector = ", ".join(f"div.highlight-{kind} pre" for kind in ("python
 myst_heading_anchors = 3
 
 FRAMEWORKS = ("ray", "transformers", "verl", "transfer_queue", "zmq", "omegaconf", "torchrl", "skyrl", "openrlhf")
-autodoc_mock_imports = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
+autodoc_mock_imports = [name for name in FRAMEWORKS if not is_installed(name)]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_class_signature = "separated"

@@ -1,22 +1,26 @@
-"""What many tests share: the path, a local Ray, and hypothesis profiles.
+"""What many tests share: the path, the tiers, Triton's interpreter, a local Ray, and hypothesis profiles.
 
-HYPOTHESIS_PROFILE is `ci` (few examples, the same ones every time), `full`, or `slow` for tests whose every example
-takes long.
+HYPOTHESIS_PROFILE is `ci` (few examples, the same ones every time), `full`, `slow` for tests whose every example takes
+long, or `planted`, which is `ci` without a search for smaller examples.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of several processes would wait for each other
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 HERE = Path(__file__).parent
 sys.path[:0] = [
@@ -24,10 +28,24 @@ sys.path[:0] = [
     *(str(path) for path in HERE.iterdir() if path.is_dir()),
 ]  # some tests share what others have
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from quick_interpreter import hasten
+import quick_interpreter
+import tiers
 
-    hasten()
+
+def _has_gpu() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+INTERPRETED = find_spec("triton") is not None and not _has_gpu()
+"""Whether tests of kernels have them interpreted. Whether Triton interprets is decided when it is imported."""
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -37,18 +55,20 @@ settings.register_profile(
 settings.register_profile(
     "slow", max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=_QUIET
 )
+settings.register_profile("planted", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-LONGEST = (
-    *("test_interpreted_rows", "test_interpreted_device", "test_interpreted_ops", "test_triton_targets"),
-    *("test_context_parallel", "test_dispatch", "test_faults", "test_cluster", "test_cases", "test_cli"),
-)
+LONGEST = ("test_triton_targets", "test_context_parallel", "test_dispatch", "test_faults", "test_cluster", "test_cases")
 """The files that take longest come first, so that no process is left alone with one at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # not in each process of xdist
+    tiers.watch()
+    in_worker = hasattr(config, "workerinput")
+    if INTERPRETED and (in_worker or not config.getoption("numprocesses", None)):  # where tests run
+        quick_interpreter.load()
+    if not in_worker:
         import warm_workers
 
         config.stash[_FOLDER] = tempfile.mkdtemp(prefix="warm")
@@ -63,18 +83,46 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 _FOLDER = pytest.StashKey[str]()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("KERNEL_CASES") == "first":  # of each test function
-        functions = {item.nodeid.partition("[")[0]: item for item in reversed(items) if _interprets(item)}
-        chosen = set(functions.values())
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = [item for item in items if item in chosen]
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.mark(items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
-def _interprets(item: pytest.Item) -> bool:
-    return item.get_closest_marker("interpreter") is not None
+def pytest_collection_finish() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # tests of kernels set it again
+    tiers.forget()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if item.get_closest_marker("interpreter") is None:
+        return (yield)
+    with _interpreter(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with tiers.stays_in_its_process(item):
+        return (yield)
+
+
+@contextmanager
+def _interpreter(item: pytest.Item) -> Iterator[None]:
+    """Kernels are interpreted on the host, unless there is a GPU, and hypothesis draws fewer examples for them."""
+    if not INTERPRETED:
+        yield
+        return
+    test: Any = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        if own is not None and settings.get_profile("full") is not settings.default:
+            few = settings(own, max_examples=min(own.max_examples, 4))
+            patch.setattr(test, "_hypothesis_internal_use_settings", few)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,10 @@
 """Where a test reads, encodes and decodes batches: on the host, or by kernels, which run on a GPU or, interpreted, on
-the host. `pytest -m "gpu or interpreter"` runs all tests that need a GPU or Triton's interpreter."""
+the host. `pytest -m "gpu or interpreter"` runs all tests that need a GPU or Triton's interpreter, with all their cases.
+
+conftest.py turns the interpreter on for the tests that are marked with `interpreter`."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import is_installed
 from torch import Tensor
 
 from maskpack import PackedBatch
@@ -28,9 +30,7 @@ DEVICE = torch.device("cuda", 0) if IS_GPU else torch.device("cpu")
 """The device of the kernels."""
 CANARY = 64
 """Bytes before and behind every tensor that a kernel writes, that stay as they are."""
-_SKIPPED = pytest.mark.skipif(
-    not IS_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-)
+_SKIPPED = pytest.mark.skipif(not IS_GPU and not is_installed("triton"), reason="needs Triton")
 kernel_marks = [pytest.mark.interpreter, _SKIPPED]
 PLACES = ["host", pytest.param("kernels", marks=kernel_marks)]
 """The argument `place` of a test that runs on the host and by the kernels."""

@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter faster; it computes the same.
+"""Makes Triton's interpreter faster; it computes the same. It refuses `~` of unsigned words, which Triton up to 3.8
+cannot interpret with NumPy 2.
 
 Most of its time goes to the bookkeeping of each operation:
 
@@ -13,10 +14,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+
+def load() -> None:
+    """Imports every kernel of maskpack. They are interpreted if TRITON_INTERPRET is "1", and was when torch
+    imported Triton."""
+    package = find_spec("maskpack")
+    assert package is not None
+    assert package.origin is not None
+    root = Path(package.origin).parent
+    for file in [*root.rglob("*_triton.py"), *root.rglob("*kernel.py")]:
+        importlib.import_module(".".join(("maskpack", *file.relative_to(root).with_suffix("").parts)))
+    hasten()
 
 
 def hasten() -> None:
@@ -32,6 +48,7 @@ def hasten() -> None:
     options = own.interpreter_builder.options
     assert not options.debug  # or else sums and products are checked
     own.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    own.interpreter_builder.get_all_ones_value = _signed_ones(own.interpreter_builder.get_all_ones_value)
     general = semantic.TritonSemantic.binary_op_type_checking_impl
     semantic.TritonSemantic.binary_op_type_checking_impl = _operands(general, lang.tensor)
 
@@ -88,6 +105,14 @@ def _types(lang: Any) -> None:
     lang.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
     lang._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
     lang.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+
+
+def _signed_ones(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def ones(type: Any) -> Any:
+        assert not type.scalar.is_int_unsigned(), f"~ of {type}: write it with ^ and &"
+        return found(type)
+
+    return ones
 
 
 def _operands(general: Callable[..., Any], tensor: type) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 warnings.simplefilter("error")
 
-import maskpack as mp  # noqa: E402  (it is silent)
+import maskpack as mp  # it is silent
 
 assert "site-packages" in mp.__file__, f"not the installed package: {mp.__file__}"
 for name in mp.__all__:

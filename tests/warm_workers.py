@@ -34,7 +34,7 @@ def environment(folder: str) -> dict[str, str]:
     from importlib.util import find_spec
 
     ray = find_spec("ray")
-    if ray is None or not os.path.isfile(os.path.join(os.path.dirname(str(ray.origin)), _KNOWS)):
+    if ray is None or ray.origin is None or not os.path.isfile(os.path.join(os.path.dirname(ray.origin), _KNOWS)):
         return {}
     with open(os.path.join(folder, "namespace"), "w") as file:
         file.write(os.readlink(_NAMESPACE))

@@ -18,13 +18,13 @@ from maskpack.errors import LayoutError
 Backend = Literal["auto", "torch", "triton"]
 
 
-def _installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package is installed; a plain folder of its name has no origin."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
-_INSTALLED = _installed("triton")
+_INSTALLED = is_installed("triton")
 
 
 def uses_triton(device: torch.device, backend: Backend = "auto", call: str = "maskpack") -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maskpack.core.backends import is_installed
 from maskpack.core.objects import Objects
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import offsets_of, values_of
@@ -32,12 +33,9 @@ def table_of(entries: Mapping[str, Any], rows: int, call: str) -> Any:
         MaskpackError: pyarrow is missing.
         LayoutError: an entry that Arrow has no type for.
     """
-    try:
-        pyarrow: Any = import_module("pyarrow")
-    except ImportError as error:
-        raise MaskpackError(
-            f"{call}: pyarrow is not installed; expected it for Arrow tables. Install maskpack[arrow]."
-        ) from error
+    if not is_installed("pyarrow"):
+        raise MaskpackError(f"{call}: pyarrow is not installed; expected it for Arrow tables. Install maskpack[arrow].")
+    pyarrow: Any = import_module("pyarrow")
     columns: dict[str, Any] = {}
     for name, entry in entries.items():
         tensor = isinstance(entry, Tensor)

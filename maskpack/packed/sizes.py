@@ -11,7 +11,6 @@ with the layouts, the Python objects and the header they are everything that a w
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import pickle
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.arguments import said
+from maskpack.core.backends import is_installed
 from maskpack.core.tree import dense_at, entry_at
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -187,7 +187,7 @@ def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: b
     gain: list[int] | None = None
     if left and packed.codec is not None:
         gain = [0] * len(packed.tensors)
-    elif left and importlib.util.find_spec("zstandard") is not None:
+    elif left and is_installed("zstandard"):
         loose = as_sent(table, CODECS[0])
         small = _sizes(loose, [array.nbytes for array in compressed_arrays(loose.arrays())[0]])
         gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]

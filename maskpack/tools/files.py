@@ -26,6 +26,7 @@ import numpy as np
 from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.backends import is_installed
 from maskpack.core.keys import show
 from maskpack.core.objects import Objects
 from maskpack.core.tree import flatten, is_object
@@ -224,10 +225,11 @@ def _notation(option: str, file: str) -> Any:
     """The module that writes and reads the notation of a file: json or yaml."""
     if not is_registry_file(file):
         raise Unusable(f"{option} is {file}; expected a file that ends in .json, .yaml or .yml")
-    try:
-        return json if file.lower().endswith(".json") else importlib.import_module("yaml")
-    except ModuleNotFoundError as error:
-        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or use a .json file") from error
+    if file.lower().endswith(".json"):
+        return json
+    if not is_installed("yaml"):
+        raise Unusable("PyYAML is not installed; run: pip install pyyaml, or use a .json file")
+    return importlib.import_module("yaml")
 
 
 def saved_registry(file: str | None) -> MaskNestingRegistry:

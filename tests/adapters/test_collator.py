@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from needs import needs
 
 from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.errors import LayoutError
@@ -147,12 +148,12 @@ def test_micro_batches_hold_every_sample_once_within_the_budget(budget, multiple
 
 
 def flattening():
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     return transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
 
 
 def padding_free():
-    return pytest.importorskip("trl.trainer.sft_trainer").DataCollatorForLanguageModeling(0, padding_free=True)
+    return needs("trl.trainer.sft_trainer").DataCollatorForLanguageModeling(0, padding_free=True)
 
 
 @pytest.mark.parametrize("fields", [("input_ids", "labels"), ("input_ids",)])

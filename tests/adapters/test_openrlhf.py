@@ -8,8 +8,9 @@ import pickle
 import random
 
 import pytest
+from needs import needs
 
-pytest.importorskip("openrlhf.trainer.ppo_utils.experience")
+needs("openrlhf.trainer.ppo_utils.experience")
 
 import ray
 import torch

@@ -7,8 +7,9 @@ import pickle
 import random
 
 import pytest
+from needs import needs
 
-pytest.importorskip("skyrl.backends.skyrl_train.training_batch")
+needs("skyrl.backends.skyrl_train.training_batch")
 
 import ray
 import torch

@@ -12,10 +12,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
-pytest.importorskip("torchrl")
+needs("torchrl")
 
 from samples import PAD, ROWS, assert_same, per_row, rollout
 from torchrl.data import (

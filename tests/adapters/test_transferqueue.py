@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 from frozen import freeze
+from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 from omegaconf import OmegaConf
 from transfer_queue import StorageKeyNotFoundError

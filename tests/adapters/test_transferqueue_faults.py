@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 FUZZ = Path(__file__).parents[1] / "tools" / "fuzz.py"
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 from transfer_queue import StorageKeyNotFoundError
 

@@ -7,8 +7,9 @@ import signal
 import time
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 

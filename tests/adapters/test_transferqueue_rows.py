@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from frozen import freeze, same, uncast
+from needs import needs
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 from transfer_queue.metadata import extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager

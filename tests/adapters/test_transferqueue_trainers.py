@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transfer_queue")
+needs("transfer_queue")
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 

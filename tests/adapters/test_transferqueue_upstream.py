@@ -9,8 +9,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from needs import needs
 
-transfer_queue = pytest.importorskip("transfer_queue")
+transfer_queue = needs("transfer_queue")
 
 HERE = Path(__file__).parent
 THEIRS = Path(transfer_queue.__file__).parents[1] / "tests" / "e2e"

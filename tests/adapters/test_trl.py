@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from needs import needs
 
-pytest.importorskip("trl")
-pytest.importorskip("accelerate")
+needs("trl")
+needs("accelerate")
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -197,7 +198,7 @@ def test_text_alone_of_a_model_with_images(tmp_path):
 
 
 def test_lora(tmp_path, models):
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     runs = both(GRPOTrainer, tmp_path, models(), max_steps=4, peft=peft.LoraConfig(**LORA), **REUSED)
     assert runs[1].ref_model is None  # the model without its adapter
     assert_same_runs(*runs)
@@ -205,7 +206,7 @@ def test_lora(tmp_path, models):
 
 def test_an_adapter_that_is_trained_again(tmp_path, models):
     """The reference is then a copy of the adapter, "ref"."""
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     torch.manual_seed(0)
     model = peft.get_peft_model(work.loaded(models()), peft.LoraConfig(**LORA))
     with torch.no_grad():
@@ -584,7 +585,7 @@ def test_dropout(tmp_path, models, falls_back):
 
 
 def test_adapters_that_packed_rows_do_not_have(tmp_path, models, falls_back):
-    peft = pytest.importorskip("peft")
+    peft = needs("peft")
     for number, (adapters, match) in enumerate(
         [
             (peft.LoraConfig(**LORA | {"lora_dropout": 0.1}), "lora_dropout=0"),
@@ -714,13 +715,13 @@ def of_ranks(tmp_path, models, cases, sharded):
     """The results of two ranks, by case."""
     options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
     given = str(tmp_path), models(), cases, sharded, options
-    return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given, seconds=150)), strict=True), strict=True))
+    return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given)), strict=True), strict=True))
 
 
 def test_two_ranks_compare_their_rows_together(tmp_path, models):
     """The metrics are those of all rows, on each rank, and both stop."""
     given = str(tmp_path), models(), {"max_steps": 4, **REUSED}
-    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given, seconds=150))
+    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given))
     assert len(first) == len(own) == 1
     assert first == second
     assert own != others

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from needs import needs
 
-pytest.importorskip("trl")
-pytest.importorskip("accelerate")
+needs("trl")
+needs("accelerate")
 
 import trl_work as work
 from accelerate import PartialState

@@ -15,8 +15,9 @@ import re
 from pathlib import Path
 
 import pytest
+from needs import needs
 
-pytest.importorskip("verl")
+needs("verl")
 
 import cloudpickle
 import numpy as np

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from needs import needs
 
-pytest.importorskip("verl")
-pytest.importorskip("transfer_queue")
+needs("verl")
+needs("transfer_queue")
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import needs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -177,11 +178,10 @@ def test_blocks_run(
     name: str, number: int | None, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = PAGES[name]
-    needs = (*page.needs, *page.also.get(-1 if number is None else number, ()))
-    for package in needs:
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    if "ray" in needs:
+    packages = (*page.needs, *page.also.get(-1 if number is None else number, ()))
+    for package in packages:
+        needs(package)
+    if "ray" in packages:
         request.getfixturevalue("local_ray")
     monkeypatch.chdir(tmp_path)  # pages save files
     run(name, pages()[name], page, number)

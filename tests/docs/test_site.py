@@ -14,14 +14,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 
 import maskpack as mp
 from maskpack import store, testing
 
-pytest.importorskip("sphinx")
-pytest.importorskip("furo")
-pytest.importorskip("myst_parser")
-pytest.importorskip("sphinx_copybutton")
+needs("sphinx")
+needs("furo")
+needs("myst_parser")
+needs("sphinx_copybutton")
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINK = re.compile(r'href="([^"#?]+\.html)')
@@ -132,7 +133,7 @@ def test_every_public_name_has_its_entry(entries: set[str]) -> None:
 
 
 def test_dispatch_has_its_entries(entries: set[str]) -> None:
-    pytest.importorskip("ray")
+    needs("ray")
     dispatch = importlib.import_module("maskpack.dispatch")
     assert missing({f"maskpack.dispatch.{name}" for name in dispatch.__all__}, entries) == set()
 

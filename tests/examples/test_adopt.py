@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("transformers")
+ray = needs("ray")
+needs("transformers")
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/adopt"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
 from maskpack import compress
@@ -25,7 +26,7 @@ def rollouts(first: int, lengths: list[int]) -> TensorDict:
 
 @pytest.mark.parametrize("kind", ["log", "file"])
 def test_rewards_and_lengths_of_each_prompt(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
+    needs("pyarrow")
     parts = [rollouts(0, [1, 2, 6]), rollouts(3, [4, 0])]
     file = tmp_path / kind
     if kind == "log":

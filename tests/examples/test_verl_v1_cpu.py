@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import needs
 
-pytest.importorskip("verl")
-pytest.importorskip("transfer_queue")
+needs("verl")
+needs("transfer_queue")
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 sys.path.append(str(Path(__file__).parents[2] / "examples"))

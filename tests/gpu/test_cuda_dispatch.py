@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import samples
 import torch
+from needs import needs
 from samples import PAD, assert_same, rollout
 from tensordict import TensorDict
 
 import maskpack as mp
 
-ray = pytest.importorskip("ray")
+ray = needs("ray")
 
-from ray import cloudpickle  # noqa: E402
+from ray import cloudpickle
 
-from maskpack.dispatch import WorkerGroup, endpoint  # noqa: E402
+from maskpack.dispatch import WorkerGroup, endpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

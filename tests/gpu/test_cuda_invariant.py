@@ -8,15 +8,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.errors import ReplayError
 from maskpack.replay import ReplayOptions, response_log_probs
 
-transformers = pytest.importorskip("transformers")
+transformers = needs("transformers")
 
-from maskpack.adapters.transformers import replayable  # noqa: E402
+from maskpack.adapters.transformers import replayable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
 from tensordict import TensorDict
 from torch import Tensor
@@ -21,9 +22,9 @@ from maskpack.ops.attention import backend_for, packed_attention
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
-transformers = pytest.importorskip("transformers")
+transformers = needs("transformers")
 
-from maskpack.adapters.transformers import replayable  # noqa: E402
+from maskpack.adapters.transformers import replayable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

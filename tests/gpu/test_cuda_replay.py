@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import count_syncs
+from needs import needs
 from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ from maskpack.ops.attention import backend_for, packed_attention
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
-transformers = pytest.importorskip("transformers")
+transformers = needs("transformers")
 
-from maskpack.adapters.transformers import replayable  # noqa: E402
+from maskpack.adapters.transformers import replayable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -260,7 +261,7 @@ def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_model_with_kernels_of_liger_compiles(dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its norms, MLPs and rotation run as they are, and its rotary embedding compiled."""
-    liger = pytest.importorskip("liger_kernel.transformers")
+    liger = needs("liger_kernel.transformers")
     modeling = transformers.models.qwen3.modeling_qwen3
     for name in ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP"):
         monkeypatch.setattr(modeling, name, getattr(modeling, name))  # given back after the test

@@ -22,7 +22,7 @@ def test_results_and_gradients_are_those_of_one_process() -> None:
         for bounds in ([16_384, 32_768], [30_000, 32_001], [0, 32_001])
         for more in ({"keep": 0}, {"keep": 1 << 20}, {"keep": 1 << 30, "sure": 12.0}, {"backend": "torch"})
     ]
-    for of_rank in values(run_ranks(work_vocab.compare, 2, cases, True, seconds=200, backend="nccl")):
+    for of_rank in values(run_ranks(work_vocab.compare, 2, cases, True, backend="nccl")):
         for which, seen in zip(cases, of_rank, strict=True):
             assert seen["same"], which
             for name in ("log_probs", "entropy"):
@@ -32,11 +32,11 @@ def test_results_and_gradients_are_those_of_one_process() -> None:
 
 
 def test_both_raise_and_none_waits() -> None:
-    for seen in values(run_ranks(work_vocab.failures, 2, "cuda", seconds=100, backend="nccl")):
+    for seen in values(run_ranks(work_vocab.failures, 2, "cuda", backend="nccl")):
         for name, (error, after) in seen.items():
             assert after == pytest.approx(1 / 6)
             assert bool(error) == ("ids of" not in name and name != "negative ids"), name  # NaN on a GPU
 
 
 def test_the_host_waits_once() -> None:
-    assert values(run_ranks(work_vocab.waits, 2, seconds=100, backend="nccl")) == [1, 1]
+    assert values(run_ranks(work_vocab.waits, 2, backend="nccl")) == [1, 1]

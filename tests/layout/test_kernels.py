@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import DEVICE, IS_GPU, kernel_marks
 from oracle import assert_same_tensor
 from strategies import generators, patterns
 from torch import Tensor
@@ -25,12 +25,7 @@ from maskpack.layout import scan
 from maskpack.layout.row_layout import device_spans, host_spans
 from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, table_of
 
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a GPU or TRITON_INTERPRET=1"),
-]
+pytestmark = kernel_marks
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
 CANARY = 77
 
@@ -75,7 +70,7 @@ class Compiled:
 @pytest.fixture(scope="module", autouse=True)
 def remembered() -> Iterator[None]:
     """The interpreter has no compiled kernels: these stand in for them, so that launches are remembered here too."""
-    if not INTERPRETED:
+    if IS_GPU:
         yield
         return
     from maskpack.layout.launch_triton import Launch
@@ -83,12 +78,15 @@ def remembered() -> Iterator[None]:
     def first(launch: Any, programs: int, arguments: Sequence[Any], *, remember: bool = True) -> None:
         interpreted(launch, programs, arguments, remember=remember)
         if remember:
+            launches.append(launch)
             launch._remembered = Compiled(launch._kernel, arguments, launch._options)
 
-    interpreted = Launch.first
+    interpreted, launches = Launch.first, list[Launch]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "first", first)
         yield
+    for launch in launches:  # other files of the process have the interpreter as it is
+        launch._remembered = None
 
 
 @st.composite

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from kernels import kernel_marks
 from torch import Tensor
 
 from maskpack.ops import Logits, log_probs
@@ -17,13 +17,7 @@ from maskpack.ops.logits import Curve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
-kernels = [
-    pytest.mark.interpreter,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-    ),
-]
-BACKENDS = ["torch", pytest.param("triton", marks=kernels)]
+BACKENDS = ["torch", pytest.param("triton", marks=kernel_marks)]
 PRODUCT = Logits()
 
 

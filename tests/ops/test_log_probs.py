@@ -1,5 +1,5 @@
 """ops.packed_log_probs against naive loops over rows and tokens, and its gradients against autograd of the plain
-program in float64. Triton kernels run on a GPU, or on the host under TRITON_INTERPRET=1."""
+program in float64. Triton kernels run on a GPU, or interpreted on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 import work_vocab
 from hypothesis import given
 from hypothesis import strategies as st
-from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, kernels, naive, plain, reduced
+from kernels import kernel_marks
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced
 from samples import in_chunks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -372,7 +373,7 @@ def test_kept_tokens_have_the_gradients_of_all_outputs(narrow: None, use: str, b
         assert relative(got, want) < 2e-3
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Of half precision by the weight alone, in aligned memory; forward, and again backward if nothing is kept."""
     fused = importlib.import_module("maskpack.ops.log_probs_fused_triton")
@@ -400,7 +401,7 @@ def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) 
     assert runs(half, sampling_mask=mask) == []
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 def test_fused_products_with_a_cap_are_differentiated(backend: Any) -> None:
     """In the range in which the cap bends, with every output, and of tokens that are likely themselves."""
     hidden, weight, _ = inputs(150, 16, 700, torch.float16, device=DEVICE)
@@ -609,7 +610,7 @@ def test_it_runs_inside_compiled_code() -> None:
 # -------------------------------------------------------------------- kernels and their specification
 
 
-@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=kernel_marks)])
 def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     program = module._program(name == "triton")
     logits = torch.randn(6, 40, device=DEVICE)[:, :33]
@@ -775,11 +776,11 @@ def test_stored_probabilities_are_differentiated(backend: Any, dtype: torch.dtyp
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="gpu/test_cuda_vocab.py runs it on GPUs")
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 def test_kernels_of_ranks_with_a_slice_each(backend: str) -> None:
     slices = ([300, 515], "float32", 0), ([0, 515], "float16", 0), ([500, 515], "float16", 1 << 30)
     cases = [case(5, 8, bounds, dtype, temperature=0.7, keep=keep, backend=backend) for bounds, dtype, keep in slices]
-    for of_rank in ranks.values(ranks.run_ranks(work_vocab.compare, 2, cases, True, seconds=100)):
+    for of_rank in ranks.values(ranks.run_ranks(work_vocab.compare, 2, cases, True)):
         for which, seen in zip(cases, of_rank, strict=True):
             assert seen["same"], which
             assert max(seen["log_probs"], seen["entropy"]) < 5e-6, which
@@ -787,7 +788,7 @@ def test_kernels_of_ranks_with_a_slice_each(backend: str) -> None:
                 assert seen[name] < 1.25 * seen["alone"][name] + (1e-5 if which["dtype"] == "float32" else 2e-4), which
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("use", ["L", "E", "LE"])

@@ -1,5 +1,5 @@
 """packed_log_probs(sampling_mask=, statistics=) against loops over tokens in float64, which take the allowed ids alone.
-Triton kernels run on a GPU, or on the host under TRITON_INTERPRET=1."""
+Triton kernels run on a GPU, or interpreted on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from output_layers import BACKENDS, DEVICE, kept_tokens, kernels
+from kernels import kernel_marks
+from output_layers import BACKENDS, DEVICE, kept_tokens
 from torch import Tensor
 
 from maskpack.errors import LayoutError
@@ -215,7 +216,7 @@ def test_statistics_are_a_flag() -> None:
         call(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), statistics="entropy")
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 @pytest.mark.parametrize("columns", [1, 255, 700])
 @pytest.mark.parametrize("first", [0, 256])
 def test_logits_are_differentiated_as_specified(

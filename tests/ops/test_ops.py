@@ -279,11 +279,11 @@ def test_equal_pads_of_other_bits() -> None:
 def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "kernels_of_a_test").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not backends._installed("kernels_of_a_test")
+    assert not backends.is_installed("kernels_of_a_test")
     (tmp_path / "kernels_of_a_test" / "__init__.py").touch()
     importlib.invalidate_caches()
-    assert backends._installed("kernels_of_a_test")
-    assert not backends._installed("no_package_of_this_name")
+    assert backends.is_installed("kernels_of_a_test")
+    assert not backends.is_installed("no_package_of_this_name")
 
 
 def test_the_switch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Attention over a PrefixTree against a loop over the tokens of each row, values and gradients in float64. Merged calls
-run with a kernel in plain torch; Triton kernels run on a GPU, or on the host under TRITON_INTERPRET=1."""
+run with a kernel in plain torch; Triton kernels run on a GPU, or interpreted on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from output_layers import DEVICE, kernels
+from kernels import kernel_marks
+from output_layers import DEVICE
 from torch import Tensor
 
 from maskpack.errors import ReplayError
@@ -198,7 +199,7 @@ def head_major(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=[*kernels, interpreted])])
+@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=[*kernel_marks, interpreted])])
 @pytest.mark.parametrize("turned", [[0], [1], [2], [0, 1, 2]], ids=["queries", "keys", "values", "all"])
 @pytest.mark.parametrize("rows", ["groups", "a deep trie"])
 def test_queries_keys_and_values_may_be_head_major(
@@ -298,7 +299,7 @@ def merged_by_definition(out: Tensor, lse: Tensor, index: Tensor, other: Tensor,
     return [out, lse]
 
 
-@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("of", ["torch", pytest.param("triton", marks=kernel_marks)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [Tensor.contiguous, head_major], ids=["token-major", "head-major"])
 @pytest.mark.parametrize(

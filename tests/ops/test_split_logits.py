@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transformers")  # the workers of replay are in the same file
+needs("transformers")  # the workers of replay are in the same file
 
 import work_heads
 from ranks import run_ranks, values
@@ -14,11 +15,11 @@ from ranks import run_ranks, values
     ("ranks", "dtype", "limit"), [(2, "float64", 1e-12), (3, "float64", 1e-12), (2, "float32", 2e-5)]
 )
 def test_results_and_gradients_are_those_of_one_process(ranks: int, dtype: str, limit: float) -> None:
-    assert max(values(run_ranks(work_heads.split, ranks, dtype, seconds=100))) <= limit
+    assert max(values(run_ranks(work_heads.split, ranks, dtype))) <= limit
 
 
 def test_ranks_compare_what_must_be_the_same() -> None:
-    first, second = values(run_ranks(work_heads.differences, 2, seconds=100))
+    first, second = values(run_ranks(work_heads.differences, 2))
     for said in (first, second):
         for seen, want in zip(said[:-1], (
             "scale is [1.0, 2.0] on ranks [0, 1]; expected the same",

@@ -20,8 +20,8 @@ EXACT = {"float32": 5e-6, "float64": 1e-12, "bfloat16": 5e-6, "float16": 5e-6}
 GRADIENTS = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2}
 
 
-def ran(work: Any, ranks: int, *args: Any, seconds: float = 100) -> list[Any]:
-    return values(run_ranks(work, ranks, *args, seconds=seconds))
+def ran(work: Any, ranks: int, *args: Any) -> list[Any]:
+    return values(run_ranks(work, ranks, *args))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -152,7 +152,7 @@ def test_replay_takes_the_group_of_the_model() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_ranks_raise_and_none_waits(ranks: int) -> None:
-    of_ranks = ran(work_vocab.failures, ranks, seconds=60)
+    of_ranks = ran(work_vocab.failures, ranks)
     last, everyone = ranks - 1, list(range(ranks))
     same = "on ranks " + str(everyone) + "; expected the same on all ranks of group"
     for rank, seen in enumerate(of_ranks):

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import samples
 import torch
+from needs import needs, without
 from tensordict import NonTensorStack, TensorDict
 
 import maskpack as mp
 from maskpack.errors import LayoutError, MaskpackError
 
-pytest.importorskip("pyarrow")
+needs("pyarrow")
 
 
 def cells(values: torch.Tensor, mask: torch.Tensor) -> list[list[Any]]:
@@ -113,7 +114,8 @@ def test_columns_come_in_the_order_asked_for() -> None:
     assert packed.to_arrow(("inner", "b"), "x", ("inner", "a")).column_names == ["inner/b", "x", "inner/a"]
 
 
-def test_without_pyarrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+@without("pyarrow")
+def test_without_pyarrow(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", found)
     with pytest.raises(MaskpackError, match=r"pyarrow is not installed.*maskpack\[arrow\]"):
         mp.compress(TensorDict({"x": torch.ones(2)}, [2])).to_arrow()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from needs import needs, without
 from samples import assert_same
 from tensordict import TensorDict
 
@@ -15,7 +17,7 @@ from maskpack import MaskpackError, PackedBatch, compress, decompress
 from maskpack.errors import WireFormatError
 from maskpack.packed.file import codec
 
-zstandard = pytest.importorskip("zstandard")
+zstandard = needs("zstandard")
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"]
 SIZES = [0, 1, 2, 63, 64, 65, 511, 512, 513, 5000]
@@ -74,10 +76,11 @@ def test_what_the_codec_makes_smaller_is_sent_as_plain_words() -> None:
         assert_same(decompress(back[1:3]), decompress(packed[1:3]))
 
 
-def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@without("zstandard")
+def test_missing_package(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(x=torch.arange(6000).view(6, 1000) % 77)
     data = compress(batch, codec="zstd").to_bytes()
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "zstandard", found)
     for call, name in (
         (lambda: compress(batch, codec="zstd"), "compress"),
         (lambda: PackedBatch.from_bytes(data), "PackedBatch.from_bytes"),

@@ -15,6 +15,7 @@ import pytest
 import samples
 import torch
 from kernels import DEVICE, IS_GPU, Place, at, count_syncs, encoding_of, kernel_test
+from needs import needs
 from samples import PAD
 from tensordict import TensorDict
 from torch import Tensor
@@ -232,7 +233,7 @@ def test_a_mapped_file_that_was_written_to_is_not_decoded(tmp_path: Path) -> Non
 
 
 def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
-    pytest.importorskip("triton")
+    needs("triton")
     from maskpack.packed.cuda import kernel
 
     names = ["first", *job_table.JobTarget._fields, "source"]

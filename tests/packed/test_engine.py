@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 
 import maskpack as mp
@@ -326,7 +327,7 @@ def test_rows_without_tokens(rows):
 
 
 def test_replay_takes_it():
-    transformers = pytest.importorskip("transformers")
+    transformers = needs("transformers")
     from maskpack.adapters.transformers import replayable
 
     config = transformers.Qwen3Config(

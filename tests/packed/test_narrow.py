@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from needs import needs
 from oracle import assert_same_batch, assert_same_tensor
 from strategies import Case, batches
 from tensordict import TensorDict
@@ -97,7 +98,7 @@ def test_layers_before_and_after_rows_moved(move: str, dtype: torch.dtype) -> No
 
 
 def test_a_codec() -> None:
-    pytest.importorskip("zstandard")
+    needs("zstandard")
     batch = routers()
     ids = batch["routed_experts"].long()
     batch["routed_experts"] = (ids**3 // 127**2).short()  # small ones are frequent

@@ -14,6 +14,7 @@ import torch
 from fuzz_wire import Pieces
 from hypothesis import given
 from hypothesis import strategies as st
+from needs import needs, without
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
@@ -305,7 +306,7 @@ def test_no_counts_without_token_ids(name, change):
 
 
 def shuffled_zstd(array):
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = needs("zstandard")
     raw = array.tobytes()
     planes = [raw[byte :: array.itemsize] for byte in range(array.itemsize)]
     return len(zstandard.ZstdCompressor(level=1).compress(b"".join(planes)))
@@ -336,8 +337,9 @@ def test_left_is_what_zstd_takes_off():
     assert (found.left, found.codec) == (0, "zstd")
 
 
-def test_left_is_unknown_without_zstandard(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+@without("zstandard")
+def test_left_is_unknown_without_zstandard(found, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", found)
     found = figures(pack(samples.rollout()))
     assert found.left is None
     assert {field.left for field in found.fields} == {None}

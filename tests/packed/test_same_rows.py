@@ -7,7 +7,6 @@ What is expected comes from naive loops (oracle.py). test_device_work.py has wha
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import random
 import warnings
@@ -25,7 +24,7 @@ import strategies
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import PLACES, Place, at, encoding_of, of_host_alone
+from kernels import IS_GPU, PLACES, Place, at, encoding_of, of_host_alone
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import TensorDict
 from torch import Tensor
@@ -53,8 +52,9 @@ pytestmark = [
 ]
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""The interpreter takes its time: it sees smaller batches, and fewer."""
+def is_interpreted(place: str) -> bool:
+    """The interpreter takes its time: it sees smaller batches, and fewer."""
+    return place == "kernels" and not IS_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def assert_same_rows(
     ways = [(way(packed), slice(None)) for way in WAYS.values()]
     ways += [(own[rows], rows) for own in (packed, mapped) for rows in ROWS]
     turns = [*enumerate(ways)]
-    if INTERPRETED:  # each batch goes a third of the ways
+    if is_interpreted(place):  # each batch goes a third of the ways
         turns = turns[len(names) % 3 :: 3]
     with at(place, chunk) as here:
         for turn, (own, rows) in turns:
@@ -236,7 +236,7 @@ def every_field(seed: int, turn: int, holes: bool, share: int) -> tuple[TensorDi
 
 @pytest.mark.parametrize(("turn", "holes"), [(0, False), (1, True), (2, True)])
 def test_every_dtype_pad_mask_shape_and_form(place: str, turn: int, holes: bool, tmp_path: Path) -> None:
-    share = 8 if INTERPRETED else 1
+    share = 8 if is_interpreted(place) else 1
     made, (registry, _) = zip(*(every_field(seed, turn, holes, share) for seed in (turn, turn + 7)), strict=True)
     packed, places = assert_same_rows(made, place, tmp_path, registry=registry)
     for own, here in zip(packed, places, strict=True):
@@ -277,7 +277,7 @@ def test_masks_of_many_spans_and_of_few(place: str, name: str) -> None:
     with at(place) as here:
         packed = compress(batch.to(here.device), registry=registry)
         assert_rows(packed, batch, here.device)
-        if not INTERPRETED:
+        if not is_interpreted(place):
             assert_rows(PackedBatch.from_bytes(packed.to_bytes()), batch, here.device)
 
 
@@ -287,7 +287,7 @@ PLANNED = ("reference", "multi-turn", "routed-experts", "ppo")
 
 @pytest.mark.parametrize("variant", samples.VARIANTS)
 def test_workloads(place: str, variant: str, tmp_path: Path) -> None:
-    rows = 5 if INTERPRETED else 6
+    rows = 5 if is_interpreted(place) else 6
     made = [samples.workload(variant, rows, 24, 100, fill=0.4, group=3, seed=seed) for seed in range(3)]
     verify = "never" if variant == "ppo" else "always"
     _, (padded, nested) = assert_same_rows(made, place, tmp_path, 64, pad_token_id=samples.PAD, verify=verify)
@@ -381,7 +381,7 @@ UNSEEN = ("nothing", "another value of the mask", "two values of the mask", "no 
 """Those of which nothing is lost if the pad 0 is taken unseen."""
 
 
-@pytest.mark.parametrize("pads", [(), (0.0, PER_ROW), (EDGE, 0.0), (-1.0, 0.0, PER_ROW)][:: 1 + INTERPRETED], ids=str)
+@pytest.mark.parametrize("pads", [(), (0.0, PER_ROW), (EDGE, 0.0), (-1.0, 0.0, PER_ROW)], ids=str)
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_batches_of_one_signature_follow_each_other(place: str, pads: tuple[Any, ...], verify: Any) -> None:
     """The plan of the one before serves a batch, or does not; the schema is that of a batch without a plan."""
@@ -395,7 +395,7 @@ def test_batches_of_one_signature_follow_each_other(place: str, pads: tuple[Any,
     with at(place) as here:
         remembered = [compress(batch.to(here.device), **options) for batch in made]
         turns = [*zip(remembered, made, names, strict=True)]
-        for packed, batch, name in turns[2::3] if INTERPRETED else turns:
+        for packed, batch, name in turns[2::3] if is_interpreted(place) else turns:
             assert_rows(packed, batch, here.device)
             tables.forget()
             fresh = compress(batch.to(here.device), **options)
@@ -403,7 +403,7 @@ def test_batches_of_one_signature_follow_each_other(place: str, pads: tuple[Any,
                 assert packed.schema == fresh.schema
 
 
-@settings(max_examples=4 if INTERPRETED else 50)
+@settings(max_examples=50)
 @given(case=batches(), seed=st.integers(0, 2**32 - 1))
 def test_random_batches_with_changed_bytes(place: str, case: Case, seed: int) -> None:
     """A plan, and no plan, do the same to batches in which some bytes became others: both raise, or both are exact."""

@@ -33,6 +33,7 @@ import torch
 from fuzz_wire import NONE, Made, Pieces, encodings_of_others, of_rows, simple_encodings
 from golden import make
 from hypothesis import given
+from needs import needs
 from oracle import assert_same_batch
 from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -130,7 +131,7 @@ def test_every_way_out_and_in(codec: str | None, case: strategies.Case) -> None:
 
 
 def test_safetensors_reads_our_files(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
+    safetensors = needs("safetensors")
     from safetensors.numpy import load
 
     for name in GOLDEN:
@@ -597,7 +598,7 @@ def test_codecs() -> None:
 
 def test_the_writer_pays_for_what_shrinks_much() -> None:
     """A message stands for at most 256 times its bytes; what zstd makes smaller than that is padded."""
-    pytest.importorskip("zstandard")
+    needs("zstandard")
     period = torch.randint(0, 99, (512,), generator=torch.Generator().manual_seed(0)).repeat(4096)
     batch = TensorDict({"x": period.view(8, -1)}, [8])
     data = compress(batch, codec="zstd").to_bytes()
@@ -611,7 +612,7 @@ def test_the_writer_pays_for_what_shrinks_much() -> None:
 
 
 def test_zstd_frames_that_are_none() -> None:
-    zstandard = pytest.importorskip("zstandard")
+    zstandard = needs("zstandard")
     number = next(n for n, record in enumerate(pieces("zstd").manifest["codec"]["arrays"]) if record is not None)
     good = pieces("zstd").array(number)[2]
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
+from needs import needs
 
-tf = pytest.importorskip("transformers")
-from tiny_models import SLIDING, TINY, VOCABULARY  # noqa: E402
+tf = needs("transformers")
+from tiny_models import SLIDING, TINY, VOCABULARY
 
 
 def maker(kind: str, config: str | None = None, /, *, bias: bool = False, **sizes: Any) -> Callable[..., Any]:

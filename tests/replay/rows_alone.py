@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from torch import Tensor
 
-tf = pytest.importorskip("transformers")
-from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
+tf = needs("transformers")
+from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+from maskpack.adapters.transformers import model as adapter
+
 Replayable, replayable = adapter.Replayable, adapter.replayable
 
 PROMPT, RESPONSE = 6, 9

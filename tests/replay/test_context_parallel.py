@@ -7,8 +7,9 @@ import os
 import re
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 import work_context
 from ranks import run_ranks, values
@@ -20,7 +21,7 @@ ROUNDS = 100 if os.environ.get("HYPOTHESIS_PROFILE") == "full" else 40
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention_of_shards_is_that_of_naive_loops(ranks: int) -> None:
     """Heads of keys that are split, and that several ranks read; windows and caps."""
-    for off in values(run_ranks(work_context.attention_off, ranks, seconds=100)):
+    for off in values(run_ranks(work_context.attention_off, ranks)):
         assert len(off) == 18
         for case, (outputs, gradients) in off.items():
             assert outputs < 1e-12, case
@@ -38,7 +39,7 @@ def test_attention_of_shards_is_that_of_naive_loops(ranks: int) -> None:
     ],
 )
 def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, checkpoints: bool, ranks: int) -> None:
-    for off in values(run_ranks(work_context.replayed, ranks, kind, shares, checkpoints, seconds=150)):
+    for off in values(run_ranks(work_context.replayed, ranks, kind, shares, checkpoints)):
         several = {"log_probs", "planned", "entropy", "log-probs of one pass"}
         assert off.keys() == several | {"gradients", "one rank", "values", "one pass"}
         assert off["gradients"] <= GRADIENTS
@@ -47,20 +48,20 @@ def test_replay_of_shards_is_that_of_each_row_alone(kind: str, shares: bool, che
 
 
 def test_sharded_weights_and_sharded_tokens() -> None:
-    for off in values(run_ranks(work_context.sharded, 4, seconds=150)):
+    for off in values(run_ranks(work_context.sharded, 4)):
         assert off["log_probs"] <= LOG_PROBS
         assert max(off["gradients"], off["planned"]) <= GRADIENTS
 
 
 def test_options_of_one_rank_are_those_of_shards() -> None:
-    for off in values(run_ranks(work_context.options, 2, seconds=100)):
+    for off in values(run_ranks(work_context.options, 2)):
         assert off.pop("tokens of a shard") == 8
         assert max(off.values()) <= LOG_PROBS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rounds_of_few_tokens(ranks: int) -> None:
-    for off in values(run_ranks(work_context.rounds, ranks, ROUNDS, seconds=250)):
+    for off in values(run_ranks(work_context.rounds, ranks, ROUNDS)):
         assert off["log_probs"] <= LOG_PROBS
         assert off["gradients"] <= GRADIENTS
         assert off["without"] > ROUNDS // 5  # rounds in which a rank scores nothing
@@ -68,7 +69,7 @@ def test_rounds_of_few_tokens(ranks: int) -> None:
 
 
 def test_all_ranks_refuse_together() -> None:
-    both = values(run_ranks(work_context.refusals, 2, seconds=100))
+    both = values(run_ranks(work_context.refusals, 2))
     assert "have a response but no prompt token" in both[1]["no prompt"]
     assert "ranks [1] of the context group have failed" in both[0]["no prompt"]
     assert "has dropout" in both[1]["dropout"]
@@ -89,7 +90,7 @@ def test_all_ranks_refuse_together() -> None:
 
 
 def test_the_self_check_sees_wrong_exchanges() -> None:
-    for said in values(run_ranks(work_context.compared, 2, seconds=100)):
+    for said in values(run_ranks(work_context.compared, 2)):
         assert said.pop("right") == "nothing"
         for name, message in said.items():
             assert "are off by" in message, name

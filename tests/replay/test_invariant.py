@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -19,14 +20,15 @@ from maskpack.errors import ReplayError
 from maskpack.ops import attention, packed_log_probs
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
-tf = pytest.importorskip("transformers")
-import work_replay  # noqa: E402
-from ranks import run_ranks, values  # noqa: E402
-from rows_alone import alone, checkpoint, gpt2, gradients  # noqa: E402
-from tiny_models import TINY, VOCABULARY, gemma3, llama, mixtral, pair, qwen3, qwen25_vl  # noqa: E402
+tf = needs("transformers")
+import work_replay
+from ranks import run_ranks, values
+from rows_alone import alone, checkpoint, gpt2, gradients
+from tiny_models import TINY, VOCABULARY, gemma3, llama, mixtral, pair, qwen3, qwen25_vl
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-invariant = pytest.importorskip("maskpack.adapters.transformers.invariant")
+from maskpack.adapters.transformers import invariant
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
 
 SHARE = ReplayOptions(share_prefixes=True, min_shared=1)
@@ -195,7 +197,8 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 @torch.no_grad()
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
+    from maskpack.adapters.transformers import compiled
+
     monkeypatch.setitem(compiled._OPTIONS, "backend", "eager")
     replay = replayable(pair(qwen3)[0], compile=True, invariant=True)
     assert differing(replay, rows_of(np.random.default_rng(3), 8), 5) == 0
@@ -373,7 +376,7 @@ def test_the_probe_runs_once_for_each_path_and_leaves_no_trace() -> None:
 
 
 def test_ranks_of_a_sharded_model_probe_together() -> None:
-    for seen in values(run_ranks(work_replay.sharded_bits, 2, seconds=200)):
+    for seen in values(run_ranks(work_replay.sharded_bits, 2)):
         assert seen["differing"] == 0
         assert all("invariant=True, but bits of" in said for said in seen["refused"])
         assert seen["context"].startswith("replayable: invariant=True with context_group; expected all tokens of a row")

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from needs import needs
 
-pytest.importorskip("transformers")
+needs("transformers")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import packed_trainer
@@ -33,7 +34,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 @pytest.mark.parametrize("block", BLOCKS, ids=["loop", "trainer"])
 def test_blocks_run(block):
     if "Trainer" in block:
-        pytest.importorskip("accelerate")
+        needs("accelerate")
     exec(compile(block, "transformers.md", "exec"), {})
 
 
@@ -136,7 +137,7 @@ def packed_model():
 
 
 def test_the_trainer_of_transformers(tmp_path):
-    pytest.importorskip("accelerate")
+    needs("accelerate")
     model = packed_model()
     model.accepts_loss_kwargs = False
     packed = trained(model, PackedCollator(multiple_of=8), tmp_path, compute_loss_func=causal_loss)
@@ -148,7 +149,7 @@ def test_the_trainer_of_transformers(tmp_path):
 
 def test_the_trainer_passes_its_count_on_to_the_attention(tmp_path):
     """Why the model must say that it takes no keywords of losses; the attention refuses what it does not know."""
-    pytest.importorskip("accelerate")
+    needs("accelerate")
     with pytest.raises(ReplayError, match="packed attention with num_items_in_batch"):
         trained(packed_model(), PackedCollator(), tmp_path)
 
@@ -173,7 +174,7 @@ def supervised(model, collator, tmp_path, **options):
 
 def test_the_trainer_of_trl(tmp_path):
     """As it is, with its gradient checkpointing."""
-    pytest.importorskip("trl")
+    needs("trl")
     packed = supervised(packed_model(), PackedCollator(), tmp_path)
     own = supervised(packed_trainer.tiny_model(), padded, tmp_path)
     assert len(own) == 6
@@ -182,6 +183,6 @@ def test_the_trainer_of_trl(tmp_path):
 
 def test_the_collator_of_trl_needs_another_attention(tmp_path):
     """It always gives seq_idx, which maskpack's attention does not know."""
-    pytest.importorskip("trl")
+    needs("trl")
     with pytest.raises(ReplayError, match="packed attention with seq_idx"):
         supervised(packed_model(), None, tmp_path, padding_free=True)

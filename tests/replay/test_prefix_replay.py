@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs
 from torch import Tensor
 
 import maskpack as mp
@@ -20,13 +21,14 @@ from maskpack.errors import ReplayError
 from maskpack.ops import attention, prefix_attention
 from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
-tf = pytest.importorskip("transformers")
-from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
+tf = needs("transformers")
+from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
-from rows_alone import gradients, off  # noqa: E402
-from tree_rows import (  # noqa: E402
+from rows_alone import gradients, off
+from tree_rows import (
     LIMITS,
     ROWS,
     SHARE,

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs
 
-refusals = pytest.importorskip("maskpack.adapters.transformers.refusals")
+needs("transformers")
+
+from maskpack.adapters.transformers import refusals
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from torch import Tensor, nn
 
 from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, response_log_probs, response_values
 
-tf = pytest.importorskip("transformers")
-from rows_alone import (  # noqa: E402
+tf = needs("transformers")
+from rows_alone import (
     LIMIT,
     ROWS,
     all_models,
@@ -34,10 +35,11 @@ from rows_alone import (  # noqa: E402
     off,
     truth_of,
 )
-from tiny_models import gemma3, llama, pair, qwen3  # noqa: E402
+from tiny_models import gemma3, llama, pair, qwen3
 
-compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+from maskpack.adapters.transformers import compiled
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
 
 

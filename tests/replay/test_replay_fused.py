@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 from kernels import DEVICE, IS_GPU, kernel_marks
+from needs import needs
 from torch import Tensor, nn
 
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
-tf = pytest.importorskip("transformers")
-from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off, truth_of  # noqa: E402
-from tiny_models import gemma3, llama, pair, qwen3  # noqa: E402
+tf = needs("transformers")
+from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off, truth_of
+from tiny_models import gemma3, llama, pair, qwen3
 
-replayable = pytest.importorskip("maskpack.adapters.transformers.model").replayable
+from maskpack.adapters.transformers.model import replayable
+
 fused = importlib.import_module("maskpack.adapters.transformers.fused")
 pytestmark = kernel_marks
 HALF = torch.bfloat16 if IS_GPU else torch.float16

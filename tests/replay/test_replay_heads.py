@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from torch import nn
 
 import maskpack as mp
@@ -17,16 +18,17 @@ from maskpack.errors import LayoutError, ReplayError
 from maskpack.ops import Logits
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 
-tf = pytest.importorskip("transformers")
-import work_heads  # noqa: E402
-from head_models import HEADS  # noqa: E402
-from lora_layer import LoraLayer, with_lora  # noqa: E402
-from ranks import run_ranks, values  # noqa: E402
-from rows_alone import LIMIT, batch_of, checkpoint, close_gradients, gradients, off, truth_of  # noqa: E402
-from tiny_models import TINY, VOCABULARY, llama, pair  # noqa: E402
+tf = needs("transformers")
+import work_heads
+from head_models import HEADS
+from lora_layer import LoraLayer, with_lora
+from ranks import run_ranks, values
+from rows_alone import LIMIT, batch_of, checkpoint, close_gradients, gradients, off, truth_of
+from tiny_models import TINY, VOCABULARY, llama, pair
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-output = pytest.importorskip("maskpack.adapters.transformers.output")
+from maskpack.adapters.transformers import model as adapter
+from maskpack.adapters.transformers import output
+
 replayable = adapter.replayable
 
 
@@ -309,7 +311,7 @@ def test_the_self_check_sees_another_scale() -> None:
 
 @pytest.mark.parametrize("kind", ["scale", "cap"])
 def test_sharded_output_layers(kind: str) -> None:
-    for off_by in values(run_ranks(work_heads.sharded, 2, kind, seconds=100)):
+    for off_by in values(run_ranks(work_heads.sharded, 2, kind)):
         assert off_by["gradients"] <= 1e-5
         assert max(off_by["packed"], off_by["without gradients"], off_by["again"]) <= LIMIT
         assert off_by["whole"] == 0

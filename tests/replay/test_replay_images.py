@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -15,16 +16,17 @@ import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs, response_values
 
-tf = pytest.importorskip("transformers")
-import tiny_vision as tiny  # noqa: E402
-import work_images  # noqa: E402
-from ranks import run_ranks, values  # noqa: E402
-from rows_alone import off  # noqa: E402
-from tiny_models import llama, pair  # noqa: E402
-from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth  # noqa: E402
+tf = needs("transformers")
+import tiny_vision as tiny
+import work_images
+from ranks import run_ranks, values
+from rows_alone import off
+from tiny_models import llama, pair
+from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
+from maskpack.adapters.transformers import compiled
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
 passes = adapter.passes
 
@@ -535,7 +537,7 @@ def test_fields_of_other_forms_are_refused() -> None:
 
 def test_sharded_replay_is_that_of_each_row_alone() -> None:
     """Rank 0 has images, the other a video."""
-    for off_of in values(run_ranks(work_images.sharded, 2, "qwen25_vl", "qwen3_vl", seconds=100)):
+    for off_of in values(run_ranks(work_images.sharded, 2, "qwen25_vl", "qwen3_vl")):
         for apart in off_of.values():
             assert apart["gradients"] <= GRADIENT_LIMIT
             assert max(apart["packed"], apart["padded"]) <= LIMIT
@@ -543,7 +545,7 @@ def test_sharded_replay_is_that_of_each_row_alone() -> None:
 
 def test_what_ranks_refuse_together() -> None:
     """Images on some ranks of a sharded model; images in shards of a context group."""
-    for sharded, in_shards in values(run_ranks(work_images.refused, 2, seconds=100)):
+    for sharded, in_shards in values(run_ranks(work_images.refused, 2)):
         assert len(sharded) == 2
         assert all("is sharded, and some ranks have rows with images" in one for one in sharded)
         assert "images or videos came with context_group; expected text alone" in in_shards

@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from torch import Tensor
 
 import maskpack as mp
 from maskpack.errors import ReplayError
 from maskpack.replay import ReplayOptions, response_log_probs, response_values
 
-tf = pytest.importorskip("transformers")
-import work_replay  # noqa: E402
-from ranks import run_ranks, values  # noqa: E402
-from rows_alone import (  # noqa: E402
+tf = needs("transformers")
+import work_replay
+from ranks import run_ranks, values
+from rows_alone import (
     LIMIT,
     ROWS,
     alone,
@@ -34,14 +35,15 @@ from rows_alone import (  # noqa: E402
     off,
     truth_of,
 )
-from tiny_models import TINY, llama  # noqa: E402
-from tree_rows import ROWS as TREES  # noqa: E402
-from tree_rows import batch_of as tree_batch  # noqa: E402
-from tree_rows import close as close_shared  # noqa: E402
-from tree_rows import truth_of as tree_truth  # noqa: E402
+from tiny_models import TINY, llama
+from tree_rows import ROWS as TREES
+from tree_rows import batch_of as tree_batch
+from tree_rows import close as close_shared
+from tree_rows import truth_of as tree_truth
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-mixers = pytest.importorskip("maskpack.adapters.transformers.mixers")
+from maskpack.adapters.transformers import mixers
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
 
 KINDS: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
@@ -345,7 +347,8 @@ def test_autocast_and_half_precision_pass_the_self_check(make: Any) -> None:
 
 
 def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = pytest.importorskip("maskpack.adapters.transformers.compiled")
+    from maskpack.adapters.transformers import compiled
+
     monkeypatch.setitem(compiled._OPTIONS, "backend", lambda graph, _inputs: graph.forward)
     for name in ("Qwen3_5", "MiniMax"):
         model, plain = pair(MODELS[name])
@@ -362,7 +365,7 @@ def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_sharded_layers() -> None:
     """Other rows, other groups and other counts of calls of mixers on each rank."""
-    for seen in values(run_ranks(work_replay.sharded_mixers, 2, seconds=200)):
+    for seen in values(run_ranks(work_replay.sharded_mixers, 2)):
         assert seen["gradients"] <= 1e-5
         assert max(seen["packed"], seen["planned"], seen["padded"]) <= 5e-6
         assert "is sharded by itself (FSDPConv1d); expected its layer to be" in seen["inside"]

@@ -15,17 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
-tf = pytest.importorskip("transformers")
-from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl  # noqa: E402
-
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
-from rows_alone import (  # noqa: E402
+tf = needs("transformers")
+from rows_alone import (
     LIMIT,
     PATH,
     ROWS,
@@ -41,6 +39,9 @@ from rows_alone import (  # noqa: E402
     replayable,
     truth_of,
 )
+from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl
+
+from maskpack.adapters.transformers import model as adapter
 
 
 @all_models

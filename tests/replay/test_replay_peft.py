@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
-pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-from head_models import HEADS  # noqa: E402
-from rows_alone import LIMIT, batch_of, close_gradients, off, truth_of  # noqa: E402
-from tiny_models import llama, pair  # noqa: E402
+needs("transformers")
+peft = needs("peft")
+from head_models import HEADS
+from rows_alone import LIMIT, batch_of, close_gradients, off, truth_of
+from tiny_models import llama, pair
 
-from maskpack.adapters.transformers import replayable  # noqa: E402
+from maskpack.adapters.transformers import replayable
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
 

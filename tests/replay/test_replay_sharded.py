@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 import pytest
+from needs import needs
 
-pytest.importorskip("transformers")
+needs("transformers")
 
 import work_replay
 from ranks import run_ranks, values
@@ -25,27 +26,27 @@ from work_replay import SHARING, UNEQUAL
 )
 def test_sharded_replay_is_that_of_each_row_alone(tied: bool, sharing: str | None, way: str) -> None:
     """Also where a rank has a tree and another has none, and where a rank has more rows to compare than another."""
-    for off in values(run_ranks(work_replay.sharded, 2, tied, sharing, way, seconds=200)):
+    for off in values(run_ranks(work_replay.sharded, 2, tied, sharing, way)):
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
 
 
 def test_flattened_weights_are_not_compiled() -> None:
-    for said in values(run_ranks(work_replay.flattened_and_compiled, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.flattened_and_compiled, 2)):
         assert "compile=True, but FullyShardedDataParallel flattens weights" in said
         assert "FullyShardedDataParallel flattens weights" in said
 
 
 def test_a_pass_without_gradients_leaves_shards() -> None:
     """A weight that stayed whole would be read by the next pass, whatever became of its shards."""
-    for seen in values(run_ranks(work_replay.gathered_without_gradients, 2, seconds=100)):
+    for seen in values(run_ranks(work_replay.gathered_without_gradients, 2)):
         assert seen["whole"] == 0
         assert seen["off"] <= 5e-6
 
 
 def test_an_output_layer_in_shards_without_a_root_is_named() -> None:
-    for said in values(run_ranks(work_replay.head_of_its_own, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.head_of_its_own, 2)):
         assert said.startswith("replayable: the output layer of LlamaForCausalLM is sharded; expected its whole")
 
 
@@ -74,12 +75,12 @@ def check_compared(found: list[dict[tuple[str, str], dict[str, Any]]]) -> None:
 
 def test_ranks_compare_a_row_together() -> None:
     """Whatever rows they have: where one of them is wrong all of them raise."""
-    check_compared(values(run_ranks(work_replay.compared, 2, ["fsdp2"], seconds=200)))
+    check_compared(values(run_ranks(work_replay.compared, 2, ["fsdp2"])))
 
 
 def test_models_are_compared_however_they_are_sharded() -> None:
     kinds = [kind for kind in work_replay.SHARDED if kind != "fsdp2"]
-    check_compared(values(run_ranks(work_replay.compared, 2, kinds, seconds=200)))
+    check_compared(values(run_ranks(work_replay.compared, 2, kinds)))
 
 
 def check_trees(found: list[dict[tuple[str, ...], dict[str, Any]]]) -> None:
@@ -97,21 +98,21 @@ def check_trees(found: list[dict[tuple[str, ...], dict[str, Any]]]) -> None:
 
 
 def test_ranks_compare_a_row_together_if_only_some_share_prefixes() -> None:
-    check_trees(values(run_ranks(work_replay.compared_trees, 2, ["fsdp2"], seconds=100)))
+    check_trees(values(run_ranks(work_replay.compared_trees, 2, ["fsdp2"])))
 
 
 def test_models_compare_shared_prefixes_however_they_are_sharded() -> None:
     kinds = [kind for kind in work_replay.SHARDED if kind != "fsdp2"]
-    check_trees(values(run_ranks(work_replay.compared_trees, 2, kinds, seconds=100)))
+    check_trees(values(run_ranks(work_replay.compared_trees, 2, kinds)))
 
 
 def test_all_ranks_refuse_dropout_if_only_some_share_prefixes() -> None:
-    for said in values(run_ranks(work_replay.dropout_with_trees, 2, seconds=100)):
+    for said in values(run_ranks(work_replay.dropout_with_trees, 2)):
         assert "has dropout (attention_dropout) and is in train mode" in said
 
 
 def test_a_sharded_model_of_values_is_compared() -> None:
-    ranks = values(run_ranks(work_replay.values_compared, 2, seconds=120))
+    ranks = values(run_ranks(work_replay.values_compared, 2))
     for (said, off), where in zip(ranks, ("", " on another rank"), strict=True):
         assert re.match(
             f"replayable: packed hidden states of (FSDP)?LlamaModel are off by [0-9.e]*{where} from its", said
@@ -120,6 +121,6 @@ def test_a_sharded_model_of_values_is_compared() -> None:
 
 
 def test_a_model_inside_what_is_sharded_is_refused() -> None:
-    for said in values(run_ranks(work_replay.inside_a_sharded_module, 2, seconds=120)):
+    for said in values(run_ranks(work_replay.inside_a_sharded_module, 2)):
         assert len(said) == 3
         assert all("lies inside a module that FSDP shards; expected the root" in message for message in said)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from test_replay import CASES, FORMS, Sums, all_forms, batch_of
 from test_scored_tokens import SPLIT, rows_of, split
@@ -177,7 +178,7 @@ def alone(model: Any, head: Any, batch: TensorDict) -> Iterator[tuple[Tensor, Te
 @pytest.mark.parametrize(("name", "share"), [("qwen3", False), ("qwen3", True), ("gpt2", False)])
 def test_a_policy_with_a_value_head_and_its_gradients(name: str, share: bool) -> None:
     """One pass through the layers, whose gradients are the sum of those of the two losses, each row alone."""
-    pytest.importorskip("transformers")
+    needs("transformers")
     import rows_alone
     from tree_rows import batch_of, close, groups, pair
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
 from tensordict import TensorDict
 from torch import Tensor
@@ -19,11 +20,11 @@ from maskpack.errors import ReplayError
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 from maskpack.replay.inputs import prefix_tree
 
-tf = pytest.importorskip("transformers")
-from tiny_models import TINY, mixtral, qwen3  # noqa: E402
+tf = needs("transformers")
+from tiny_models import TINY, mixtral, qwen3
 
-from maskpack.adapters.transformers import experts as adapter  # noqa: E402
-from maskpack.adapters.transformers import replayable  # noqa: E402
+from maskpack.adapters.transformers import experts as adapter
+from maskpack.adapters.transformers import replayable
 
 
 def qwen3_moe(**more: Any) -> Any:

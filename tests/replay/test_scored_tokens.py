@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from samples import row_list
 from tensordict import TensorDict
 from test_replay import Sums
@@ -232,7 +233,7 @@ def test_a_first_token_that_is_scored_is_named_or_skipped() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "qwen25_vl", "gpt2"])
 def test_models_of_transformers_score_tokens_anywhere(name: str, share: bool) -> None:
     """In float64: log-probs and the gradients of all weights, those of each row alone."""
-    pytest.importorskip("transformers")
+    needs("transformers")
     import rows_alone
     from tree_rows import batch_of, close, groups, pair
 

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from needs import needs
 from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.replay import ReplayOptions, response_log_probs
 
-tf = pytest.importorskip("transformers")
-import tiny_models  # noqa: E402
-from rows_alone import gradients, off  # noqa: E402
-from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl  # noqa: E402
+tf = needs("transformers")
+import tiny_models
+from rows_alone import gradients, off
+from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl
 
-adapter = pytest.importorskip("maskpack.adapters.transformers.model")
+from maskpack.adapters.transformers import model as adapter
+
 replayable = adapter.replayable
 
 SHARE = ReplayOptions(share_prefixes=True, min_shared=1)

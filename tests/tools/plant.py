@@ -1,77 +1,107 @@
-"""Plants faults, one at a time, and says which test catches each: what the suite is worth.
+"""Plants faults, one at a time, and says which tests catch each: what the suite is worth.
 
-    python tests/tools/plant.py --results planted.jsonl                     all of faults.json; goes on where it stopped
-    python tests/tools/plant.py --results planted.jsonl --only core-01      some of them
-    python tests/tools/plant.py --results planted.jsonl --report            what the file says, beside what it should be
-    python tests/tools/plant.py --results planted.jsonl --clean             whether these tests pass without a fault
-    python tests/tools/plant.py --check                                     whether every anchor is there, once
+    python tests/tools/plant.py --check                        whether every anchor and every noted test is there
+    python tests/tools/plant.py --results FILE                 all of faults.json; goes on where FILE ends
+    python tests/tools/plant.py --results FILE --only core-01  some of them
+    python tests/tools/plant.py --results FILE --tier2         those that the first tier does not catch, by the second
+    python tests/tools/plant.py --results FILE --note          writes into faults.json what FILE says
+    python tests/tools/plant.py --forget                       takes tests out of faults.json that are gone
 
-A fault is a text of a file and what stands there instead. The tree is copied, the fault is planted in the copy, and the
-tests of its package run there until one fails. `caught` in faults.json says whether a test has caught it before: if
-code moves, edit the anchor, not the fault.
+A fault is a text of a file and what stands there instead. `caught` in faults.json has all tests that fail with it, by
+file; `tier` is 2 where none of them is in the first tier. If code moves, edit the anchor, not the fault. A fault that
+no test catches any more is an error, so a test may go if it is not the last one of any fault.
+
+    copy of the tree -> fault -> tests of the first tier that reach its line -> those that fail -> the text as it was
+
+Of a fault in C, and of a line that runs on import, all tests of its package run. One that ends the process, or hangs,
+has caught the fault; the others go on in a new process.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
+import itertools
 import json
 import os
-import re
+import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maskpack.core.build import compile_core
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
-LIMIT = 3600  # seconds of one fault
+HANGS, DEATHS = 150, 8  # seconds of one test; processes that end before their time
+MEMORY = 10 * 2**30
 PRELOADED = ("torch", "tensordict", "numpy", "hypothesis", "_hypothesis_pytestplugin", "xdist", "transformers")
 COMMON = "tests/test_pitfalls.py tests/test_misuse.py"
 TESTS = {
-    "core.c": f"tests/packed tests/nesting tests/layout {COMMON} tests/core",
-    "core": f"tests/nesting tests/packed tests/layout tests/fields {COMMON} tests/core",
+    "core.c": f"tests/packed tests/nesting tests/layout tests/core tests/store {COMMON}",
+    "core": f"tests/nesting tests/packed tests/layout tests/fields tests/core {COMMON}",
     "layout": f"tests/layout tests/nesting tests/packed {COMMON}",
     "fields": f"tests/fields tests/nesting {COMMON}",
-    "nesting": f"tests/nesting {COMMON} tests/packed",
-    "packed": f"tests/packed tests/nesting {COMMON} tests/views",
-    "device": "tests/test_interpreted_rows.py tests/test_interpreted_device.py tests/test_interpreted_ops.py",
-    "views": f"tests/views {COMMON} tests/dispatch/test_placement.py",
+    "nesting": f"tests/nesting tests/packed {COMMON}",
+    "packed": f"tests/packed tests/nesting tests/views {COMMON}",
+    "device": "tests/packed/test_same_rows.py tests/packed/test_device_work.py tests/nesting/test_device_read.py "
+    "tests/layout/test_kernels.py tests/ops",
+    "views": f"tests/views tests/dispatch {COMMON}",
     "dispatch": f"tests/dispatch {COMMON}",
     "planning": f"tests/planning {COMMON}",
     "replay": f"tests/replay {COMMON}",
     "store": "tests/store",
     "adapters": f"tests/adapters tests/replay {COMMON}",
-    "ops": f"tests/ops tests/replay/test_replay.py {COMMON} tests/test_interpreted_ops.py",
+    "ops": f"tests/ops tests/replay {COMMON}",
 }
-"""The tests of a package, those that are likely to catch a fault first."""
-_NAMED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
-_CRASHED = re.compile(r'File ".*?/(tests/\S+?\.py)", line \d+ in (\w+)')
+"""The tests of a package."""
+
+Fault = dict[str, Any]
+Reach = dict[str, dict[str, list[str]]]
+"""Of a file, and a line in it, the tests that run it."""
 
 
-def plant(fault: dict[str, Any], tree: Path) -> None:
-    """Writes the fault into a tree. Raises ValueError unless the anchor is there once."""
-    file = tree / fault["file"]
-    text = file.read_text()
-    if text.count(fault["old"]) != 1:
-        raise ValueError(f"{fault['id']}: {fault['file']} has its anchor {text.count(fault['old'])} times; expected 1")
-    file.write_text(text.replace(fault["old"], fault["new"]))
-    if file.suffix in (".c", ".h"):
-        compile_core(tree / "maskpack/core", ["-O1", "-w"])
+# -------------------------------------------------------------------- one process of tests
 
 
-def started(tree: Path, paths: list[str], output: Path, environment: dict[str, str]) -> int:
+class Recorder:
+    """A plugin of pytest that writes what begins, ends and fails, and runs the tests that are wanted and not done."""
+
+    def __init__(self, file: Path, wanted: Collection[str] | None, done: Collection[str], coverage: Any = None) -> None:
+        self._wanted, self._done, self._coverage = wanted, done, coverage
+        self._file = file.open("a", buffering=1)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [
+            item
+            for item in items
+            if item.nodeid not in self._done and (self._wanted is None or item.nodeid in self._wanted)
+        ]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        print("begins", nodeid, file=self._file)
+        if self._coverage is not None:
+            self._coverage.switch_context(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        print("ends", nodeid, file=self._file)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print("fails", report.nodeid, file=self._file)
+
+
+def started(tree: Path, paths: Iterable[str], plugin: Callable[[], Recorder], output: Path, marks: str) -> int:
     """A process, forked from this one, that runs tests in a tree; its number."""
     child = os.fork()
     if child:
@@ -81,125 +111,285 @@ def started(tree: Path, paths: list[str], output: Path, environment: dict[str, s
     os.dup2(line, 1)
     os.dup2(line, 2)
     os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", **environment}
+    os.environ |= {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "planted"}
+    sys.dont_write_bytecode = True
     sys.path.insert(0, str(tree))
     for name in [name for name in sys.modules if name.partition(".")[0] == "maskpack"]:
         del sys.modules[name]  # of this checkout, in which nothing is planted
-    options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--timeout", "900", *paths]
-    if environment:  # Triton, which is loaded already, has read its own
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", *options])
-    os._exit(int(pytest.main(options)))
-
-
-def caught_by(status: int, output: Path) -> str | None:
-    """The first test that failed, from the status of a process of `started` and what it printed; None if none did."""
-    code = os.waitstatus_to_exitcode(status)
-    if code in (0, 4, 5):  # 4: no test of that name; 5: no tests
-        return None
-    out = output.read_text(errors="replace")
-    found = _NAMED.findall(out) or ["::".join(place) for place in _CRASHED.findall(out)]
-    return f"{found[0] if found else out[-300:]}{'' if code == 1 else f' (exit {code})'}"
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--timeout", "0", "--tb", "line", "-m", marks, *paths]
+    recorder = plugin()
+    status = pytest.main(options, plugins=[recorder])
+    if recorder._coverage is not None:
+        recorder._coverage.stop()
+        recorder._coverage.save()
+    os._exit(int(status))
 
 
 @dataclass
-class Trial:
-    """A fault that is being tried: in a copy of the tree, by the tests of `stages`, one after the other."""
+class Run:
+    """Tests in a tree, in as many processes as it takes."""
 
-    fault: dict[str, Any]
+    tree: Path
     folder: Path
-    stages: list[list[str]]
-    begun: float
+    paths: list[str]
+    wanted: Collection[str] | None
+    marks: str = "not tier2 and not every_case"
+    coverage: Any = None
     child: int = 0
+    deaths: int = 0
+    failed: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, fault: dict[str, Any], source: Path, quick: bool) -> Trial:
-        folder = Path(tempfile.mkdtemp(prefix="planted-"))
-        tree = folder / "tree"
-        # modification times are kept, so that compiled modules count but for the one with the fault
-        shutil.copytree(source, tree, ignore=shutil.ignore_patterns(".git", "results", ".venv"))
-        plant(fault, tree)
-        first, every = (
-            [path for path in paths.split() if (tree / path.partition("::")[0]).exists()]
-            for paths in (fault.get("first", ""), TESTS[fault["package"]])
+    @property
+    def record(self) -> Path:
+        return self.folder / "record"
+
+    def start(self) -> None:
+        self.record.write_text("")
+        self.child = started(
+            self.tree,
+            self.paths,
+            lambda: Recorder(self.record, self.wanted, self.done, self.coverage and self.coverage()),
+            self.folder / "output",
+            self.marks,
         )
-        stages = [first, [] if quick else [path for path in every if path not in first]]
-        return cls(fault, folder, [stage for stage in stages if stage], time.monotonic())
 
-    def next(self) -> bool:
-        """Starts the next stage, if there is one."""
-        if self.stages:
-            paths = self.stages.pop(0)
-            interpreted = self.fault["package"] == "device" and "interpreted" not in paths[0]
-            environment = {"TRITON_INTERPRET": "1"} if interpreted else {}
-            self.child = started(self.folder / "tree", ["-x", *paths], self.folder / "output", environment)
-        return self.child > 0
+    def hangs(self) -> bool:
+        return time.time() - self.record.stat().st_mtime > HANGS
 
-    def ended(self, status: int) -> dict[str, Any] | None:
-        """The result, once there is one."""
-        self.child = 0
-        by = caught_by(status, self.folder / "output")
-        if by is None and self.next():
-            return None
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return {
-            "id": self.fault["id"],
-            "caught": by is not None,
-            "by": by,
-            "seconds": round(time.monotonic() - self.begun),
-        }
+    def ended(self, status: int) -> bool:
+        """Takes in what a process did; whether no other one is needed."""
+        open_test = None
+        for line in self.record.read_text().splitlines():
+            what, _, test = line.partition(" ")
+            if what == "fails":
+                self.failed.add(test)
+            open_test = test if what == "begins" else None if what == "ends" else open_test
+            self.done.add(test)
+        code = os.waitstatus_to_exitcode(status)
+        if open_test is None:
+            if code not in (0, 1, 5):  # tests that cannot be collected
+                self.failed.add(f"{self.paths[0]}::collection")
+            return True
+        self.failed.add(open_test)
+        self.deaths += 1
+        return self.deaths > DEATHS
 
 
-def try_all(faults: list[dict[str, Any]], source: Path, jobs: int, quick: bool) -> Iterator[dict[str, Any]]:
-    """The results of faults, `jobs` of them at a time."""
-    for name in PRELOADED:  # once, not in every process
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    left, trials = list(reversed(faults)), dict[int, Trial]()
-    while left or trials:
-        while left and len(trials) < jobs:
-            trial = Trial.of(left.pop(), source, quick)
-            if trial.next():
-                trials[trial.child] = trial
+def run_all(runs: Iterator[Run], jobs: int) -> Iterator[Run]:
+    """The runs when they have ended, `jobs` of them at a time."""
+    going: dict[int, Run] = {}
+    while True:
+        for run in itertools.islice(runs, jobs - len(going)):
+            run.start()
+            going[run.child] = run
+        if not going:
+            return
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
-            time.sleep(0.2)
-            for late in [trial for trial in trials.values() if time.monotonic() - trial.begun > LIMIT]:
+            time.sleep(0.1)
+            for late in [run for run in going.values() if run.hangs()]:
                 os.killpg(late.child, signal.SIGKILL)
             continue
-        trial = trials.pop(child)
+        run = going.pop(child)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        result = trial.ended(status)
-        if result is not None:
-            yield result
+        if run.ended(status):
+            yield run
         else:
-            trials[trial.child] = trial
+            run.start()
+            going[run.child] = run
 
 
-def failing(results: dict[str, dict[str, Any]], tree: Path) -> set[str]:
-    """The tests that caught faults and fail without one, too: they have caught nothing."""
-    names = {result["by"].partition("[")[0] for result in results.values() if result["caught"]}
-    failed: set[str] = set()
-    for environment in ({}, {"TRITON_INTERPRET": "1"}):
-        kernels = bool(environment)
-        of_kind = sorted(
-            name for name in names if "::" in name and ("on_device" in name or "staging" in name) is kernels
-        )
-        with tempfile.NamedTemporaryFile() as output:
-            os.waitpid(started(tree, of_kind, Path(output.name), environment), 0)
-            failed |= {name.partition("[")[0] for name in _NAMED.findall(Path(output.name).read_text(errors="replace"))}
-    return failed
+# -------------------------------------------------------------------- trees and faults
 
 
-def report(faults: list[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:
-    """Prints the faults that no test catches; 1 if one of them was caught before."""
-    tried = [fault for fault in faults if fault["id"] in results]
-    caught = [fault for fault in tried if results[fault["id"]]["caught"]]
-    print(f"{len(caught)} of {len(tried)} faults are caught; {len(faults) - len(tried)} were not tried")
-    survivors = [fault for fault in tried if fault not in caught]
-    for fault in survivors:
-        print(f"{'LOST' if fault.get('caught') else 'survives'}  {fault['id']}  {fault['file']}: {fault['wrong']}")
-    return int(any(fault.get("caught") for fault in survivors))
+def copied(source: Path, folder: Path) -> Path:
+    """A copy of a tree. Modification times are kept, so that compiled modules count."""
+    return Path(shutil.copytree(source, folder / "tree", ignore=shutil.ignore_patterns(".git", "results", ".venv")))
+
+
+@contextlib.contextmanager
+def planted(fault: Fault, tree: Path) -> Iterator[None]:
+    """The fault is in the tree. Raises ValueError unless its anchor is there once."""
+    file = tree / fault["file"]
+    text, times = file.read_text(), file.stat().st_mtime
+    if text.count(fault["old"]) != 1:
+        raise ValueError(f"{fault['id']}: {fault['file']} has its anchor {text.count(fault['old'])} times; expected 1")
+    core = tree / "maskpack/core"
+    compiled = {library: library.read_bytes() for library in core.glob("*.so")} if file.suffix in (".c", ".h") else {}
+    try:
+        file.write_text(text.replace(fault["old"], fault["new"]))
+        os.utime(file, (times + 7, times + 7))  # so that no compiled module counts
+        if compiled:
+            from maskpack.core.build import compile_core
+
+            compile_core(core, ["-O1", "-w"])
+        yield
+    finally:
+        file.write_text(text)
+        os.utime(file, (times, times))
+        for library, data in compiled.items():
+            library.unlink()  # other processes have it mapped
+            library.write_bytes(data)
+
+
+def lines_of(fault: Fault, tree: Path) -> range:
+    before = (tree / fault["file"]).read_text().partition(fault["old"])[0].count("\n") + 1
+    return range(before, before + fault["old"].count("\n") + 1)
+
+
+def selected(fault: Fault, tree: Path, reach: Reach) -> tuple[list[str], set[str] | None]:
+    """The files that are run for a fault, and the tests in them; None for all."""
+    paths = [path for path in TESTS[fault["package"]].split() if (tree / path).exists()]
+    found = reach.get(fault["file"], {})
+    tests = set[str]().union(*(found.get(str(line), ()) for line in lines_of(fault, tree)))
+    if not tests or "" in tests:
+        return paths, None
+    return sorted({test.partition("::")[0] for test in tests}), tests
+
+
+def try_faults(
+    faults: list[Fault], source: Path, jobs: int, reach: Reach, second: bool
+) -> Iterator[tuple[Fault, Run, float]]:
+    with tempfile.TemporaryDirectory(prefix="planted-") as name:
+        free = []
+        for job in range(jobs):
+            (Path(name) / str(job)).mkdir()
+            free.append(Path(name) / str(job))
+            copied(source, free[-1])
+        held: dict[int, tuple[Fault, contextlib.ExitStack, float]] = {}
+
+        def runs() -> Iterator[Run]:
+            for fault in faults:
+                folder = free.pop()
+                tree = folder / "tree"
+                paths, tests = (TESTS[fault["package"]].split(), None) if second else selected(fault, tree, reach)
+                stack = contextlib.ExitStack()
+                stack.enter_context(planted(fault, tree))
+                run = Run(tree, folder, paths, tests, *["tier2"] * second)
+                held[id(run)] = fault, stack, time.monotonic()
+                yield run
+
+        for run in run_all(runs(), jobs):
+            fault, stack, begun = held.pop(id(run))
+            stack.close()
+            free.append(run.folder)
+            yield fault, run, time.monotonic() - begun
+
+
+def reached(source: Path, jobs: int) -> Reach:
+    """Which tests of the first tier run which line of the package."""
+    from coverage import Coverage, CoverageData
+
+    found: Reach = defaultdict(dict)
+    with tempfile.TemporaryDirectory(prefix="reached-") as name:
+        tree = copied(source, Path(name))
+        files = sorted((file for file in (tree / "tests").rglob("test_*.py")), key=lambda file: file.stat().st_size)
+        folders = [Path(name) / str(job) for job in range(jobs)]
+
+        def measured(job: int) -> Coverage:
+            tool = Coverage(str(folders[job] / "data"), source=[str(tree / "maskpack")], config_file=False)
+            tool.start()
+            return tool
+
+        def runs() -> Iterator[Run]:
+            for job, folder in enumerate(folders):
+                folder.mkdir()
+                own = [str(file.relative_to(tree)) for file in files[job::jobs]]
+                yield Run(tree, folder, own, None, coverage=lambda job=job: measured(job))
+
+        list(run_all(runs(), jobs))
+        for folder in folders:
+            data = CoverageData(str(folder / "data"))
+            data.read()
+            for file in data.measured_files():
+                lines = found[str(Path(file).relative_to(tree))]
+                for line, contexts in data.contexts_by_lineno(file).items():
+                    lines[str(line)] = sorted({*lines.get(str(line), ()), *contexts})
+    return found
+
+
+# -------------------------------------------------------------------- what is noted
+
+
+def functions(tests: Iterable[str]) -> dict[str, list[str]]:
+    """By file, the functions of tests."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for test in tests:
+        file, _, name = test.partition("[")[0].partition("::")
+        found[file.removeprefix("tests/")].add(name)
+    return {file: sorted(names) for file, names in sorted(found.items())}
+
+
+def tests_of(tree: Path) -> dict[str, set[str]]:
+    """By file, the functions that are tests."""
+    return {
+        file.relative_to(tree / "tests").as_posix(): {
+            node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)
+        }
+        for file in (tree / "tests").rglob("test_*.py")
+    }
+
+
+def check(faults: list[Fault], tree: Path) -> list[str]:
+    """What is wrong with the list of faults."""
+    wrong, there = [], tests_of(tree)
+    for fault in faults:
+        count = (tree / fault["file"]).read_text().count(fault["old"]) if (tree / fault["file"]).exists() else 0
+        if count != 1:
+            wrong.append(f"{fault['id']}: {fault['file']} has its anchor {count} times")
+        gone = [
+            f"{file}::{name}"
+            for file, names in (fault["caught"] or {}).items()
+            for name in names
+            if name not in there.get(file, ())
+        ]
+        if gone:
+            wrong.append(f"{fault['id']}: no test {', '.join(gone)}")
+        if not fault["caught"]:
+            wrong.append(f"{fault['id']}: no test catches it: {fault['wrong']}")
+    return wrong
+
+
+def note(faults: list[Fault], results: Iterable[dict[str, Any]]) -> None:
+    for result in results:
+        for fault in faults:
+            if fault["id"] == result["id"] and result["caught"]:
+                fault["caught"] = result["caught"]
+                fault.pop("first", None)
+                fault.pop("tier", None)
+                if result["tier"] == 2:
+                    fault["tier"] = 2
+
+
+def forget(faults: list[Fault], there: dict[str, set[str]]) -> None:
+    """Takes out the tests that are gone."""
+    for fault in faults:
+        left = {
+            file: [name for name in names if name in there.get(file, ())] for file, names in fault["caught"].items()
+        }
+        fault["caught"] = {file: names for file, names in left.items() if names}
+
+
+def write(faults: list[Fault]) -> None:
+    """One line for each file of `caught`."""
+    text = json.dumps(faults, indent=1, ensure_ascii=False)
+    FAULTS.write_text(_joined_lists(text) + "\n")
+
+
+def _joined_lists(text: str) -> str:
+    lines: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if inside:
+            lines[-1] += line.strip() + (" " if line.endswith(",") else "")
+            inside = not line.strip().startswith("]")
+        else:
+            lines.append(line)
+            inside = line.endswith(": [")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -208,43 +398,59 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="JSON lines, one for each fault that was tried")
     parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="run the `first` tests of each fault only")
-    parser.add_argument("--clean", action="store_true", help="run what caught faults where none is planted")
+    parser.add_argument("--reach", type=Path, help="JSON of the tests that reach each line; made if it is not there")
+    parser.add_argument(
+        "--tier2", action="store_true", help="the second tier, for faults that the first does not catch"
+    )
     parser.add_argument("--note", action="store_true", help="write into faults.json what the results say")
-    parser.add_argument("--check", action="store_true", help="look for the anchors only")
-    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--forget", action="store_true", help="take tests out of faults.json that are gone")
+    parser.add_argument("--check", action="store_true", help="look for anchors and names only")
     options = parser.parse_args()
-    faults: list[dict[str, Any]] = json.loads(FAULTS.read_text())
-    if options.only and not options.note:
-        faults = [fault for fault in faults if {fault["id"], fault["package"]} & set(options.only)]
+    faults: list[Fault] = json.loads(FAULTS.read_text())
     if options.check:
-        texts = {fault["file"]: (options.tree / fault["file"]).read_text() for fault in faults}
-        gone = [fault["id"] for fault in faults if texts[fault["file"]].count(fault["old"]) != 1]
-        print(f"{len(faults) - len(gone)} anchors are there; not: {' '.join(gone) or 'none'}")
-        return int(bool(gone))
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    results = {line["id"]: line for line in map(json.loads, lines)}
-    if options.report:
-        return report(faults, results)
-    if options.note:
-        for fault in faults:
-            if fault["id"] in results:
-                fault["caught"] = (results[fault["id"]]["by"] or "").partition("[")[0] or None
-        FAULTS.write_text(json.dumps(faults, indent=1, ensure_ascii=False) + "\n")
+        wrong = check(faults, options.tree)
+        second = sum(fault.get("tier") == 2 for fault in faults)
+        print(*wrong, f"{len(faults)} faults, {second} of them for the second tier; {len(wrong)} wrong", sep="\n")
+        return int(bool(wrong))
+    lines = options.results.read_text().splitlines() if options.results and options.results.exists() else []
+    results = [json.loads(line) for line in lines]
+    if options.note or options.forget:
+        note(faults, results)
+        if options.forget:
+            forget(faults, tests_of(options.tree))
+        write(faults)
         return 0
-    if options.clean:
-        failed = failing(results, options.tree)
-        print(f"without a fault, {len(failed)} tests fail that caught some: {' '.join(sorted(failed)) or 'none'}")
-        return int(bool(failed))
-    left = [fault for fault in faults if fault["id"] not in results]
-    left.sort(key=lambda fault: fault["id"].rpartition("-")[2])  # some of each package first
+    tried = {(result["id"], result["tier"]) for result in results} | {
+        (result["id"], 2) for result in results if result["caught"]
+    }
+    tier = 2 if options.tier2 else 1
+    chosen = [
+        fault
+        for fault in faults
+        if (not options.only or {fault["id"], fault["package"]} & set(options.only))
+        and (fault["id"], tier) not in tried
+    ]
+    chosen.sort(key=lambda fault: fault["id"].rpartition("-")[2])  # some of each package first
+    sys.path.insert(0, str(ROOT / "tests"))
+    os.environ["TRITON_INTERPRET"] = "1"  # when Triton is imported, with torch
+    for name in PRELOADED:  # once, not in every process
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if options.reach and not options.reach.exists():
+        options.reach.write_text(json.dumps(reached(options.tree, options.jobs)))
+    reach: Reach = json.loads(options.reach.read_text()) if options.reach else {}
+    caught = 0
     with options.results.open("a") as file:
-        for result in try_all(left, options.tree, options.jobs, options.quick):
-            if result["caught"] or not options.quick:
-                results[result["id"]] = result
-                print(json.dumps(result), file=file, flush=True)
-            print(f"{result['id']:12} {result['seconds']:5} s  {result['by'] or 'survives'}", flush=True)
-    return report(faults, results)
+        for fault, run, seconds in try_faults(chosen, options.tree, options.jobs, reach, options.tier2):
+            found = functions(run.failed)
+            result = {"id": fault["id"], "tier": tier, "caught": found, "deaths": run.deaths, "ran": len(run.done)}
+            print(json.dumps({**result, "seconds": round(seconds)}), file=file, flush=True)
+            first = next((f"{name}::{tests[0]}" for name, tests in found.items()), "SURVIVES")
+            count = sum(map(len, found.values()))
+            print(f"{fault['id']:12} {seconds:5.0f} s  {len(run.done):5} ran, {count:4} catch it  {first}", flush=True)
+            caught += bool(found)
+    print(f"{caught} of {len(chosen)} faults are caught")
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import samples
 import torch
+from needs import needs, without
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import maskpack
@@ -303,9 +304,10 @@ def test_inspect_shows_a_table(tmp_path, capsys):
     ]
 
 
-def test_inspect_without_zstandard(tmp_path, capsys, monkeypatch):
+@without("zstandard")
+def test_inspect_without_zstandard(found, tmp_path, capsys, monkeypatch):
     packed().save(tmp_path / "b")
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "zstandard", found)
     assert "needs zstandard" in inspected([tmp_path / "b"], capsys)
 
 
@@ -346,7 +348,7 @@ def test_inspect_takes_a_registry(kind, tmp_path, capsys):
     mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
     torch.save({"m": mask, "x": torch.tensor([[5, 7, 7], [6, 4, 7]]), "attention_mask": mask}, tmp_path / "b")
     spec = {"fields": {"m": {"mask": "m"}, "x": {"mask": "m", "pad": 7}}}
-    text = json.dumps(spec) if kind == "json" else pytest.importorskip("yaml").safe_dump(spec)
+    text = json.dumps(spec) if kind == "json" else needs("yaml").safe_dump(spec)
     (tmp_path / f"r.{kind}").write_text(text)
     said = json.loads(inspected([tmp_path / "b", "--json", "--registry", tmp_path / f"r.{kind}"], capsys))
     assert [field["kind"] for field in said["fields"]] == ["padded", "padded", "dense"]  # RL_FIELDS are not added
@@ -472,12 +474,13 @@ def test_inspect_refuses_bad_registries(name, text, message, tmp_path, capsys):
     assert message in refused([tmp_path / "b", "--registry", tmp_path / name, *PAD], capsys)
 
 
-def test_inspect_without_a_registry_file_or_yaml(tmp_path, capsys, monkeypatch):
+@without("yaml")
+def test_inspect_without_a_registry_file_or_yaml(found, tmp_path, capsys, monkeypatch):
     as_dict(tmp_path / "b")
     assert "r.json: No such file" in refused([tmp_path / "b", "--registry", tmp_path / "r.json"], capsys)
     assert "is no log" in refused([tmp_path], capsys)
     (tmp_path / "r.yaml").write_text("fields: {}")
-    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "yaml", found)
     assert "PyYAML is not installed" in refused([tmp_path / "b", "--registry", tmp_path / "r.yaml"], capsys)
 
 

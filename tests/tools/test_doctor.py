@@ -21,6 +21,7 @@ import test_presets
 import torch
 from fuzz_wire import Pieces
 from golden import make_torch
+from needs import needs
 from tensordict import NonTensorData, TensorDict
 
 import maskpack
@@ -712,7 +713,7 @@ def test_arrays_of_no_bytes_and_of_other_rows(data_proto, tmp_path, capsys):
 
 
 def test_verls_own_files(tmp_path, capsys):
-    protocol = pytest.importorskip("verl.protocol")
+    protocol = needs("verl.protocol")
     tensors = {name: rollout()[name] for name in rollout().keys()}  # noqa: SIM118
     data = protocol.DataProto.from_dict(tensors=tensors, non_tensors=arrays(), meta_info={"temperature": 1.0})
     data.save_to_disk(tmp_path / "b")

@@ -134,9 +134,10 @@ def _coded(source, numbers, first, n, place, mask):
         before = tl.minimum(place - number * CODES, CODES)
         codes = tl.where(before < CODES, codes & ((tl.full([1], 1, tl.uint32) << (2 * before)) - 1), codes)
         low, high = codes & 0x55555555, (codes >> 1) & 0x55555555
-        fourth += tl.where(inside, _ones(low & high), 0)
-        second += tl.where(inside, _ones(low & ~high), 0)
-        third += tl.where(inside, _ones(high & ~low), 0)
+        both = low & high
+        fourth += tl.where(inside, _ones(both), 0)
+        second += tl.where(inside, _ones(low ^ both), 0)
+        third += tl.where(inside, _ones(high ^ both), 0)
     code = load_words(numbers, 4, first + place // CODES, mask).to(tl.int32) >> (2 * (place & (CODES - 1))) & 3
     widths = tl.load(source + NUMBER)
     w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from maskpack.core.backends import is_installed
 from maskpack.core.bits import Words
 from maskpack.errors import MaskpackError
 from maskpack.packed.file.container import brief, fail
@@ -38,13 +39,11 @@ def check_codec(codec: str | None, call: str) -> None:
         return
     if codec not in CODECS:
         raise MaskpackError(f"{call}: codec is {codec!r}; expected None or {', '.join(CODECS)}. Choose one of these.")
-    try:
-        import zstandard  # noqa: F401  # type: ignore[reportUnusedImport]
-    except ModuleNotFoundError as error:
+    if not is_installed("zstandard"):
         raise MaskpackError(
             f'{call}: codec="zstd" needs the package zstandard, which is not installed. '
             "Run: pip install 'maskpack[zstd]'"
-        ) from error
+        )
 
 
 def as_sent(table: Table, codec: str | None) -> Table:
