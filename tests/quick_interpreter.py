@@ -109,7 +109,7 @@ def _types(lang: Any) -> None:
 
 def _signed_ones(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def ones(type: Any) -> Any:
-        assert not type.scalar.is_int_unsigned(), f"~ of {type}: write it with ^ and &"
+        assert type.scalar.is_int1() or not type.scalar.is_int_unsigned(), f"~ of {type}: write it with ^ and &"
         return found(type)
 
     return ones

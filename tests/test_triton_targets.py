@@ -28,10 +28,7 @@ from maskpack.ops.log_probs import SLICE, Parts, Slopes
 from maskpack.ops.logits import Curve
 from maskpack.ops.sampling_mask import SamplingMask
 
-pytestmark = [
-    pytest.mark.skipif(not is_installed("triton"), reason="needs Triton"),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.skipif(not is_installed("triton"), reason="needs Triton")
 TARGETS = {"gfx942": ("hip", "gfx942", 64, "hsaco"), "sm_90": ("cuda", 90, 32, "ptx")}
 HALF = (torch.bfloat16, torch.float16)
 
@@ -227,7 +224,7 @@ def test_every_kernel_compiles(target: str) -> None:
     backends: Any = importlib.import_module("triton.backends").backends
     if {"hip": "amd", "cuda": "nvidia"}[TARGETS[target][0]] not in backends:
         pytest.skip("this Triton has no backend for it")
-    done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True, timeout=580)
+    done = subprocess.run([sys.executable, __file__, target], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -23,7 +23,6 @@ def test_a_sequence_and_a_death(seed):
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=280,
     )
     assert run.returncode == 0, run.stdout + run.stderr[-3000:]
     for count in ("'cases': 2", "'get': ", "'right': ", *(["'put: StorageError': 1"] if seed == 63 else [])):

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from needs import needs
 
 transfer_queue = needs("transfer_queue")
@@ -23,7 +22,6 @@ UNFIT = {
 }
 
 
-@pytest.mark.timeout(400)
 def test_its_own_tests_pass_over_maskpack(tmp_path):
     report = tmp_path / "report.xml"
     path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -34,7 +32,7 @@ def test_its_own_tests_pass_over_maskpack(tmp_path):
         "transferqueue_upstream",
         "-q",
         "--timeout",
-        "120",
+        "600",
         f"--junitxml={report}",
         "-k",
         f"not ({unfit})",

@@ -32,7 +32,6 @@ QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}  # t
 ROWS = [list(range(rank * B // RANKS, (rank + 1) * B // RANKS)) for rank in range(RANKS)]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import the tests
-pytestmark = pytest.mark.timeout(240)
 
 
 class Worker:
@@ -342,7 +341,7 @@ def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path
         with pytest.raises(WorkerError, match=r" on 1 of 4 ranks: rank 3 \(rows 144 to 191\)") as caught:
             attempt()
         assert isinstance(caught.value.failures[0].error, ray.exceptions.RayActorError)
-        assert_same(caught.value.call.retry().result(30), batch)
+        assert_same(caught.value.call.retry().result(), batch)
     rest = WorkerGroup(actors[:3], pad_token_id=PAD)
     with pytest.raises(WorkerError, match=r'"echo" failed on 1 of 3 ranks: rank 2 \(rows 128 to 191\)') as caught:
         rest.call("echo", kept)
@@ -404,8 +403,10 @@ def test_submit_waits_for_no_actor(nodes, actors, batch):
             patch.setattr(ray, name, lambda *args, **more: asked.append(args))
         calls = [group.submit("echo", batch) for _ in range(2)]
     assert asked == []
+    while [part.rank for part in calls[0].parts if part.unanswered()] != [1]:
+        time.sleep(0.01)
     with pytest.raises(WorkerError, match=r"on 2 of 4 ranks: rank 1 .* rank 2 ") as caught:
-        calls[0].result(3)
+        calls[0].result(1)
     assert_same(caught.value.call.retry().result(), batch)
     assert not ray.wait([held], timeout=0)[0]
     ray.kill(busy)
@@ -456,4 +457,4 @@ def test_shuffled_rows_come_out_of_one_object_on_each_node(
     cluster.remove_node(third, allow_graceful=False)
     with pytest.raises(WorkerError, match=r"rank 5 \(rows 40 to 47\)") as caught:
         running.result()
-    assert_same(caught.value.call.retry().result(60), batch[perm])
+    assert_same(caught.value.call.retry().result(), batch[perm])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -218,8 +219,9 @@ class Worker:
             raise ValueError("this rank failed")
 
     @endpoint
-    def sleep(self, batch, seconds):
-        time.sleep(seconds)
+    def wait(self, batch, file):
+        while os.path.exists(file):
+            time.sleep(0.005)
 
 
 class OnGpu(Worker):
@@ -575,49 +577,72 @@ def test_calls_are_awaited_together(group, batch):
     assert_same(same, batch)
 
 
-@pytest.fixture
-def slow_decoding(monkeypatch):
-    """The number of parts of each result that is put together, which takes its time."""
-    gathered, seen = calls._gathered, []
+class Decoding(threading.Event):
+    """Results are put together when this is set; the number of parts of each."""
 
-    def slowly(parts, *more):
-        seen.append(len(parts))
-        time.sleep(0.3)
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+
+@pytest.fixture
+def decoding(monkeypatch):
+    gathered, begin = calls._gathered, Decoding()
+
+    def late(parts, *more):
+        begin.seen.append(len(parts))
+        begin.wait()
         return gathered(parts, *more)
 
-    monkeypatch.setattr(calls, "_gathered", slowly)
-    return seen
+    monkeypatch.setattr(calls, "_gathered", late)
+    yield begin
+    begin.set()
 
 
-def test_all_who_wait_for_a_call_get_its_result(group, batch, slow_decoding):
+def test_all_who_wait_for_a_call_get_its_result(group, batch, decoding):
     call = group.submit("echo", batch)
     with ThreadPoolExecutor(4) as threads:
-        results = [waiting.result() for waiting in [threads.submit(call.result) for _ in range(4)]]
+        waits = [threads.submit(call.result) for _ in range(4)]
+        threading.Timer(0.3, decoding.set).start()  # most of them wait by then
+        results = [waiting.result() for waiting in waits]
     assert_same(results[0], batch)
     assert [result is results[0] for result in results] == [True] * 4
     assert call.result() is results[0]
-    assert slow_decoding == [RANKS]
+    assert decoding.seen == [RANKS]
 
 
-def test_a_call_is_awaited_again_after_one_gave_up(group, batch, slow_decoding):
+def test_a_call_is_awaited_again_after_one_gave_up(group, batch, decoding):
     async def twice():
         call = group.submit("echo", batch)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(call, 0.05)
+        decoding.set()
         return await call, await call
 
     first, second = asyncio.run(twice())
     assert_same(first, batch)
     assert first is second
-    assert slow_decoding == [RANKS]
+    assert decoding.seen == [RANKS]
 
 
-def test_each_who_waits_has_a_time_of_his_own(group, batch):
-    call = group.submit("sleep", batch, 1.0)
+@pytest.fixture
+def held(tmp_path):
+    """A file that ranks wait for."""
+    file = tmp_path / "held"
+    file.touch()
+    yield file
+    file.unlink(missing_ok=True)
+
+
+def test_each_who_waits_has_a_time_of_his_own(group, batch, held):
+    call = group.submit("wait", batch, str(held))
     with ThreadPoolExecutor(1) as threads:
         patient = threads.submit(call.result)
-        with pytest.raises(WorkerError, match="no answer"):
-            call.result(timeout=0.1)
+        try:
+            with pytest.raises(WorkerError, match="no answer"):
+                call.result(timeout=0.1)
+        finally:
+            held.unlink()
         assert patient.result() is None
     assert call.result(timeout=0) is None
 
@@ -933,7 +958,7 @@ def test_a_full_store_is_named(group, batch, monkeypatch, kind):
 # -------------------------------------------------------------------- methods without a batch, and the life of actors
 
 
-def test_methods_without_a_batch(local_ray):
+def test_methods_without_a_batch(local_ray, held):
     actors = [ray.remote(num_cpus=0)(Worker).remote(factor) for factor in (1.0, 2.0, 3.0, 4.0)]
     peers = WorkerGroup(actors, dp_ranks=[1, 0, 1, 0], collect=[False, True, True, False], pad_token_id=PAD)
     weights = torch.arange(5.0)
@@ -950,7 +975,7 @@ def test_methods_without_a_batch(local_ray):
         peers.run("fail_plainly")
     with pytest.raises(LayoutError, match=r"WorkerGroup.run: rank is 2"):
         peers.run("plain", rank=2)
-    actors[2].sleep.remote(None, 1.0)
+    actors[2].wait.remote(None, str(held))
     with pytest.raises(WorkerError, match=r"rank 1, actor 2: TimeoutError: no answer"):
         peers.run("plain", timeout=0.1)
 

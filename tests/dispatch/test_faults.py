@@ -35,9 +35,8 @@ from maskpack.dispatch import Broadcast, Call, WorkerGroup, placement
 from maskpack.views.view import BatchView
 
 B = 32
-LIMIT = 60.0  # seconds of a wait
-
-pytestmark = pytest.mark.timeout(240)
+SOON = 1.0
+"""Seconds in which a driver gets what ranks have answered."""
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +150,7 @@ def _late(team: Team, sample: Sample) -> None:
     with waiting(team, 0):
         call = team.group().submit("score", sample.batch, FACTOR)
         until_answered(call, (1, 2, 3))
-        error = failure(lambda: call.result(0.02))
+        error = failure(lambda: call.result(SOON))
         check_error(error, {0: (sample.rows(0), TimeoutError)})
     result = error.call.result()
     assert team.ran() == list(range(len(sample.batch)))
@@ -271,10 +270,7 @@ def until_answered(call: Call, ranks: Sequence[int]) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
     while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError("waited in vain")
         time.sleep(0.005)
 
 
@@ -373,22 +369,22 @@ def test_what_failed_once_is_left_out_of_every_retry_after_it(team, sample):
     with waiting(team, 0), waiting(team, 1), waiting(team, 2):
         call = team.group().submit("score", sample.batch[:3], FACTOR)
         until_answered(call, (3,))
-        error = failure(lambda: call.result(0.5))
+        error = failure(lambda: call.result(SOON))
         assert [one.rank for one in error.failures] == [0, 1, 2]
         call = error.call.retry()
-        assert freeze(call.result(10)) == freeze(sample.expected[:3])
+        assert freeze(call.result()) == freeze(sample.expected[:3])
     team.ran()
     with waiting(team, 0):
         call = team.group().submit("score", sample.batch, FACTOR)
         until_answered(call, (1, 2, 3))
-        error = failure(lambda: call.result(0.5))
+        error = failure(lambda: call.result(SOON))
         assert [one.rank for one in error.failures] == [0]
         with waiting(team, 1):
             call = error.call.retry()
             until_answered(call, [part.rank for part in call.parts if part.rank not in (0, 1)])
-            error = failure(lambda: call.result(0.5))
+            error = failure(lambda: call.result(SOON))
             assert [one.rank for one in error.failures] == [1]
-            sample.check(error.call.retry().result(10))
+            sample.check(error.call.retry().result())
 
 
 def test_a_rank_whose_method_was_late_with_something_else_is_asked_again(team, sample):
@@ -450,15 +446,15 @@ def test_what_is_cancelled_runs_and_its_result_is_dropped(team, sample):
             waits = [threads.submit(failure, second.result) for _ in range(2)]
             second.parts[2].outcome = ValueError()  # as if one of several actors had failed: the others are at work
             assert (second.cancel(), second.cancel()) == ([2], [])
-            errors = [each.result(10) for each in waits]
+            errors = [each.result() for each in waits]
         for error in errors:  # of all who wait
             assert [one.rank for one in error.failures] == [2]
             assert "rank 2 (rows 16 to 23): Cancelled: cancelled before it answered" in str(error)
         assert second.done()
         again = second.retry()  # waits behind what the rank has begun and what was cancelled
-    sample.check(again.result(20))
-    sample.check(first.result(20))
-    sample.check(third.result(20).update({"old_log_probs": sample.expected["old_log_probs"]}))
+    sample.check(again.result())
+    sample.check(first.result())
+    sample.check(third.result().update({"old_log_probs": sample.expected["old_log_probs"]}))
     assert (first.cancel(), again.cancel()) == ([], [])
     assert team.ran() == sorted([*range(B), *range(B), *range(B), *sample.rows(2)])
 
@@ -479,7 +475,7 @@ def test_the_objects_of_a_cancelled_call_are_freed(team, sample, begun):
         assert returned.isdisjoint(_known())
         del call
         after = team.group().submit("score", sample.batch, FACTOR)
-    sample.check(after.result(20))
+    sample.check(after.result())
     until(lambda: objects.isdisjoint(_known()))
     ray.get(busy) if busy is not None else None
     team.ran()
@@ -496,13 +492,19 @@ def test_ctrl_c_ends_the_waiting(team, sample):
     """Also in a process that was started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with waiting(team, 1):
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with waiting(team, RANKS - 1) as folder:
+
+            def interrupt() -> None:
+                until((folder / "began").exists)  # everything is sent
+                time.sleep(SOON)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt, daemon=True).start()
             with pytest.raises(KeyboardInterrupt) as caught:
                 team.group().call("score", sample.batch, FACTOR)
     finally:
         signal.signal(signal.SIGINT, before)
-    sample.check(caught.value.call.result(20))
+    sample.check(caught.value.call.result())
     assert team.ran() == list(range(B))
 
 
@@ -570,7 +572,7 @@ def test_a_timeout_bounds_the_wait_for_a_restart(team, sample, tmp_path):
     ):
         begun = time.monotonic()
         failure(late)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30  # of 60, after which it gives up by itself
     (tmp_path / "held").unlink()
     sample.check(group.call("score", sample.batch, FACTOR))
     team.ran()

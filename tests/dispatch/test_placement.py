@@ -119,7 +119,7 @@ def test_a_put_of_another_thread_while_the_old_one_is_released(store):
         Put.on_release = None
         thread = threading.Thread(target=lambda: others.append(settled(place, view.take(third))))
         thread.start()
-        thread.join(20)
+        thread.join(300)
         assert not thread.is_alive(), "the other thread waits for this one"
 
     Put.on_release = released
@@ -134,7 +134,7 @@ def test_threads_that_put_different_rows(store):
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        start.wait(20)
+        start.wait()
         for _ in range(200):
             rows = np.sort(rng.choice(64, 32, replace=False))
             if settled(place, view.take(rows)) != rows.tolist():
@@ -148,7 +148,7 @@ def test_threads_that_put_different_rows(store):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
 

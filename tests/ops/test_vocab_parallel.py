@@ -92,7 +92,6 @@ def test_unknown_ids_give_nan_on_all_ranks(ranks: int) -> None:
 # -------------------------------------------------------------------- memory
 
 
-@pytest.mark.timeout(600)
 def test_a_rank_holds_half_of_the_weight_and_of_the_logits() -> None:
     """The largest storage of the forward pass is the logits of a piece, whatever the vocabulary."""
     vocabulary, tokens = 131_072, 1000

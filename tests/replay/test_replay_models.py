@@ -720,11 +720,11 @@ def at_once(works: Sequence[Callable[[], Any]]) -> list[Any]:
 
     def begun(work: Callable[[], Any]) -> Any:
         torch.set_num_threads(1)
-        ready.wait(60)
+        ready.wait()
         return work()
 
     with ThreadPoolExecutor(len(works)) as threads:
-        return [result.result(120) for result in [threads.submit(begun, work) for work in works]]
+        return [result.result() for result in [threads.submit(begun, work) for work in works]]
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:

@@ -483,25 +483,25 @@ def of_number(number: int) -> Row:
     return Row(number // BLOCK % 2, number, 2, number // BLOCK * BLOCK)
 
 
-def readers(rng: random.Random, root: Path, seconds: float = 2.0, count: int = 2) -> Counter[str]:
-    """Writers, one after the other, of which some are killed; readers beside them, of which some open the log anew."""
+def readers(rng: random.Random, root: Path, writers: int = 7, count: int = 2) -> Counter[str]:
+    """Writers, one after the other, all but the last killed; readers beside them, of which some open the log anew."""
     seen: Counter[str] = Counter()
     with opened(root / "log") as log:
         log.append(batch_of([of_number(0)], 9), tags_for([of_number(0)]))
-    shared = torch.zeros(4, dtype=torch.int64).share_memory_()
-    shared[0] = shared[1] = 1  # rows below the first are acknowledged; below the second, begun
-    until = time.monotonic() + seconds
+    shared = torch.zeros(5, dtype=torch.int64).share_memory_()
+    shared[0] = shared[1] = 1  # rows below the first are acknowledged; below the second, begun; the last ends it
     children = [
-        forked(partial(_read, random.Random(rng.random()), root, shared, until, bool(place % 2)))
-        for place in range(count)
+        forked(partial(_read, random.Random(rng.random()), root, shared, bool(place % 2))) for place in range(count)
     ]
-    while time.monotonic() < until:
-        writer = forked(partial(_append, random.Random(rng.random()), root, shared, until))
+    for left in reversed(range(writers)):
+        writer = forked(partial(_append, random.Random(rng.random()), root, shared))
         time.sleep(rng.random() * 0.5)
-        os.kill(writer, signal.SIGKILL)
+        if left:
+            os.kill(writer, signal.SIGKILL)
+        else:
+            shared[4] = 1
         status = os.waitstatus_to_exitcode(os.waitpid(writer, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
-        seen["writers"] += 1
+        assert status == (-signal.SIGKILL if left else 0), status
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
     with opened(root / "log", "r") as log:
@@ -518,9 +518,9 @@ def readers(rng: random.Random, root: Path, seconds: float = 2.0, count: int = 2
     return seen
 
 
-def _append(rng: random.Random, root: Path, shared: torch.Tensor, until: float) -> None:
+def _append(rng: random.Random, root: Path, shared: torch.Tensor) -> None:
     with opened(root / "log", fsync=rng.choice(["always", "interval"]), interval=0.01) as log:
-        while time.monotonic() < until:
+        while not shared[4]:
             first = log.next_row
             end = min(first + rng.choice([1, 3, 20]), first // BLOCK * BLOCK + BLOCK)
             shared[1] = max(int(shared[1]), end)
@@ -534,9 +534,9 @@ def _append(rng: random.Random, root: Path, shared: torch.Tensor, until: float) 
                 log.compact(rng.choice([0.0, 0.2]))
 
 
-def _read(rng: random.Random, root: Path, shared: torch.Tensor, until: float, anew: bool) -> None:
-    log, newest = opened(root / "log", "r"), 0
-    while time.monotonic() < until:
+def _read(rng: random.Random, root: Path, shared: torch.Tensor, anew: bool) -> None:
+    log, newest, looked = opened(root / "log", "r"), 0, False
+    while not (shared[4] and looked):
         if anew and rng.random() < 0.5:
             log = opened(root / "log", "r")
         acknowledged = int(shared[0])
@@ -573,3 +573,4 @@ def _read(rng: random.Random, root: Path, shared: torch.Tensor, until: float, an
                 if "changes faster" not in str(error):
                     raise
         shared[2] += 1
+        looked = True

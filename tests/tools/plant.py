@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
-HANGS, DEATHS = 150, 8  # seconds of one test; processes that end before their time
+HANGS, DEATHS = 400, 8  # seconds of one test; processes that end before their time
 MEMORY = 10 * 2**30
 PRELOADED = ("torch", "tensordict", "numpy", "hypothesis", "_hypothesis_pytestplugin", "xdist", "transformers")
 COMMON = "tests/test_pitfalls.py tests/test_misuse.py"
@@ -75,23 +75,28 @@ Reach = dict[str, dict[str, list[str]]]
 
 
 class Recorder:
-    """A plugin of pytest that writes what begins, ends and fails, and runs the tests that are wanted and not done."""
+    """A plugin of pytest that writes what begins, ends and fails, and runs the tests that are wanted and not done, of
+    each function at most so many cases."""
 
-    def __init__(self, file: Path, wanted: Collection[str] | None, done: Collection[str], coverage: Any = None) -> None:
-        self._wanted, self._done, self._coverage = wanted, done, coverage
+    coverage: Any = None
+
+    def __init__(self, file: Path, wanted: Collection[str] | None, done: Collection[str], cases: int) -> None:
+        self._wanted, self._done, self._cases = wanted, done, cases
         self._file = file.open("a", buffering=1)
 
+    @pytest.hookimpl(trylast=True)  # of the tests of a tier
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [
-            item
-            for item in items
-            if item.nodeid not in self._done and (self._wanted is None or item.nodeid in self._wanted)
-        ]
+        functions: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            if self._wanted is None or item.nodeid in self._wanted:
+                functions[item.nodeid.partition("[")[0]].append(item)
+        chosen = {item for all_cases in functions.values() for item in spread(all_cases, self._cases)}
+        items[:] = [item for item in items if item in chosen and item.nodeid not in self._done]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         print("begins", nodeid, file=self._file)
-        if self._coverage is not None:
-            self._coverage.switch_context(nodeid)
+        if self.coverage is not None:
+            self.coverage.switch_context(nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         print("ends", nodeid, file=self._file)
@@ -99,6 +104,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             print("fails", report.nodeid, file=self._file)
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many, from the first to the last."""
+    if len(items) <= most:
+        return [*items]
+    return [items[place * (len(items) - 1) // (most - 1)] for place in range(most)] if most > 1 else [items[0]]
 
 
 def started(tree: Path, paths: Iterable[str], plugin: Callable[[], Recorder], output: Path, marks: str) -> int:
@@ -120,9 +132,9 @@ def started(tree: Path, paths: Iterable[str], plugin: Callable[[], Recorder], ou
     options = ["-n", "0", "-q", "-p", "no:cacheprovider", "--timeout", "0", "--tb", "line", "-m", marks, *paths]
     recorder = plugin()
     status = pytest.main(options, plugins=[recorder])
-    if recorder._coverage is not None:
-        recorder._coverage.stop()
-        recorder._coverage.save()
+    if recorder.coverage is not None:
+        recorder.coverage.stop()
+        recorder.coverage.save()
     os._exit(int(status))
 
 
@@ -134,8 +146,9 @@ class Run:
     folder: Path
     paths: list[str]
     wanted: Collection[str] | None
+    cases: int
     marks: str = "not tier2 and not every_case"
-    coverage: Any = None
+    measured: Callable[[], Any] = lambda: None
     child: int = 0
     deaths: int = 0
     failed: set[str] = field(default_factory=set)
@@ -147,13 +160,12 @@ class Run:
 
     def start(self) -> None:
         self.record.write_text("")
-        self.child = started(
-            self.tree,
-            self.paths,
-            lambda: Recorder(self.record, self.wanted, self.done, self.coverage and self.coverage()),
-            self.folder / "output",
-            self.marks,
-        )
+        self.child = started(self.tree, self.paths, self.plugin, self.folder / "output", self.marks)
+
+    def plugin(self) -> Recorder:
+        recorder = Recorder(self.record, self.wanted, self.done, self.cases)
+        recorder.coverage = self.measured()
+        return recorder
 
     def hangs(self) -> bool:
         return time.time() - self.record.stat().st_mtime > HANGS
@@ -251,7 +263,7 @@ def selected(fault: Fault, tree: Path, reach: Reach) -> tuple[list[str], set[str
 
 
 def try_faults(
-    faults: list[Fault], source: Path, jobs: int, reach: Reach, second: bool
+    faults: list[Fault], source: Path, jobs: int, reach: Reach, cases: int, second: bool
 ) -> Iterator[tuple[Fault, Run, float]]:
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         free = []
@@ -268,7 +280,7 @@ def try_faults(
                 paths, tests = (TESTS[fault["package"]].split(), None) if second else selected(fault, tree, reach)
                 stack = contextlib.ExitStack()
                 stack.enter_context(planted(fault, tree))
-                run = Run(tree, folder, paths, tests, *["tier2"] * second)
+                run = Run(tree, folder, paths, tests, cases, *["tier2"] * second)
                 held[id(run)] = fault, stack, time.monotonic()
                 yield run
 
@@ -298,7 +310,7 @@ def reached(source: Path, jobs: int) -> Reach:
             for job, folder in enumerate(folders):
                 folder.mkdir()
                 own = [str(file.relative_to(tree)) for file in files[job::jobs]]
-                yield Run(tree, folder, own, None, coverage=lambda job=job: measured(job))
+                yield Run(tree, folder, own, None, sys.maxsize, measured=lambda job=job: measured(job))
 
         list(run_all(runs(), jobs))
         for folder in folders:
@@ -399,6 +411,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--reach", type=Path, help="JSON of the tests that reach each line; made if it is not there")
+    parser.add_argument("--cases", type=int, default=4, help="of each test function, so many cases; default: 4")
     parser.add_argument(
         "--tier2", action="store_true", help="the second tier, for faults that the first does not catch"
     )
@@ -441,7 +454,7 @@ def main() -> int:
     reach: Reach = json.loads(options.reach.read_text()) if options.reach else {}
     caught = 0
     with options.results.open("a") as file:
-        for fault, run, seconds in try_faults(chosen, options.tree, options.jobs, reach, options.tier2):
+        for fault, run, seconds in try_faults(chosen, options.tree, options.jobs, reach, options.cases, options.tier2):
             found = functions(run.failed)
             result = {"id": fault["id"], "tier": tier, "caught": found, "deaths": run.deaths, "ran": len(run.done)}
             print(json.dumps({**result, "seconds": round(seconds)}), file=file, flush=True)
