@@ -1,16 +1,17 @@
-"""Ray's workers of the tests, forked from one process that has imported torch and tensordict.
+"""Interpreters and Ray's workers of the tests, forked from one process that has imported torch and tensordict.
 
-    raylet --> python warm_workers.py default_worker.py ... --> the process that imported --> fork: the worker
+    raylet, a test --> python warm_workers.py default_worker.py ... --> the process that imported --> fork: the worker
 
-A worker takes 6 seconds of one core to import them, and the suite starts about 160. This file is the `py_executable` of
-Ray: it passes its arguments, environment and output on to the process, which the first worker starts, and ends with the
-worker. The worker finds what is not torch or tensordict as any other process does. In another namespace of processes,
-workers are started as ever.
+A process takes 6 seconds of one core to import them, and the suite starts about 200. This file is the `py_executable`
+of Ray, and stands in for `python` in the commands of tests: it passes its arguments, environment and streams on to the
+process, which the first one starts, and ends with the worker, with its status. The worker finds what is not torch or
+tensordict as any other process does. In another namespace of processes, workers are started as ever.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import fcntl
 import json
 import os
@@ -19,7 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from typing import NoReturn
 
 FOLDER = "WARM_WORKERS"
@@ -42,7 +45,12 @@ def environment(folder: str) -> dict[str, str]:
     return {FOLDER: folder, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": executable}})}
 
 
-# -------------------------------------------------------------------- what the raylet starts
+def python() -> list[str]:
+    """The begin of a command that is run as by `python`: a script, -c or -m, and its arguments."""
+    return [sys.executable, *(["-S", "-E", os.path.abspath(__file__)] if FOLDER in os.environ else [])]
+
+
+# -------------------------------------------------------------------- what the raylet or a test starts
 
 
 def pass_on(folder: str, arguments: list[str]) -> None:
@@ -54,7 +62,10 @@ def pass_on(folder: str, arguments: list[str]) -> None:
         address = os.path.join(folder, "socket")
         if not os.path.exists(address):
             command = [sys.executable, __file__]
-            server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, cwd=folder)
+            with open(os.path.join(folder, "log"), "w") as log:  # the streams of the first worker end with it
+                server = subprocess.Popen(
+                    command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder
+                )
             while not os.path.exists(address):
                 if server.poll() is not None:
                     as_ever(arguments)
@@ -63,10 +74,11 @@ def pass_on(folder: str, arguments: list[str]) -> None:
         connection.connect(address)
         own = {"argv": arguments, "env": {**os.environ}, "cwd": os.getcwd(), "nice": os.nice(0)}
         start = json.dumps(own).encode()
-        outputs = array.array("i", [1, 2]).tobytes()
-        connection.sendmsg([len(start).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, outputs)])
+        streams = array.array("i", [0, 1, 2]).tobytes()
+        connection.sendmsg([len(start).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         connection.sendall(start)
-        connection.recv(1)  # nothing comes: it ends with the worker
+        status = connection.recv(1)  # nothing comes of one that dies
+    sys.exit(status[0] if status else f"{arguments[:1]} died")
 
 
 def as_ever(arguments: list[str]) -> NoReturn:
@@ -100,12 +112,12 @@ def become(connection: socket.socket) -> None:
     """Goes on as the worker that a connection asks for. Killed if the other side is."""
     import runpy
 
-    header, passed, *_ = connection.recvmsg(8, socket.CMSG_SPACE(8))
+    header, passed, *_ = connection.recvmsg(8, socket.CMSG_SPACE(12))
     start = bytearray()
     while len(start) < int.from_bytes(header, "little"):
         start += connection.recv(1 << 16)
-    for output, given in enumerate(array.array("i", passed[0][2]), 1):
-        os.dup2(given, output)
+    for stream, given in enumerate(array.array("i", passed[0][2])):
+        os.dup2(given, stream)
         os.close(given)
     asked = json.loads(start)
     os.setsid()
@@ -119,8 +131,30 @@ def become(connection: socket.socket) -> None:
     own, sys.argv = os.path.dirname(os.path.abspath(__file__)), asked["argv"]
     path = [each for each in sys.path if os.path.abspath(each) != own]
     more = [each for each in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if each and each not in path]
-    sys.path[:] = [os.path.dirname(sys.argv[0]), *more, *path]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    first, *arguments = sys.argv
+    sys.path[:] = ["" if first in ("-c", "-m") else os.path.dirname(first), *more, *path]
+    status = 0
+    try:
+        if first == "-c":
+            sys.argv = [first, *arguments[1:]]
+            exec(arguments[0], {"__name__": "__main__"})
+        elif first == "-m":
+            sys.argv = arguments
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # as an interpreter does, then what was registered
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send(bytes([status & 255]))
     os._exit(0)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm_workers
 
 import maskpack
 from maskpack.core import abi, build, native
@@ -19,7 +19,9 @@ PACKAGE = Path(maskpack.__file__).parent
 
 def imported(package: Path) -> str:
     """What an import of a copy of the package prints to the error stream."""
-    done = subprocess.run([sys.executable, "-c", "import maskpack"], cwd=package.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [*warm_workers.python(), "-c", "import maskpack"], cwd=package.parent, capture_output=True, text=True
+    )
     assert done.returncode == 1
     return done.stderr
 

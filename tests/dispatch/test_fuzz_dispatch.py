@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+import warm_workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_short_run() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(
-        [sys.executable, "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", "--count", "3"],
+        [*warm_workers.python(), "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", "--count", "3"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_workers
 from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
@@ -35,7 +35,13 @@ def test_rewards_and_lengths_of_each_prompt(kind: str, tmp_path: Path) -> None:
                 log.append(compress(part, pad_token_id=0))
     else:
         compress(torch.cat(parts), pad_token_id=0).save(file)
-    command = [sys.executable, str(EXAMPLES / "analyse_rollouts.py"), str(file), "--parquet", str(tmp_path / "rows")]
+    command = [
+        *warm_workers.python(),
+        str(EXAMPLES / "analyse_rollouts.py"),
+        str(file),
+        "--parquet",
+        str(tmp_path / "rows"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[1:]]

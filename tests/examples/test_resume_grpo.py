@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_workers
 from samples import assert_same
 
 from maskpack import decompress
@@ -38,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, lines: int | None = None, seconds: float = 0) -> list[str]:
     """What the example prints in a process of its own, which is killed some time after a number of lines."""
-    command = [sys.executable, resume_grpo.__file__, str(folder), "--steps", str(STEPS)]
+    command = [*warm_workers.python(), resume_grpo.__file__, str(folder), "--steps", str(STEPS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         seen = [process.stdout.readline() for _ in range(lines or 0)]

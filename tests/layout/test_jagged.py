@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_workers
 from samples import PAD, assert_same, freeze, joined, parts_of, rollout
 from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -143,7 +144,7 @@ del torch._C.DispatchKeySet
 from maskpack.layout import jagged
 print(jagged._fast_way())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm_workers.python(), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None"]
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 import tracemalloc
 from collections import deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
+import warm_workers
 from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
@@ -251,7 +251,7 @@ def test_records_go_nowhere_unless_the_program_says_so() -> None:
         "import logging, maskpack; log = logging.getLogger('maskpack.dispatch.call'); log.error('lost');"
         "print([type(handler).__name__ for handler in logging.getLogger('maskpack').handlers], logging.root.handlers)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm_workers.python(), "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("['NullHandler'] []\n", "")
 
 

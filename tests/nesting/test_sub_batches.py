@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import oracle
 import pytest
 import samples
 import torch
+import warm_workers
 from oracle import assert_same_batch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, UnbatchedTensor, lazy_stack, tensorclass
 
@@ -168,7 +168,7 @@ def test_a_file_names_a_class_that_the_reader_has_imported() -> None:
     data = packed.to_bytes()
     assert_same_batch(mp.decompress(mp.PackedBatch.from_bytes(data)), mp.decompress(packed))
     program = "import sys, maskpack as mp; mp.PackedBatch.from_bytes(sys.stdin.buffer.read())"
-    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, check=False)
+    done = subprocess.run([*warm_workers.python(), "-c", program], input=data, capture_output=True, check=False)
     assert "a tensorclass that this process has; import its module first" in done.stderr.decode()
     for name in ("os:system", "tensordict:NonTensorData", "tensordict:TensorDict", "builtins:dict", "", "a:"):
         odd = data.replace(f"{__name__}:Tokens".encode(), name.ljust(len(__name__) + 7).encode())

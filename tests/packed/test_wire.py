@@ -15,7 +15,6 @@ import re
 import resource
 import stat
 import subprocess
-import sys
 import tempfile
 import tracemalloc
 import warnings
@@ -30,6 +29,7 @@ import numpy as np
 import pytest
 import strategies
 import torch
+import warm_workers
 from fuzz_wire import NONE, Made, Pieces, encodings_of_others, of_rows, simple_encodings
 from golden import make
 from hypothesis import given
@@ -1226,7 +1226,7 @@ def test_columns_are_those_of_one_entry() -> None:
 
 
 def fuzzed(*arguments: str) -> None:
-    command = [sys.executable, fuzz.__file__, "wire", "--jobs", "1", *arguments]
+    command = [*warm_workers.python(), fuzz.__file__, "wire", "--jobs", "1", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -257,7 +257,8 @@ def selected(fault: Fault, tree: Path, reach: Reach) -> tuple[list[str], set[str
     paths = [path for path in TESTS[fault["package"]].split() if (tree / path).exists()]
     found = reach.get(fault["file"], {})
     tests = set[str]().union(*(found.get(str(line), ()) for line in lines_of(fault, tree)))
-    if not tests or "" in tests:
+    tests.discard("")  # the import
+    if not tests:
         return paths, None
     return sorted({test.partition("::")[0] for test in tests}), tests
 

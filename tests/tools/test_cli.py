@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import samples
 import torch
+import warm_workers
 from needs import needs, without
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -41,7 +42,18 @@ ROWS |= {"whole": "maskpack"}
 
 def test_demo_runs_from_any_directory(tmp_path):
     """In a process of its own, with a row count that the ranks cannot share evenly."""
-    command = [sys.executable, "-m", "maskpack.tools.cli", "demo", "--prompts", "3", "--responses", "3", "--seed", "1"]
+    command = [
+        *warm_workers.python(),
+        "-m",
+        "maskpack.tools.cli",
+        "demo",
+        "--prompts",
+        "3",
+        "--responses",
+        "3",
+        "--seed",
+        "1",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
