@@ -81,6 +81,7 @@ TESTS = {
     "store/test_log_faults.py::test_a_fork_does_not_keep_the_lock",
     "store/test_log_faults.py::test_random_faults",
     "store/test_log_faults.py::test_readers_beside_a_writer_that_is_killed",
+    "test_imports.py::test_a_heavy_import_would_be_seen",
     "test_imports.py::test_importing_maskpack_is_light",
     "test_tiers.py::test_a_test_of_the_first_tier_that_starts_a_process_fails",
     "test_tiers.py::test_one_of_the_second_tier_may_start_one",
