@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-INTERPRETED = find_spec("triton") is not None and not _has_gpu()
+INTERPRETED = quick_interpreter.is_there() and not _has_gpu()
 """Whether tests of kernels have them interpreted. Whether Triton interprets is decided when it is imported."""
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import quick_interpreter
 import torch
-from needs import is_installed
 from torch import Tensor
 
 from maskpack import PackedBatch
@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda", 0) if IS_GPU else torch.device("cpu")
 """The device of the kernels."""
 CANARY = 64
 """Bytes before and behind every tensor that a kernel writes, that stay as they are."""
-_SKIPPED = pytest.mark.skipif(not IS_GPU and not is_installed("triton"), reason="needs Triton")
+_SKIPPED = pytest.mark.skipif(not IS_GPU and not quick_interpreter.is_there(), reason="needs Triton 3.6")
 kernel_marks = [pytest.mark.interpreter, _SKIPPED]
 PLACES = ["host", pytest.param("kernels", marks=kernel_marks)]
 """The argument `place` of a test that runs on the host and by the kernels."""

@@ -17,10 +17,18 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from needs import is_installed
+
+
+def is_there() -> bool:
+    """Whether the interpreter of a Triton that kernels are tested with is installed."""
+    return is_installed("triton") and tuple(map(int, version("triton").split(".")[:2])) >= (3, 6)
 
 
 def load() -> None:

@@ -355,13 +355,13 @@ def check(faults: list[Fault], tree: Path) -> list[str]:
             wrong.append(f"{fault['id']}: {fault['file']} has its anchor {count} times")
         gone = [
             f"{file}::{name}"
-            for file, names in (fault["caught"] or {}).items()
+            for file, names in fault.get("caught", {}).items()
             for name in names
             if name not in there.get(file, ())
         ]
         if gone:
             wrong.append(f"{fault['id']}: no test {', '.join(gone)}")
-        if not fault["caught"]:
+        if not fault.get("caught"):
             wrong.append(f"{fault['id']}: no test catches it: {fault['wrong']}")
     return wrong
 
