@@ -361,9 +361,17 @@ def check(faults: list[Fault], tree: Path) -> list[str]:
         ]
         if gone:
             wrong.append(f"{fault['id']}: no test {', '.join(gone)}")
-        if not fault.get("caught"):
+        if "caught" in fault and not fault["caught"]:
             wrong.append(f"{fault['id']}: no test catches it: {fault['wrong']}")
     return wrong
+
+
+def _is_second(fault: Fault) -> bool:
+    return fault.get("tier") == 2
+
+
+def _is_open(fault: Fault) -> bool:
+    return "caught" not in fault
 
 
 def note(faults: list[Fault], results: Iterable[dict[str, Any]]) -> None:
@@ -423,8 +431,12 @@ def main() -> int:
     faults: list[Fault] = json.loads(FAULTS.read_text())
     if options.check:
         wrong = check(faults, options.tree)
-        second = sum(fault.get("tier") == 2 for fault in faults)
-        print(*wrong, f"{len(faults)} faults, {second} of them for the second tier; {len(wrong)} wrong", sep="\n")
+        second, open_ = (sum(map(wanted, faults)) for wanted in (_is_second, _is_open))
+        print(
+            *wrong,
+            f"{len(faults)} faults; {second} for the second tier; {open_} not tried; {len(wrong)} wrong",
+            sep="\n",
+        )
         return int(bool(wrong))
     lines = options.results.read_text().splitlines() if options.results and options.results.exists() else []
     results = [json.loads(line) for line in lines]

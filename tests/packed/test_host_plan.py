@@ -1,0 +1,49 @@
+"""What a plan on the host has to look at in each batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import assert_same_batch
+from tensordict import TensorDict
+
+from maskpack import SIGNED_ZERO, MaskNestingSpec, VerifyFirst, compress, decompress, nest_batch_by_mask
+from maskpack.errors import MaskpackError
+
+M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_a_zero_that_was_seen_first_is_one_of_either_sign() -> None:
+    first = VerifyFirst()
+    registry = {"x": MaskNestingSpec("m", [0, SIGNED_ZERO]), "m": MaskNestingSpec("m")}
+    for zeros in ([0.0, 0.0], [0.0, -0.0], [-0.0, -0.0]):
+        x = torch.where(M.bool(), 3.0, torch.tensor(zeros)[:, None])
+        batch = TensorDict({"m": M, "x": x}, [2])
+        assert_same_batch(decompress(compress(batch, registry=registry, verify=first)), batch)
+
+
+def test_each_layout_of_fields_that_share_offsets_is_compared() -> None:
+    other = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]])
+    registry = {name: MaskNestingSpec(mask) for name, mask in zip("xayb", "aabb", strict=True)}
+
+    def nested(k: int) -> TensorDict:
+        return nest_batch_by_mask(TensorDict({"x": M * k, "a": M, "y": other * k, "b": other}, [2]), registry)
+
+    for k in (2, 3):
+        compress(nested(k), registry=registry)
+    batch = nested(5)
+    batch["y"] = batch["x"] * 7
+    assert batch["y"].offsets() is batch["x"].offsets()
+    with pytest.raises(MaskpackError, match='"y"'):
+        compress(batch, registry=registry)
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_lossy_field_whose_width_is_not_its_first_dim(contiguous: bool) -> None:
+    registry = {"x": MaskNestingSpec("m", 0, 2), "m": MaskNestingSpec("m")}
+    x = torch.arange(24).view(2, 3, 4)
+    for own in (x, x * M[:, None], x + 1):
+        own = own if contiguous else own.movedim(2, 1).contiguous().movedim(1, 2)
+        batch = TensorDict({"m": M, "x": own}, [2])
+        assert_same_batch(decompress(compress(batch, registry=registry)), batch)
