@@ -44,24 +44,34 @@ def _joined(kind: str) -> None:
     process.join()
 
 
+class Item:
+    """A test, as the rule sees it."""
+
+    def __init__(self, name: str, *marks: str) -> None:
+        self.path, self.name, self.nodeid, self._marks = (
+            HERE / "test_rule.py",
+            name,
+            f"tests/test_rule.py::{name}",
+            marks,
+        )
+
+    def get_closest_marker(self, name: str) -> bool:
+        return name in self._marks
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
-def test_a_test_of_the_first_tier_that_starts_a_process_fails(
-    start: Callable[[], object], request: pytest.FixtureRequest
-) -> None:
-    with (
-        pytest.raises(AssertionError, match=r"test_a_test_of_.* starts a process: .* tests/tiers\.py"),
-        tiers.stays_in_its_process(request.node),
-    ):
+def test_a_test_of_the_first_tier_that_starts_a_process_fails(start: Callable[[], object]) -> None:
+    seen = r"test_rule.py::test_a is in the first tier and starts a process: .* tests/tiers\.py"
+    with pytest.raises(AssertionError, match=seen), tiers.stays_in_its_process(Item("test_a")):  # type: ignore[arg-type]
         start()
 
 
-def test_one_that_stays_in_its_process_passes(request: pytest.FixtureRequest) -> None:
-    with tiers.stays_in_its_process(request.node):
+def test_one_that_stays_in_its_process_passes() -> None:
+    with tiers.stays_in_its_process(Item("test_a")):  # type: ignore[arg-type]
         sum(range(10))
 
 
-def test_one_of_the_second_tier_may_start_one(request: pytest.FixtureRequest) -> None:
-    request.node.add_marker("tier2")
-    with tiers.stays_in_its_process(request.node):
+def test_one_of_the_second_tier_may_start_one() -> None:
+    with tiers.stays_in_its_process(Item("test_a", "tier2")):  # type: ignore[arg-type]
         subprocess.run([sys.executable, "-c", ""], check=True)
