@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -17,8 +16,10 @@ import pytest
 import torch
 from needs import needs
 
-ray = needs("ray")
+needs("ray")
 needs("transformers")
+
+from own_ray import own_ray
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/adopt"
@@ -51,21 +52,11 @@ def trained() -> Iterator[Any]:
     """`trained(name)` runs a step and gives its losses and weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        path = os.pathsep.join([str(FOLDER), str(ROOT)])
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": path}},
-        )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        yield lambda name: importlib.import_module(name).train(2)
+        with own_ray(FOLDER, ROOT, num_cpus=2):
+            yield lambda name: importlib.import_module(name).train(2)
         torch.set_num_threads(threads)
-        ray.shutdown()
         for name in STEPS:
             sys.modules.pop(name, None)
 

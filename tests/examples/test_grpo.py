@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 import torch
+from own_ray import own_ray
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -29,16 +29,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(Path(grpo.__file__).parent)}},
-    )
-    yield
-    ray.shutdown()
+    with own_ray(Path(grpo.__file__).parent, num_cpus=2):
+        yield
 
 
 def apart(one: list[list[float]], other: list[list[float]]) -> float:
