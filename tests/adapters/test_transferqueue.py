@@ -1,4 +1,4 @@
-"""The storage backend of TransferQueue on a local Ray: options, large tensors, other processes, checkpoints, faults."""
+"""The storage backend of TransferQueue on a local Ray: options, large tensors, checkpoints, faults."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from tensordict import NonTensorStack, TensorDict
 
 needs("transfer_queue")
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
 import transfer_queue as tq
 import zmq
 from omegaconf import OmegaConf
+from own_ray import own_ray
 from transfer_queue.utils.zmq_utils import ZMQServerInfo
 
 from maskpack.adapters.transferqueue import manager as manager_module
-from maskpack.adapters.transferqueue import register, unit
+from maskpack.adapters.transferqueue import unit
 from maskpack.adapters.transferqueue.chunk import LARGE
 from maskpack.errors import MaskpackError, StorageError
 
@@ -37,10 +36,9 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(address="local", num_cpus=8, object_store_memory=150_000_000, include_dashboard=False, log_to_driver=False)
-    yield
-    stop()
-    ray.shutdown()
+    with own_ray():
+        yield
+        stop()
 
 
 @pytest.fixture
@@ -165,25 +163,7 @@ def test_single_samples_are_joined_and_mostly_dead_chunks_are_rewritten(queue):
     assert torch.equal(tq.kv_batch_get(keys=names[0], partition_id="a")["input_ids"].unbind()[0], rows[0])
 
 
-# -------------------------------------------------------------------- other processes, checkpoints
-
-
-@ray.remote
-def read_elsewhere(name):
-    import sys
-
-    before = "maskpack" in sys.modules
-    import transfer_queue as queue
-
-    queue.init()
-    return before, queue.kv_batch_get(keys=name, partition_id="a")["x"].unbind()[0].tolist()
-
-
-def test_other_processes_need_not_import_the_backend(queue):
-    queue()
-    register()
-    tq.kv_batch_put(keys=["one"], partition_id="a", fields=TensorDict({"x": torch.tensor([[3, 4]])}, batch_size=[1]))
-    assert ray.get(read_elsewhere.remote("one"))[1] == [3, 4]
+# -------------------------------------------------------------------- checkpoints
 
 
 def numbers(samples, version):
@@ -427,17 +407,3 @@ def test_a_storage_unit_that_was_killed_is_named(queue):
     got = tq.kv_batch_get(keys=names[:64], partition_id="a")["x"].unbind()
     assert [row.tolist() for row in got] == [[at] for at in range(64)]
     stop()
-
-
-def test_a_storage_unit_that_never_answers_is_named(queue, monkeypatch):
-    manager = queue()
-    monkeypatch.setattr(manager_module, "_PATIENCE", 0.1)
-    monkeypatch.setattr(manager_module, "_TIMEOUT", 0.3)
-    assert manager._sockets._timeout is None  # it would end the wait first, with an error of ZeroMQ
-    silent = zmq.Context.instance().socket(zmq.ROUTER)
-    port = silent.bind_to_random_port("tcp://127.0.0.1")
-    info = ZMQServerInfo(manager._units.infos[0].role, "silent", "127.0.0.1", {"put_get_socket": port})
-    monkeypatch.setattr(manager._units, "infos", [info])
-    with pytest.raises(StorageError, match=r"figures: storage unit silent .* did not answer in 0\.\d+ s"):
-        tq.get_client()._run_coroutine(manager.figures())
-    silent.close(linger=0)

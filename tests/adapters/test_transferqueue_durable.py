@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import itertools
 import os
-import pickle
 import random
 import signal
 import threading
@@ -19,55 +19,40 @@ from tensordict import NonTensorStack, TensorDict
 
 needs("transfer_queue")
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
+import test_transferqueue_manager as managed
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from own_ray import own_ray
 from test_transferqueue_backend import COLUMNS, ROWS
+from test_transferqueue_manager import Direct, asked
 
 from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue import durable, manager
-from maskpack.adapters.transferqueue.chunk import LARGE, Piece
+from maskpack.adapters.transferqueue.chunk import LARGE
 from maskpack.adapters.transferqueue.durable import DurableSamples
-from maskpack.adapters.transferqueue.large import decoded, encoded
+from maskpack.adapters.transferqueue.large import encoded
 from maskpack.adapters.transferqueue.library import ServerInfo
 from maskpack.adapters.transferqueue.unit import Samples
 from maskpack.errors import MaskpackError, StorageError
 from maskpack.store import disk
 
 PARTITION = "durable"
-_nonces = itertools.count(1)
 
 
 # -------------------------------------------------------------------- a unit in this process
 
 
-def asked(unit, name, *given, nonce=None):
-    """A request, as from another process."""
-    unit.request = (next(_nonces) if nonce is None else nonce).to_bytes(16, "little")
-    return pickle.loads(pickle.dumps(getattr(unit, name)(*pickle.loads(pickle.dumps(given)))))
-
-
-def put(unit, samples, nonce=None, **fields):
-    """What the manager asks for a put; with large tensors."""
-    chunk, _ = chunks.packed(TensorDict(fields, batch_size=[len(samples)]), "put")
-    chunk, large = chunks.parted(chunk)
-    missing = asked(unit, "hold", Counter(chunks.digests(chunk)))
-    asked(unit, "store", encoded({digest: large[digest] for digest in missing}, None))
-    asked(unit, "release", asked(unit, "put", samples, chunk, nonce=nonce))
+def put(unit, samples, **fields):
+    asyncio.run(managed.put(Direct([unit]), samples, fields))
 
 
 def clear(unit, samples):
-    asked(unit, "release", asked(unit, "clear", samples))
+    asyncio.run(managed.clear(Direct([unit]), samples))
 
 
 def got(unit, samples, *fields):
-    pieces = asked(unit, "get", samples, fields)
-    wanted = {digest for piece in pieces for digest in chunks.digests(piece.chunk)}
-    if wanted:
-        pieces = chunks.whole(pieces, decoded(asked(unit, "fetch", list(wanted))))
-    return freeze(chunks.assembled([Piece(*piece) for piece in pieces], fields, len(samples)))
+    return freeze(asyncio.run(managed.get(Direct([unit]), samples, *fields)))
 
 
 def contents(unit):
@@ -189,18 +174,6 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
     assert contents(again(unit)) == before
 
 
-def test_a_damaged_log_is_an_error_when_a_unit_starts(tmp_path):
-    unit = opened(tmp_path)
-    put(unit, [0, 1], x=torch.arange(2))
-    unit._log.close()
-    (segment,) = tmp_path.glob("*.seg")
-    bits = bytearray(segment.read_bytes())
-    bits[-150] ^= 1  # of the payload
-    segment.write_bytes(bits)
-    with pytest.raises(StorageError, match=r"damaged|checksum"):
-        opened(tmp_path)
-
-
 # -------------------------------------------------------------------- a checkpoint, and the log of another run
 
 
@@ -286,16 +259,8 @@ def start(folder, **options):
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=150_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    with own_ray():
+        yield
 
 
 @pytest.fixture
@@ -338,32 +303,8 @@ def assert_model(model):
         assert freeze(got["extra"][place]) == freeze(want["extra"][0]), (key, version)
 
 
-def test_units_that_are_killed_lose_nothing(queue, monkeypatch):
-    monkeypatch.setattr(manager, "_PATIENCE", 0.5)
-    model = {}
-    put_keys([*range(200)], 0, model)
-    victims = processes()
-    for process in victims:
-        os.kill(process, signal.SIGKILL)
-    assert_model(model)
-    assert not set(victims) & set(processes())
-    put_keys([*range(50, 150)], 2, model)
-    tq.kv_clear([str(key) for key in range(70, 140)], PARTITION)
-    for key in range(70, 140):
-        del model[key]
-    os.kill(processes()[0], signal.SIGKILL)
-    put_keys([*range(60, 80), 300], 4, model)
-    assert_model(model)
-    storage = tq.get_client().storage_manager
-    figures = tq.get_client()._run_coroutine(storage.figures())
-    assert sum(unit["samples"] for unit in figures) == len(model)
-    mine, other = storage._units.infos
-    storage._units.infos[0] = ServerInfo(mine.role, "one that was killed", other.ip, other.ports)  # its port is reused
-    assert_model(model)
-    assert [info.id for info in storage._units.infos] == [mine.id, other.id]
-
-
-def test_units_that_are_killed_while_puts_run(queue, monkeypatch):
+def test_units_that_are_killed_at_any_moment_lose_nothing(queue, monkeypatch):
+    """While puts run, and when nothing does."""
     monkeypatch.setattr(manager, "_PATIENCE", 0.5)
     model, errors, stop, rng = {}, [], threading.Event(), random.Random(0)
 
@@ -386,6 +327,22 @@ def test_units_that_are_killed_while_puts_run(queue, monkeypatch):
     writer.join()
     assert not errors
     assert_model(model)
+    put_keys([*range(200)], 2, model)
+    tq.kv_clear([str(key) for key in range(70, 140)], PARTITION)
+    for key in range(70, 140):
+        del model[key]
+    victims = processes()
+    for process in victims:
+        os.kill(process, signal.SIGKILL)
+    assert_model(model)
+    assert not set(victims) & set(processes())
+    storage = tq.get_client().storage_manager
+    figures = tq.get_client()._run_coroutine(storage.figures())
+    assert sum(unit["samples"] for unit in figures) == len(model)
+    mine, other = storage._units.infos
+    storage._units.infos[0] = ServerInfo(mine.role, "one that was killed", other.ip, other.ports)  # its port is reused
+    assert_model(model)
+    assert [info.id for info in storage._units.infos] == [mine.id, other.id]
 
 
 def test_a_new_run_goes_on_with_the_log(queue):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from needs import needs
-from tensordict import NonTensorStack, TensorDict
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 needs("transfer_queue")
 
@@ -21,20 +22,27 @@ from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, Stor
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import StorageError
 
+_nonces = itertools.count(1)
+
+
+def asked(unit, request, *given, nonce=None):
+    """The answer of a storage unit to a request, as from another process."""
+    unit.request = (next(_nonces) if nonce is None else nonce).to_bytes(16, "little")
+    return pickle.loads(pickle.dumps(getattr(unit, request)(*pickle.loads(pickle.dumps(given)))))
+
 
 class Direct(MaskpackStorageManager):
-    """Asks the units by calls, with every message pickled; `before` runs before each request."""
+    """Asks units of this process; `before` runs before each request."""
 
-    def __init__(self, units=2, before=None):
-        self.units, self.before = [Samples() for _ in range(units)], before
+    def __init__(self, units, before=None):
+        self.units, self.before = units, before
         self._units, self._codec = StorageUnits(self.units, b""), None
 
     async def _ask(self, unit, request, *given):
         if self.before is not None:
             await self.before(unit, request, given)
         try:
-            given = pickle.loads(pickle.dumps(given))
-            return pickle.loads(pickle.dumps(getattr(self.units[unit], request)(*given)))
+            return asked(self.units[unit], request, *given)
         except NoSampleError as error:
             raise StorageKeyNotFoundError(str(error)) from error
 
@@ -45,13 +53,21 @@ class Direct(MaskpackStorageManager):
         return sum(len(unit.large) for unit in self.units)
 
 
+def units(count=2):
+    return [Samples() for _ in range(count)]
+
+
 def put(manager, samples, fields):
-    meta = SimpleNamespace(global_indexes=samples, partition_ids=["a"])
-    return manager.put_data(TensorDict(fields, batch_size=[len(samples)]), meta)
+    data = fields if isinstance(fields, TensorDictBase) else TensorDict(fields, batch_size=[len(samples)])
+    return manager.put_data(data, SimpleNamespace(global_indexes=samples, partition_ids=["a"]))
 
 
 def get(manager, samples, *fields):
     return manager.get_data(SimpleNamespace(global_indexes=samples, field_names=list(fields)))
+
+
+def clear(manager, samples):
+    return manager.clear_data(SimpleNamespace(global_indexes=samples))
 
 
 def picture(seed):
@@ -68,7 +84,7 @@ def test_of_a_sample_that_is_named_twice_the_last_row_stays():
         await asyncio.sleep(0.05 if request == "put" and given[0][0] == 0 else 0.1 if request == "put" else 0)
 
     for samples in ([0, 64, 0], [0, 1, 0], [0, 0], [5, 6, 7, 6]):
-        manager = Direct(1, slow_first)
+        manager = Direct(units(1), slow_first)
         asyncio.run(put(manager, samples, {"x": torch.arange(len(samples))}))
         last = {sample: row for row, sample in enumerate(samples)}
         got = asyncio.run(get(manager, list(last), "x"))["x"]
@@ -77,7 +93,7 @@ def test_of_a_sample_that_is_named_twice_the_last_row_stays():
     async def late(unit, request, given):
         await asyncio.sleep(0.1 if request == "put" and given[0] == [0, 1] else 0)
 
-    manager = Direct(1, late)
+    manager = Direct(units(1), late)
     asyncio.run(put(manager, [0, 1, 70, 0], {"x": torch.arange(4)}))
     assert asyncio.run(get(manager, [0, 1, 70], "x"))["x"].tolist() == [3, 1, 2]
 
@@ -90,7 +106,7 @@ def test_a_sample_that_is_put_again_during_a_get_is_found():
             changed.append(True)
             await put(manager, [3], pictures(1))
 
-    manager = Direct(before=overwrite)
+    manager = Direct(units(), overwrite)
     asyncio.run(put(manager, [3], pictures(0)))
     got = asyncio.run(get(manager, [3], "o"))["o"]
     assert changed
@@ -99,7 +115,7 @@ def test_a_sample_that_is_put_again_during_a_get_is_found():
 
 
 def test_what_succeeded_of_a_put_gives_its_holds_back():
-    manager = Direct()
+    manager = Direct(units())
     asyncio.run(put(manager, [0, 64], pictures(0, 0)))
 
     async def fail(unit, request, given):
@@ -113,7 +129,7 @@ def test_what_succeeded_of_a_put_gives_its_holds_back():
     assert kept.holds == 1  # that of sample 64, which has its picture still
     assert torch.equal(asyncio.run(get(manager, [64], "o"))["o"][0]["p"], picture(0))
     manager.before = None
-    asyncio.run(manager.clear_data(SimpleNamespace(global_indexes=[0, 64])))
+    asyncio.run(clear(manager, [0, 64]))
     assert manager.held() == 0
 
 
@@ -123,7 +139,7 @@ def test_a_picture_is_sent_to_its_unit_and_fetched_from_it_once():
     async def count(unit, request, given):
         asked[request] += len(given[0]) if request in ("store", "fetch") else 1
 
-    manager = Direct(4, count)
+    manager = Direct(units(4), count)
     samples = [0, 1, 64, 65, 128, 300]
     asyncio.run(put(manager, samples, pictures(0, 1, 0, 1, 0, 1)))
     got = asyncio.run(get(manager, samples[::-1], "o"))["o"]

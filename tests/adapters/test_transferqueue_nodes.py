@@ -1,4 +1,4 @@
-"""The storage backend Maskpack on two nodes, with a storage unit that stops for a while, with the sampler of GRPO."""
+"""The storage backend Maskpack on two nodes, with a storage unit that stops for a while."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 from tensordict import TensorDict
-from transfer_queue.sampler import GRPOGroupNSampler
 
-from maskpack.adapters.transferqueue import manager
+from maskpack.adapters.transferqueue import manager, register
 from maskpack.errors import StorageError
 
-GROUP, ROWS = 2, 2 * manager._BLOCK
+ROWS = 2 * manager._BLOCK
 KEYS = [f"{place}" for place in range(ROWS)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nodes():
+def local_ray():
     """Two nodes with one storage unit each."""
     cluster = Cluster()
     try:
         for resource in ({"driver": 1}, {}):
             cluster.add_node(num_cpus=3, resources=resource, object_store_memory=80_000_000, include_dashboard=False)
-        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
-        controller = {"sampler": GRPOGroupNSampler(GROUP), "polling_mode": True}
-        conf = {"controller": controller, "backend": {"storage_backend": "Maskpack"}}
-        tq.init(OmegaConf.create(conf, flags={"allow_objects": True}))
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1"}, "worker_process_setup_hook": register}
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
+        tq.init(OmegaConf.create({"backend": {"storage_backend": "Maskpack"}}))
         yield
         tq.close()
     finally:
@@ -117,19 +115,3 @@ def test_a_unit_that_is_frozen_is_given_up_by_name_and_goes_on(monkeypatch):
     monkeypatch.undo()
     require(KEYS[::-1], tq.kv_batch_get(KEYS[::-1], "frozen"))
     tq.kv_clear(KEYS, "frozen")
-
-
-def test_the_sampler_of_grpo_takes_whole_groups():
-    keys = KEYS[:6]
-    put(keys[:3], "groups")
-    client = tq.get_client()
-
-    def sampled():
-        meta = client.get_meta(["ids", "n"], 2 * GROUP, "groups", task_name="train")
-        return meta.size and client.get_data(meta)
-
-    assert not sampled()  # one whole group of two
-    put(keys[3:5], "groups")
-    require(keys[:4], sampled())
-    assert not sampled()
-    tq.kv_clear(keys[:5], "groups")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import asyncio
 import random
 import warnings
 from typing import Any
@@ -16,13 +16,13 @@ from tensordict import NonTensorStack, TensorDict, lazy_stack
 
 needs("transfer_queue")
 
+from test_transferqueue_manager import Direct, clear, get, put, units
 from transfer_queue.metadata import extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 from transfer_queue.storage.simple_storage import StorageUnitData
 
 from maskpack.adapters.transferqueue import chunk as chunks
-from maskpack.adapters.transferqueue.chunk import Piece, stacked
-from maskpack.adapters.transferqueue.unit import Samples
+from maskpack.adapters.transferqueue.chunk import stacked
 from maskpack.errors import LayoutError
 
 _UNITS = 2
@@ -58,31 +58,27 @@ class Theirs:
             self.units[unit].clear([samples[place] for place in places])
 
 
-class Ours:
-    """The same calls, with every message pickled as between processes."""
+class Ours(Direct):
+    """The same calls of the manager of Maskpack, over units in this process."""
 
     def __init__(self) -> None:
-        self.units = [Samples() for _ in range(_UNITS)]
-        self.large: dict[bytes, Any] = {}
+        super().__init__(units(_UNITS))
 
     def put(self, samples: list[int], data: TensorDict) -> dict[str, Any]:
-        chunk, schema = chunks.packed(data, "put")
-        chunk, large = chunks.parted(chunk)
-        self.large |= large
-        for unit, places in routed(samples).items():
-            self.units[unit].put([samples[place] for place in places], sent(chunk.take(places)))
-        return schema
+        asyncio.run(put(self, samples, data))
+        return self.schema
 
     def get(self, samples: list[int], fields: list[str]) -> TensorDict:
-        pieces: list[Piece] = []
-        for unit, places in routed(samples).items():
-            for piece in sent(self.units[unit].get([samples[place] for place in places], fields)):
-                pieces.append(Piece(piece.chunk, [places[place] for place in piece.places]))
-        return chunks.assembled(chunks.whole(pieces, self.large), fields, len(samples))
+        return asyncio.run(get(self, samples, *fields))
 
     def clear(self, samples: list[int]) -> None:
-        for unit, places in routed(samples).items():
-            self.units[unit].clear([samples[place] for place in places])
+        asyncio.run(clear(self, samples))
+
+    def _by_unit(self, samples: Any) -> dict[int, list[int]]:
+        return routed(samples)
+
+    async def notify_data_update(self, partition: str, samples: list[int], schema: dict[str, Any]) -> None:
+        self.schema = schema
 
 
 def routed(samples: list[int]) -> dict[int, list[int]]:
@@ -90,10 +86,6 @@ def routed(samples: list[int]) -> dict[int, list[int]]:
     for place, sample in enumerate(samples):
         out.setdefault(sample % _UNITS, []).append(place)
     return out
-
-
-def sent(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value, 5))
 
 
 def is_tensor(value: Any) -> bool:

@@ -3,7 +3,6 @@ are not installed."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from needs import needs
 
 needs("transfer_queue")
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-
 import numpy as np
 import ray
 import torch
 import transfer_queue as tq
 import yaml
 from omegaconf import OmegaConf
+from own_ray import own_ray
 from samples import freeze
 from tensordict import NonTensorStack, TensorDict
 
@@ -29,26 +27,17 @@ SIMPLE = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "
 
 
 @pytest.fixture
-def own_ray():
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        address="local",
-        num_cpus=6,
-        object_store_memory=200_000_000,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    tq.close()
-    ray.shutdown()
+def local_ray():
+    with own_ray(Path(__file__).parents[1], num_cpus=6):
+        yield
+        tq.close()
 
 
 def manager():
     return type(tq.get_client().storage_manager).__name__
 
 
-def test_nemo_rl_uses_the_queue_that_was_started_before(own_ray):
+def test_nemo_rl_uses_the_queue_that_was_started_before(local_ray):
     names = {}
     exec(BLOCKS["NeMo-RL"], names)
     tq.init(names["config"])
@@ -94,7 +83,7 @@ def test_nemo_rl_uses_the_queue_that_was_started_before(own_ray):
     tq.kv_clear(keys=keys, partition_id="train")
 
 
-def test_the_configuration_of_roll_reaches_the_backend(own_ray):
+def test_the_configuration_of_roll_reaches_the_backend(local_ray):
     names = {}
     exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1], names)
     config = yaml.safe_load(BLOCKS["ROLL"])["transfer_backend"]

@@ -27,16 +27,7 @@ def test_its_own_tests_pass_over_maskpack(tmp_path):
     path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     unfit = " or ".join(UNFIT)
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
-    command += [
-        "-p",
-        "transferqueue_upstream",
-        "-q",
-        "--timeout",
-        "600",
-        f"--junitxml={report}",
-        "-k",
-        f"not ({unfit})",
-    ]
+    command += ["-p", "transferqueue_upstream", "-q", "--timeout=600", f"--junitxml={report}", f"-k not ({unfit})"]
     environment = {**os.environ, "PYTHONPATH": path, "QUEUE_BACKEND": "Maskpack", "RAY_USAGE_STATS_ENABLED": "0"}
     run = subprocess.run(
         [*command, *(str(THEIRS / name) for name in FILES)],
