@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import io
 import json
-import os
 import pickle
 import random
 import re
@@ -25,7 +23,9 @@ import ray
 import torch
 import verl_workers
 from omegaconf import OmegaConf
-from samples import PAD, rollout
+from own_ray import own_ray
+from pickled import check_pickles
+from samples import PAD, freeze, rollout
 from samples import assert_same as same_bits
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
 from verl import DataProto
@@ -372,23 +372,7 @@ def test_strict_is_another_name_for_strict_mask_nesting():
 
 
 def test_pickles_of_data_protos_are_packed_until_it_is_undone():
-    data = rollouts(64, prompt_width=40, response_width=120)
-    usual = len(pickle.dumps(data))
-    outer = verl.pickle_data_protos(pad_token_id=PAD)
-    inner = verl.pickle_data_protos(pad_token_id=PAD, codec=None)
-    try:
-        small = pickle.dumps({"data": data}, protocol=5)
-        assert_same(pickle.loads(small)["data"], data)
-        assert len(small) < usual / 4
-        inner()
-        assert len(pickle.dumps(data, protocol=5)) < usual / 4
-    finally:
-        outer()
-    assert len(pickle.dumps(data)) == usual
-    buffer = io.BytesIO(small)
-    assert_same(pickle.load(buffer)["data"], data)  # the reader needs no call
-    with pytest.raises(mp.errors.RegistryError, match="on_loss"):
-        verl.pickle_data_protos(on_loss="maybe")
+    check_pickles(verl.pickle_data_protos, rollouts(64, prompt_width=40, response_width=120), freeze)
 
 
 # -------------------------------------------------------------------- dispatch, without workers
@@ -422,17 +406,6 @@ def test_arguments_that_verl_would_not_cut_raise_by_name():
         verl.mask_nesting_dispatch(3)
     with pytest.raises(mp.errors.RegistryError, match="config is a dict"):
         verl.configure(Group([0]), {})
-
-
-def test_auto_padding_leaves_the_batch_alone_and_counts_as_verl_does():
-    data = rollouts(5)
-    data.meta_info["_verl_auto_padding"] = True
-    positional, named = to_all(data, ranks=4, other=data)
-    assert len(data) == 5
-    assert named.pop("_padding_size_key_x123d") == 3
-    parts = [part for parts in (positional[0], named["other"]) for part in parts]
-    rows = [verl.decompress(part._packed).non_tensor_batch["index"].tolist() for part in parts]
-    assert rows == [[0, 1], [2, 3], [4, 4], [4, 4]] * 2
 
 
 def test_a_parcel_refuses_to_be_taken_for_a_batch():
@@ -484,17 +457,8 @@ def workers(kind, count, **options):
 
 @pytest.fixture(scope="module")
 def local_ray():
-    path = os.pathsep.join([str(Path(verl_workers.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        address="local",
-        num_cpus=4,
-        object_store_memory=600 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )
-    yield
-    ray.shutdown()
+    with own_ray(Path(verl_workers.__file__).parent, num_cpus=4):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -530,10 +494,11 @@ def test_a_batch_that_was_packed_before_can_be_sent_again(group):
     assert_same(group.packed_score(data=packed), group.plain_score(data))
 
 
-@pytest.mark.parametrize("method", ["score", "all_score"])
-def test_results_are_those_of_verl(group, method):
+def test_results_are_those_of_verl(group):
     data = rollouts(8, critic=True)
-    assert_same(getattr(group, f"packed_{method}")(data), getattr(group, f"plain_{method}")(data))
+    assert_same(group.packed_score(data), group.plain_score(data))
+    assert_same(group.off_score(data), group.plain_score(data))  # where the switch says so, it is verl's own way
+    assert not isinstance(group.off_score(data), verl.PackedProto)
 
 
 def test_jagged_outputs_and_metrics_are_those_of_verl(group):
@@ -555,14 +520,7 @@ def test_uneven_rows_are_padded_as_verl_pads_them(group):
         assert len(data) == rows
         assert_same(packed, group.plain_all_seen(again))
         assert len(packed) == rows
-
-
-def test_uneven_rows_of_a_mesh_are_cut_as_verl_cuts_them(group):
-    data = rollouts(5)
-    data.meta_info["_verl_auto_padding"] = True
-    assert_same(group.packed_seen(data), group.plain_seen(data))
-    with pytest.raises(mp.errors.LayoutError, match="5 rows for 2 ranks"):
-        group.packed_seen(rollouts(5))
+        assert_same(group.packed_seen(data), group.plain_seen(data))  # those of a mesh, too
 
 
 def test_futures_are_those_of_verl(group):
@@ -585,15 +543,8 @@ def test_a_future_is_an_argument(group):
 
 
 def test_a_method_that_decodes_nothing_fails_by_name(group):
-    for method in ("bare_score", "bare_seen"):
-        with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):
-            getattr(group, method)(rollouts())
-
-
-def test_the_switch_is_off_where_it_says_so(group):
-    data = rollouts(8)
-    assert_same(group.off_score(data), group.plain_score(data))
-    assert not isinstance(group.off_score(data), verl.PackedProto)
+    with pytest.raises(mp.MaskpackError, match="Put @packed_endpoint between @register and the method"):
+        group.bare_score(rollouts())
 
 
 def test_strict_workers_raise_on_the_driver(group):
@@ -625,15 +576,10 @@ def test_peers_share_one_object_and_only_those_who_speak_send_rows_back(group):
     assert sum(len(pickle.dumps(ray.get(one), 5)) for one in (first, third)) < len(pickle.dumps(data)) / 4
     results = ray.get(group.execute_all("actor_packed_score", *sent))
     assert [type(result) for result in results] == [type(None), verl.PackedProto] * 2
-
-
-def test_ray_carries_packed_data_protos(group):
-    data = rollouts()
-    undo = verl.pickle_data_protos(pad_token_id=PAD)
-    try:
-        assert set(group.echo(data)) == {verl_workers.digest(data)}
-    finally:
-        undo()
+    verl.take_metrics()
+    group.packed_score(data)
+    found = of_method(verl.take_metrics(), "actor_packed_score")
+    assert found["bytes_returned"] == sum(result.nbytes for result in results if result is not None) > 0
 
 
 # -------------------------------------------------------------------- metrics
@@ -678,16 +624,6 @@ def test_metrics_of_calls_add_up(group, kind):
     assert found.pop("seconds") == pytest.approx(sum(found.values()))
     assert found.keys() == {f"{stage}_seconds" for stage in STAGES}
     assert min(found.values()) > 0
-
-
-def test_a_result_counts_as_it_was_sent(group):
-    data = rollouts(64)
-    sent, _ = verl.mask_nesting_dispatch("actor")["dispatch_fn"](group, data)
-    results = ray.get(group.execute_all("actor_packed_score", *sent))
-    verl.take_metrics()
-    group.packed_score(data)
-    found = of_method(verl.take_metrics(), "actor_packed_score")
-    assert found["bytes_returned"] == sum(result.nbytes for result in results if result is not None) > 0
 
 
 def test_a_future_counts_when_it_is_got(group):
@@ -801,9 +737,8 @@ def test_the_first_call_of_a_method_is_reported(group, caplog):
     assert found["argument/raw_bytes"] == raw_bytes(data.batch)
     assert found["result/raw_bytes"] == raw_bytes(wanted.batch)
     assert found["argument/pickled_bytes"] == pytest.approx(len(cloudpickle.dumps(data)), abs=64)
-    assert found["argument/packed_bytes"] == pytest.approx(
-        len(cloudpickle.dumps(verl.compress(data, pad_token_id=PAD))), abs=64
-    )
+    packed = verl.compress(data, pad_token_id=PAD)
+    assert found["argument/packed_bytes"] == pytest.approx(len(cloudpickle.dumps(packed)), abs=64)
 
 
 @pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")

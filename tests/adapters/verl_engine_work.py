@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import rows_alone
 import torch
 import torch.distributed as dist
 import transformers
 from tensordict import TensorDict
+from tiny_models import pair, qwen3
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.plugin.platform.platform_cuda import PlatformCUDA
@@ -52,27 +54,13 @@ with warnings.catch_warnings():
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 MODULE = "maskpack.adapters.verl.engine"
-PROMPT, RESPONSE, VOCABULARY = 5, 6, 97
+PROMPT, RESPONSE = 5, 6
 ROWS = ((3, 6), (5, 2), (1, 4), (4, 0), (2, 1), (5, 6), (2, 3))
 """Prompt and response tokens of each row."""
 EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 # -------------------------------------------------------------------- model, engine, rows
-
-
-def tiny(tied: bool) -> Any:
-    """A model whose distributions are not flat."""
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
-    return model
 
 
 def engine_of(model: Any, **more: Any) -> Any:
@@ -103,28 +91,12 @@ def engine_of(model: Any, **more: Any) -> Any:
 
 
 def batch_of(rows: Sequence[tuple[int, int]], seed: int = 0) -> TensorDict:
-    """Prompts padded on the left, responses on the right, as verl's padded trainer holds them, with a weight for each
-    log-prob and entropy of a loss."""
-    source = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor(rows)
-    left = torch.arange(PROMPT) >= PROMPT - lengths[:, :1]
-    real = torch.cat([left, torch.arange(RESPONSE) < lengths[:, 1:]], dim=1)
-    ids = torch.randint(1, VOCABULARY, real.shape, generator=source) * real
-    scored = real[:, PROMPT:] & (torch.rand(len(rows), RESPONSE, generator=source) < 0.7)  # tools wrote the others
-    weights = torch.rand(2, len(rows), RESPONSE, generator=source) * scored / RESPONSE
-    return TensorDict(
-        {
-            "input_ids": ids,
-            "attention_mask": real.long(),
-            "position_ids": (real.cumsum(1) - 1).clamp(min=0),
-            "prompts": ids[:, :PROMPT],
-            "responses": ids[:, PROMPT:],
-            "response_mask": scored.long(),
-            "weights": weights[0],
-            "entropy_weights": weights[1],
-        },
-        batch_size=[len(rows)],
-    )
+    """A padded batch as verl's trainer holds it, with a weight for each log-prob and entropy of a loss."""
+    batch, source = rows_alone.batch_of(rows, PROMPT, RESPONSE, seed=seed), torch.Generator().manual_seed(seed)
+    answered = batch["attention_mask"][:, PROMPT:].bool()
+    scored = answered & (torch.rand(answered.shape, generator=source) < 0.7)  # tools wrote the others
+    weights = torch.rand(2, *answered.shape, generator=source) * scored / RESPONSE
+    return batch.update({"response_mask": scored.long(), "weights": weights[0], "entropy_weights": weights[1]})
 
 
 # -------------------------------------------------------------------- two ways to log-probs, entropies, gradients
@@ -181,17 +153,9 @@ def by_engine(engine: Any, batch: TensorDict, *, temperature: float, entropy: bo
 
 def by_row(model: Any, batch: TensorDict, *, temperature: float, entropy: bool) -> Seen:
     """Each row alone; gradients are the mean over the ranks, as FSDP takes it."""
-    log_probs, entropies = torch.zeros(len(batch), RESPONSE), torch.zeros(len(batch), RESPONSE)
-    for row in range(len(batch)):
-        real = batch["attention_mask"][row].bool()
-        ids = batch["input_ids"][row][real]
-        first = int(real[:PROMPT].sum())
-        log_p = (model(input_ids=ids[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
-        for place in range(first, len(ids)):
-            if not batch["response_mask"][row, place - first]:
-                continue
-            log_probs[row, place - first] = log_p[place - 1, ids[place]]
-            entropies[row, place - first] = -(log_p[place - 1].exp() * log_p[place - 1]).sum()
+    answered, scored = batch["attention_mask"][:, PROMPT:].bool(), batch["response_mask"]
+    parts = rows_alone.truth_of(model, batch, temperature)
+    log_probs, entropies = (torch.zeros(scored.shape).masked_scatter(answered, part) * scored for part in parts)
     loss_of(log_probs, entropies if entropy else None, batch).backward()
     found = gradients_of(model)
     for grad in found.values():
@@ -217,7 +181,7 @@ def replay_engine(tied: bool, shared: bool) -> dict[str, dict[str, float]]:
     kind = {"model_type": "language_model", "backend": "fsdp2"}
     EngineRegistry.register(**kind, device="cpu")(FSDPEngineWithLMHead)
     assert EngineRegistry.get_engine_cls(**kind) is FSDPEngineWithLMHead
-    model, batch = tiny(tied), own_rows()
+    (model, _), batch = pair(qwen3, tie_word_embeddings=tied), own_rows()
     if shared:
         prompt = slice(None, PROMPT)
         batch["prompts"].copy_((1 + batch["position_ids"][:, prompt]) * batch["attention_mask"][:, prompt])

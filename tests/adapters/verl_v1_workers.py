@@ -27,8 +27,7 @@ class FullEngine(TinyEngine):
         columns = [torch.ones(ids.values().shape), ids.values().float().sin()]
         positions = data["position_ids"].values().float()
         columns.append((positions if positions.dim() == 1 else positions.sum(0)).cos())
-        experts = data["routed_experts"].values().float().sum((1, 2)) if "routed_experts" in data else torch.zeros(1)
-        columns.append((experts * 0.1).expand(ids.values().shape))
+        columns.append(data["routed_experts"].values().float().sum((1, 2)) * 0.1)
         images = [item.get("pixel_values", torch.zeros(1)).sum() for item in tu.get(data, "multi_modal_inputs")]
         columns.append(torch.stack(images).float().repeat_interleave(lengths).cos())
         columns.append(data["input_ids"].values().float() / 100 * data["temperature"])
@@ -83,25 +82,23 @@ class FullLoop:
         index = int(index)
         if (index, session_id) in {tuple(pair) for pair in self.options.failing}:
             raise RuntimeError("This session is to fail.")
-        turns = 2 if self.options.turns and (index + session_id) % 3 == 0 else 1
+        turns = 2 if (index + session_id) % 3 == 0 else 1
         return [self.output(index, session_id, turn, turns, len(raw_prompt)) for turn in range(turns)]
 
     def output(self, index, session, turn, turns, messages):
         prompt = [3 + (7 * index + 3 * place + turn) % 50 for place in range(2 + (index + turn) % 4)]
-        images = [float(index)] * (index % 3) if self.options.images else []
+        images = [float(index)] * (index % 3)
         prompt[1:1] = [IMAGE] * len(images)
         answer = [3 + (5 * index + 11 * session + place) % 60 for place in range(1 + (3 * index + 5 * session) % 9)]
         logs = [-0.1 - 0.05 * ((place + session) % 7) for place in range(len(answer))]
         logs[0] = -0.0 if index == 0 else logs[0]
         extra = {"min_global_steps": 0, "max_global_steps": 0, "turn": turn, "messages": messages}
         fields = {}
-        if self.options.rewards and turn == turns - 1:
+        if turn == turns - 1:
             fields["reward_score"] = math.sin(index + 2 * session)
             extra["reward_extra_info"] = {"acc": float((index + session) % 2)}
-        if self.options.experts:
-            tokens = torch.arange(len(prompt) + len(answer) - 1)
-            experts = tokens[:, None, None] + torch.arange(LAYERS)[:, None] * 5 + torch.arange(EXPERTS) + index
-            fields["routed_experts"] = (experts % 16).numpy()
+        tokens = torch.arange(len(prompt) + len(answer) - 1)
+        experts = tokens[:, None, None] + torch.arange(LAYERS)[:, None] * 5 + torch.arange(EXPERTS) + index
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=answer,
@@ -111,6 +108,7 @@ class FullLoop:
             num_turns=2 + turn,
             metrics=AgentLoopMetrics(generate_sequences=0.5, tool_calls=0.25 * turn),
             extra_fields=extra,
+            routed_experts=(experts % 16).numpy(),
             **fields,
         )
 
@@ -119,11 +117,6 @@ _agent_loop_registry["full"] = {"_target_": "verl_v1_workers.FullLoop"}
 
 
 class FullAgentLoop(TinyAgentLoop):
-    """It begins anew with another configuration."""
-
     def __init__(self, config, *clients):
         super().__init__(config, *clients)
-        self.begin(config)
-
-    def begin(self, config):
-        self.config, self.processor = config, Processor() if config.tiny.images else None
+        self.processor = Processor()

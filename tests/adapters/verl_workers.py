@@ -91,11 +91,8 @@ class Trainer(Worker):
 
     plain_all_seen = register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(seen)
     packed_all_seen = register(dispatch_mode=mask_nesting_dispatch())(packed_endpoint(seen))
-    plain_all_score = register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)(score)
-    packed_all_score = register(dispatch_mode=mask_nesting_dispatch())(packed_endpoint(score))
 
     bare_score = register(dispatch_mode=mask_nesting_dispatch("actor"))(score)
-    bare_seen = register(dispatch_mode=mask_nesting_dispatch("actor"))(seen)
 
     @register(dispatch_mode=mask_nesting_dispatch("actor"))
     @packed_endpoint(format="nested")
@@ -107,7 +104,3 @@ class Trainer(Worker):
     @packed_endpoint
     def wrong_kind(self, data):
         return {"loss": 1.0}
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def echo(self, data):
-        return digest(data)
