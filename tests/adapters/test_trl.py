@@ -25,6 +25,9 @@ import transformers as tf
 import trl_grpo
 import trl_work as work
 from ranks import run_ranks, values
+from rows_alone import alone
+from tensordict import TensorDict
+from tiny_models import qwen25_vl
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
 from maskpack.adapters.transformers import compiled
@@ -166,17 +169,13 @@ def test_options_of_trl(tmp_path, models, kind, options):
     assert_same_runs(*runs)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "scale", "cap", "state"])
+@pytest.mark.parametrize("family", ["gpt2", "state"])
 def test_other_models(tmp_path, models, family):
-    """GPT-2 learns positions, which it numbers by column."""
-    folder = {
-        "gpt2": lambda: models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-        "scale": lambda: models("Granite", logits_scaling=0.25),
-        "cap": lambda: models("Gemma2", head_dim=8, final_logit_softcapping=1.5),
-        "state": lambda: work.saved(
-            tmp_path / "m", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8
-        ),
-    }[family]()
+    """GPT-2 learns positions, which it numbers by column; what layers remember ends with a row."""
+    if family == "gpt2":
+        folder = models("GPT2", n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    else:
+        folder = work.saved(tmp_path / "m", "Lfm2", layer_types=["conv", "full_attention"], block_multiple_of=8)
     options = {"learning_rate": 1e-4} if family == "gpt2" else {}
     assert_same_runs(*both(GRPOTrainer, tmp_path, folder, max_steps=3, **REUSED | options))
 
@@ -184,13 +183,8 @@ def test_other_models(tmp_path, models, family):
 def test_text_alone_of_a_model_with_images(tmp_path):
     """Its three position ids are then the columns, too."""
     torch.manual_seed(0)
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    places = {"image_token_id": 31, "video_token_id": 30, "vision_start_token_id": 29, "vision_end_token_id": 28}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
-    config = tf.Qwen2_5_VLConfig(text_config=work.SIZES | {"rope_parameters": rope}, vision_config=vision, **places)
-    run = work.trainer(packed(GRPOTrainer), tmp_path, tf.Qwen2_5_VLForConditionalGeneration(config))
+    run = work.trainer(packed(GRPOTrainer), tmp_path, qwen25_vl())
     ids, mask, width = padded_rows()
-    ids = ids.clamp(max=27)
     ours, _, _ = run._get_per_token_logps_and_entropies(run.model, ids, mask, width)
     run._release()
     theirs, _, _ = getattr(GRPOTrainer, METHOD)(run, run.model, ids, mask, width)
@@ -261,26 +255,6 @@ def test_tokens_of_tools_are_not_scored(tmp_path, models, monkeypatch, options):
     assert any(out["old_per_token_logps"][hole].any() for out, hole in zip(padded.outs, holes, strict=True))
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_values_of_rows_with_tools_in_float64(tmp_path, models, share):
-    run = work.trainer(packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models())
-    alone = work.loaded(models())
-    for model in (run.model, alone):
-        in_float64(model)
-    ids, mask, width = padded_rows()
-    tools = torch.rand(ids.shape[0], width, generator=torch.Generator().manual_seed(1)) < 0.5
-    expected = [x * tools for x in naive(alone, ids, mask, width, 1.0)]
-    for given in (tools.long(), [row.long().tolist() for row in tools]):
-        run._tools = given
-        seen = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)[:2]
-        for one, true in zip(seen, expected, strict=True):
-            torch.testing.assert_close(one, true, rtol=1e-10, atol=1e-10)
-        own = torch.autograd.grad(seen[0].sum() + seen[1].square().sum(), list(run.model.parameters()))
-    truth = torch.autograd.grad(expected[0].sum() + expected[1].square().sum(), list(alone.parameters()))
-    for one, true in zip(own, truth, strict=True):
-        torch.testing.assert_close(one, true, rtol=1e-8, atol=1e-9)
-
-
 def test_a_mask_of_tools_that_changes_is_refused(tmp_path, models):
     class Other(work.Tooled):
         def _generate_and_score_completions(self, inputs):
@@ -316,28 +290,16 @@ def test_the_mismatch_with_the_sampler_is_logged(tmp_path, models):
 
 def naive(model, ids, mask, width, temperature):
     """Log-probs and entropies [B, C], a row and a token at a time, with the columns as positions."""
-    log_probs, entropies = torch.zeros(2, ids.shape[0], width, dtype=next(model.parameters()).dtype)
-    rows = []
-    for row in range(ids.shape[0]):
-        columns = mask[row].nonzero()[:, 0]
-        logits = model(input_ids=ids[row, columns][None], position_ids=columns[None]).logits[0] / temperature
-        lines = logits.log_softmax(-1)
-        prompt = ids.shape[1] - width
-        for place, column in enumerate(columns.tolist()):
-            if column >= prompt:
-                rows.append(
-                    (
-                        row,
-                        column - prompt,
-                        lines[place - 1, ids[row, column]],
-                        -(lines[place - 1].exp() * lines[place - 1]).sum(),
-                    )
-                )
-    where = tuple(torch.tensor([row[at] for row in rows]) for at in (0, 1))
-    return (
-        log_probs.index_put(where, torch.stack([row[2] for row in rows])),
-        entropies.index_put(where, torch.stack([row[3] for row in rows])),
-    )
+    columns = torch.arange(ids.shape[1]).expand(ids.shape)
+    fields = {"input_ids": ids, "responses": ids[:, -width:], "attention_mask": mask, "position_ids": columns}
+    log_probs, entropies = [], []
+    for logits, tokens, completions in alone(model, TensorDict(fields, batch_size=[len(ids)])):
+        lines = (logits / temperature).log_softmax(-1)
+        for nth in completions:
+            log_probs.append(lines[nth - 1, tokens[nth]])
+            entropies.append(-(lines[nth - 1].exp() * lines[nth - 1]).sum())
+    empty, there = torch.zeros(len(ids), width, dtype=lines.dtype), mask[:, -width:].bool()
+    return [empty.masked_scatter(there, torch.stack(values)) for values in (log_probs, entropies)]
 
 
 def in_float64(model):
@@ -350,28 +312,32 @@ def in_float64(model):
             )
 
 
+@pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("share", [True, False])
-def test_values_and_gradients_in_float64(tmp_path, models, share):
-    run = work.trainer(
-        packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False), tmp_path, models(), temperature=0.7
-    )
-    alone = work.loaded(models())
-    for model in (run.model, alone):
+def test_values_and_gradients_in_float64(tmp_path, models, share, tools):
+    """Of all tokens, or of those that no tool wrote, whose mask TRL gives as a tensor or as lists."""
+    own = packed(GRPOTrainer, share_prefixes=share, min_shared=1, self_check=False)
+    run, plain = work.trainer(own, tmp_path, models(), temperature=0.7), work.loaded(models())
+    for model in (run.model, plain):
         in_float64(model)
     ids, mask, width = padded_rows()
-    log_probs, entropies, aux = run._get_per_token_logps_and_entropies(
-        run.model, ids, mask, width, compute_entropy=True
+    scored = torch.rand(ids.shape[0], width, generator=torch.Generator().manual_seed(1)) < 0.5 + 0.5 * (not tools)
+    expected = [x * scored for x in naive(plain, ids, mask, width, 0.7)]
+    slopes = torch.randn(2, *scored.shape, dtype=torch.float64)
+    truth = torch.autograd.grad(
+        sum((x * by).sum() for x, by in zip(expected, slopes, strict=True)), [*plain.parameters()]
     )
-    expected = naive(alone, ids, mask, width, 0.7)
-    assert aux is None
-    slopes = torch.randn(2, *log_probs.shape, dtype=torch.float64)
-    for seen, true in zip((log_probs, entropies), expected, strict=True):
-        torch.testing.assert_close(seen, true, rtol=1e-10, atol=1e-10)
-        assert torch.equal(seen == 0, mask[:, -width:] == 0)
-    ((log_probs * slopes[0]).sum() + (entropies * slopes[1]).sum()).backward()
-    ((expected[0] * slopes[0]).sum() + (expected[1] * slopes[1]).sum()).backward()
-    for (name, own), true in zip(run.model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, true.grad, rtol=1e-8, atol=1e-9, msg=name)
+    for given in [scored.long(), [row.long().tolist() for row in scored]] if tools else [None]:
+        run._tools = given
+        *seen, aux = run._get_per_token_logps_and_entropies(run.model, ids, mask, width, compute_entropy=True)
+        assert aux is None
+        for one, true in zip(seen, expected, strict=True):
+            torch.testing.assert_close(one, true, rtol=1e-10, atol=1e-10)
+            assert torch.equal(one == 0, (mask[:, -width:] * scored) == 0)
+        run.model.zero_grad()
+        sum((x * by).sum() for x, by in zip(seen, slopes, strict=True)).backward()
+        for (name, weight), true in zip(run.model.named_parameters(), truth, strict=True):
+            torch.testing.assert_close(weight.grad, true, rtol=1e-8, atol=1e-9, msg=name)
 
 
 def test_a_batch_without_completions_still_reaches_all_weights(tmp_path, models):

@@ -291,13 +291,6 @@ def test_another_planner_keeps_its_rows(tmp_path, model):
 # -------------------------------------------------------------------- packed
 
 
-def test_packed_is_a_class_like_the_one_given():
-    ours = packed(AsyncGRPOTrainer)
-    assert issubclass(ours, AsyncGRPOTrainer)
-    assert ours.__name__ == "AsyncGRPOTrainer"
-    assert repr(ours) == "<class 'maskpack.adapters.trl.packed(AsyncGRPOTrainer)'>"
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
