@@ -18,21 +18,16 @@ from grpo_losses import kl_losses, policy_losses, weighted_sum
 PROMPT, RESPONSE = 4, 7
 LENGTHS = [5, 1, 7, 0, 3, 6, 2, 4]  # of the responses
 CLOSE = {"rtol": 0, "atol": 1e-12}
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
-def rollout(seed, *, mask="holes"):
+def rollout(seed):
     """A padded batch in float64; under holes of the loss mask tokens have numbers like all others."""
     rng = torch.Generator().manual_seed(seed)
     rows, lengths = len(LENGTHS), torch.tensor(LENGTHS)
     real = torch.arange(RESPONSE) < lengths[:, None]
     prompt = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (rows, 1), generator=rng)
-    draws = {
-        "all": real.long(),
-        "holes": real.long() * (torch.rand(rows, RESPONSE, generator=rng) < 0.6),
-        "weights": real * torch.rand(rows, RESPONSE, generator=rng, dtype=torch.float64),
-    }
-    draws["holes"][LENGTHS.index(2)] = 0  # a row without a loss token
+    holes = real.long() * (torch.rand(rows, RESPONSE, generator=rng) < 0.6)
+    holes[LENGTHS.index(2)] = 0  # a row without a loss token
 
     def numbers(spread):
         drawn = spread * torch.randn(rows, RESPONSE, generator=rng, dtype=torch.float64)
@@ -42,7 +37,7 @@ def rollout(seed, *, mask="holes"):
         {
             "responses": torch.randint(1, 90, (rows, RESPONSE), generator=rng) * real,
             "attention_mask": torch.cat([prompt, real], 1).long(),
-            "response_mask": draws[mask],
+            "response_mask": holes,
             "old_log_probs": numbers(0.6),
             "ref_log_prob": numbers(0.6),
             "advantages": numbers(1.0),
@@ -117,24 +112,6 @@ def dense_kl_losses(new, ref, estimator):
     return each_token(token)
 
 
-def unsplit(losses, mask, mode):
-    """The loss of all rows at once, by its definition."""
-    sums, counts = [], []
-    for row, length in enumerate(LENGTHS):
-        own, count = torch.zeros((), dtype=torch.float64), 0.0
-        for place in range(length):
-            own = own + float(mask[row, place]) * losses[row, place]
-            count += float(mask[row, place])
-        if count:
-            sums.append(own)
-            counts.append(count)
-    if mode == "token-mean":
-        return sum(sums) / sum(counts)
-    if mode == "seq-mean-token-sum":
-        return sum(sums) / len(sums)
-    return sum(own / count for own, count in zip(sums, counts, strict=True)) / len(sums)
-
-
 def gradient(loss, *leaves):
     return torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
 
@@ -173,39 +150,20 @@ def test_policy_losses(seed, low, high, dual, per_row):
     close_tokens(seen, dense_policy_losses(new, batch["old_log_probs"], advantage, low, high, dual), new)
 
 
-# -------------------------------------------------------------------- micro-batches
-
-
-def micro_batch_loss(part, weights):
-    losses = policy_losses(part["log_probs"], part["old_log_probs"], part["advantages"], clip_high=0.28, dual_clip=2)
-    losses = losses + 0.05 * kl_losses(part["log_probs"], part["ref_log_prob"])
-    return weighted_sum(losses, part["response_mask"], weights)
-
-
-@pytest.mark.parametrize("mask", ["all", "holes", "weights"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("budget", [9, 1000])
-def test_micro_batches_add_up_to_the_unsplit_loss(budget, ranks, mode, mask):
-    batch, new = rollout(4, mask=mask), leaf(104)
-    policy = dense_policy_losses(new, batch["old_log_probs"], batch["advantages"], 0.2, 0.28, 2)
-    whole = policy + 0.05 * dense_kl_losses(new, batch["ref_log_prob"], "k3")
-    truth = unsplit(whole, batch["response_mask"], mode)
-
-    lengths = batch["attention_mask"].sum(1)
-    plan = mp.planning.plan_ranks(lengths, ranks, budget, loss_tokens=batch["response_mask"].sum(1))
-    seen, slope = torch.zeros((), dtype=torch.float64), torch.zeros_like(new)
-    shares = set()
-    for rows, own in zip(plan.rows, plan.plans, strict=True):
-        mine = nested(batch[rows], new[rows])
-        for part, weights in zip(own.apply(mine), own.loss_weights(mode, gradients="sum"), strict=True):
-            shares.add(part["response_mask"].values().sum().item())
-            loss = micro_batch_loss(part, weights)
-            slope += gradient(loss, new)[0]
-            seen += loss.detach()
-    assert len(shares) > 1 or budget == 1000  # uneven, so each with its own mean gives another loss
+@pytest.mark.parametrize("weights_of_tokens", [False, True])
+def test_weighted_sums(weights_of_tokens):
+    """That the sums of micro-batches are the loss of all rows is for test_grpo.py and tests/planning."""
+    batch, new = rollout(4), leaf(104)
+    if weights_of_tokens:
+        batch["response_mask"] = batch["response_mask"] * torch.rand(len(LENGTHS), RESPONSE, dtype=torch.float64)
+    rows, weights = nested(batch, new), torch.rand(len(LENGTHS), dtype=torch.float64)
+    truth = each_token(lambda row, place: weights[row] * batch["response_mask"][row, place] * new[row, place]).sum()
+    seen = weighted_sum(rows["log_probs"], rows["response_mask"], weights)
     torch.testing.assert_close(seen, truth, **CLOSE)
-    torch.testing.assert_close(slope, gradient(truth, new)[0], **CLOSE)
+    torch.testing.assert_close(gradient(seen, new), gradient(truth, new), **CLOSE)
+
+
+# -------------------------------------------------------------------- other rows
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,8 @@ def check_equal(folder: Path, expected: Path) -> None:
     states = [torch.load(each / "checkpoint.pt") for each in (folder, expected)]
     assert states[0]["step"] == states[1]["step"] == STEPS
     assert states[0]["row"] == states[1]["row"] == STEPS * resume_grpo.QUESTIONS * resume_grpo.SAMPLES
-    assert states[0]["policy"].keys() == states[1]["policy"].keys()
-    for name, weights in states[0]["policy"].items():
-        assert_same(weights, states[1]["policy"][name])
-    for place, moments in states[0]["optimizer"]["state"].items():
-        for name, value in moments.items():
-            assert_same(value, states[1]["optimizer"]["state"][place][name])
+    for what in ("policy", "optimizer"):
+        assert_same(states[0][what], states[1][what])
     logs = [RolloutLog(each / "rollouts", mode="r") for each in (folder, expected)]
     assert logs[0].rows.tolist() == logs[1].rows.tolist() == list(range(states[0]["row"]))
     assert logs[0].tags(logs[0].rows) == logs[1].tags(logs[1].rows)
