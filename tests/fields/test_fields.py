@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from samples import (
-    EDGE,
     PAD,
     PROMPT,
     RESPONSE,
@@ -19,13 +18,13 @@ from samples import (
     of,
     positions,
     real_positions,
-    rollout,
     row_list,
     tokens,
 )
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
+from maskpack.nesting.coverage import dense_fields
 
 B = len(ROWS)
 INT, FLOAT, BF16 = torch.int64, torch.float32, torch.bfloat16
@@ -65,66 +64,37 @@ def check_rows(nested, padded, mask, dim=1):
 
 # -------------------------------------------------------------------- the table
 
-TABLE = [
-    ("prompts", INT, "prompt", PAD, ()),
-    ("responses", INT, "response", PAD, ()),
-    ("input_ids", INT, "sequence", PAD, ()),
-    *[("attention_mask", dtype, "sequence", 0, ()) for dtype in (INT, torch.bool, FLOAT, BF16)],
-    ("position_ids", INT, "sequence", EDGE, ()),
-    *[(name, FLOAT, "response", 0, ()) for name in RESPONSE_FIELDS],
-    *[(name, BF16, "sequence", 0, ()) for name in RESPONSE_FIELDS],
-    *[("response_mask", dtype, "response", 0, ()) for dtype in (INT, torch.int32, torch.bool, FLOAT)],
-    *[("loss_mask", dtype, "response", 0, ()) for dtype in (INT, torch.int32, torch.bool, FLOAT)],
-    ("loss_mask", FLOAT, "sequence", 0, ()),
-    *[("routed_experts", dtype, "sequence", 0, (3, 2)) for dtype in (torch.int16, INT, torch.uint8)],
-    *[("routed_experts", dtype, "sequence", -1, (3, 2)) for dtype in (torch.int16, INT)],
-    ("teacher_ids", torch.int32, "sequence", PAD, (4,)),
-    ("teacher_logprobs", FLOAT, "sequence", 0, (4,)),
-]
+MASKS = (INT, torch.bool, FLOAT, BF16)
+EXPERTS = ((torch.int16, 0), (INT, -1), (torch.uint8, 0), (torch.int16, -1))
 
 
-def named(case):
-    name, dtype, axis, pad, trailing = case
-    return f"{name}-{str(dtype).removeprefix('torch.')}-{axis}-{pad}{'x'.join(map(str, ('', *trailing)))}"
-
-
-@pytest.mark.parametrize("case", TABLE, ids=named)
-def test_every_field(case):
-    name, dtype, axis, pad, trailing = case
-    data = tokens(mask=dtype) if name == "attention_mask" else tokens()
-    if name != "attention_mask":
-        data[name] = of(axis, dtype, pad, trailing, seed=5)
-    nested = round_trips(TensorDict(data, batch_size=[B]))
-    check_rows(nested[name], data[name], real_positions(axis, ROWS, PROMPT, RESPONSE))
-
-
-@pytest.mark.parametrize("sections", [3, 4])
-@pytest.mark.parametrize("rows", [ROWS, ((2, 2),) * 4, ((1, 3),) * 3], ids=["ragged", "equal", "square"])
-def test_mrope_position_ids(sections, rows):
-    prompt, response = (PROMPT, RESPONSE) if rows is ROWS else rows[0]
-    data = tokens(rows, prompt, response)
+@pytest.mark.parametrize("turn", range(4))
+def test_every_field(turn):
+    """In one batch; with dtypes, and axes, pads and sections where a field may have others, in turn."""
+    dtype = (INT, torch.int32, torch.bool, FLOAT)[turn]
+    floats = ("response", FLOAT, 0) if turn % 2 else ("sequence", BF16, 0)
+    table = dict.fromkeys(RESPONSE_FIELDS, (*floats, ())) | {
+        "prompts": ("prompt", INT, PAD, ()),
+        "responses": ("response", INT, PAD, ()),
+        "input_ids": ("sequence", INT, PAD, ()),
+        "response_mask": ("response", dtype, 0, ()),
+        "loss_mask": ("sequence" if turn == 3 else "response", dtype, 0, ()),
+        "routed_experts": ("sequence", *EXPERTS[turn], (3, 2)),
+        "teacher_ids": ("sequence", torch.int32, PAD, (4,)),
+        "teacher_logprobs": ("sequence", FLOAT, 0, (4,)),
+    }
+    data = {name: of(*case, seed=5) for name, case in table.items()}
+    data["attention_mask"] = tokens(mask=MASKS[turn])["attention_mask"]
     text = positions(data["attention_mask"])
-    mask = data["attention_mask"]
-    vision = [(text * (row + 2)) for row in range(sections - 1)]
-    data["position_ids"] = torch.stack([text, *vision], 1)
-    assert data["position_ids"].shape == (len(rows), sections, prompt + response)
-    nested = round_trips(TensorDict(data, batch_size=[len(rows)]))
-    check_rows(nested["position_ids"], data["position_ids"], mask.bool().tolist(), dim=2)
-
-
-# -------------------------------------------------------------------- whole batches
-
-
-@pytest.mark.parametrize("values", [False, True], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("holes", [False, True], ids=["single-turn", "multi-turn"])
-def test_whole_batch(values, holes):
-    batch = rollout(values=values, holes=holes)
+    data["position_ids"] = torch.stack([text, *(text * part for part in range(2, 4 + turn % 2))], 1) if turn else text
+    assert set(data) == set(mp.RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
+    batch = TensorDict(data, batch_size=[B])
+    assert dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
     nested = round_trips(batch)
-    mask = real_positions("response", ROWS, PROMPT, RESPONSE)
-    for name in ("response_mask", "token_level_scores", *(["values"] if values else [])):
-        check_rows(nested[name], batch[name], mask)
-    dense = sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, torch.Tensor))
-    assert mp.compress(batch, pad_token_id=PAD).nbytes < dense
+    for name, value in data.items():
+        mask = real_positions(table.get(name, ("sequence",))[0], ROWS, PROMPT, RESPONSE)
+        check_rows(nested[name], value, mask, dim=2 if turn and name == "position_ids" else 1)
+    assert mp.compress(batch, pad_token_id=PAD).nbytes < sum(x.numel() * x.element_size() for x in data.values())
 
 
 # -------------------------------------------------------------------- where the columns split

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from samples import PAD, assert_same, field, of, rollout, tokens, under
+from samples import PAD, assert_same, field, of, tokens, under
 from tensordict import TensorDict
 
 import maskpack as mp
@@ -21,7 +21,6 @@ from maskpack.core.keys import show
 from maskpack.errors import RegistryError
 from maskpack.fields.options import registry_of
 from maskpack.fields.registry import HINTS
-from maskpack.nesting.coverage import dense_fields
 
 A, B, C = MaskNestingSpec("a"), MaskNestingSpec("b", 1), MaskNestingSpec(["c", "d"], [0, -1], -1, ("rle",))
 EVERYTHING = MaskNestingRegistry(
@@ -296,17 +295,3 @@ def test_hints_that_are_known(hint):
     registry = MaskNestingRegistry({"x": spec})
     assert MaskNestingRegistry.from_dict(registry.to_dict()) == registry
     assert registry != MaskNestingRegistry({"x": MaskNestingSpec("m")})
-
-
-# -------------------------------------------------------------------- the table of RL fields
-
-
-def test_rl_fields_leave_nothing_of_a_whole_batch_dense():
-    batch = rollout(values=True)
-    batch["loss_mask"] = batch["response_mask"].clone()
-    batch["routed_experts"] = of("sequence", torch.int16, 0, (2, 2))
-    batch["teacher_ids"] = of("sequence", torch.int32, PAD, (2,))
-    batch["teacher_logprobs"] = of("sequence", torch.float32, 0, (2,))
-    tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    assert tensors == set(RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
-    assert dense_fields(batch, RL_FIELDS, pad_token_id=PAD) == ()

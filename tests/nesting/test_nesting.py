@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from maskpack import (
     unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
-from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackWarning
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.layout.row_layout import core_layout, host_spans
 from maskpack.nesting import checks, gather, take
 from maskpack.nesting.coverage import dense_fields
@@ -83,72 +84,47 @@ def cached_bounds(x: torch.Tensor) -> tuple[int, int]:
 # -------------------------------------------------------------------- there and back
 
 
+def assert_nested(nested: TensorDictBase, case: Case) -> None:
+    """Jagged fields have the rows of plain loops, offsets that those of an axis share, and cached bounds."""
+    assert [name for name in nested.keys() if name != LAYOUTS] == list(case.batch.keys())  # noqa: SIM118
+    shared: dict[tuple[Any, ...], torch.Tensor] = {}
+    for path, x in entries(case.batch).items():
+        now, field = entry(nested, path), case.nested.get(path)
+        if not isinstance(x, torch.Tensor):
+            assert_same_object(now.tolist(), x.tolist())
+        elif field is None:
+            assert_same_tensor(now, x, "/".join(path))
+        else:
+            assert (now.layout, now.dtype, now.device) == (torch.jagged, x.dtype, x.device), path
+            rows = oracle.pack_rows(x.movedim(field.ragged_dim, 1), field.mask)
+            for number, (got, want) in enumerate(zip(oracle.jagged_rows(now), rows, strict=True)):
+                assert_same_tensor(got, want, f"{path} row {number}")
+            assert_same_tensor(now.offsets(), torch.tensor(oracle.offsets(field.mask)))
+            assert now.offsets() is shared.setdefault((path[0] == "own", field.axis), now.offsets())
+            lengths = oracle.lengths(field.mask)
+            assert cached_bounds(now) == (min(lengths, default=0), max(lengths, default=0))
+
+
 @quiet
 @given(batches())
 def test_round_trip_bit_for_bit(case: Case) -> None:
-    nested = nest_batch_by_mask(case.batch, **case.options)
-    assert_same_batch(unnest_batch_by_mask(nested), case.batch)
-
-
-@quiet
-@given(batches())
-def test_input_untouched(case: Case) -> None:
-    before, tree = oracle.map_tensors(case.batch, oracle.copy), oracle.snapshot(case.batch)
-    nested = nest_batch_by_mask(case.batch, **case.options)
+    """Nested, packed, and each once more from the nested form; what is given stays as it is."""
+    tree = oracle.snapshot(case.batch)
+    nested, packed = nest_batch_by_mask(case.batch, **case.options), compress(case.batch, **case.options)
+    for options in ({"strict_mask_nesting": True}, {"on_loss": "error"}, {"pad_token_id": None}):
+        for call in (nest_batch_by_mask, compress):
+            with contextlib.suppress(MaskpackError):
+                call(case.batch, **{**case.options, **options})
     assert oracle.snapshot(case.batch) == tree
-    assert_same_batch(case.batch, before)
-    held, tree = oracle.map_tensors(nested, oracle.copy), oracle.snapshot(nested)
-    unnest_batch_by_mask(nested)
+    tree, decoded = oracle.snapshot(nested), decompress(packed, format="nested")
+    for form in (nested, decoded):
+        assert_nested(form, case)
+    for form in (nested, decoded, nest_batch_by_mask(nested, **case.options)):
+        assert_same_batch(unnest(form), case.batch)
+    assert len(packed) == packed.num_rows == case.rows
+    for own in (packed, compress(nested, **case.options)):
+        assert_same_batch(decompress(own), case.batch)
     assert oracle.snapshot(nested) == tree
-    assert_same_batch(nested, held)
-
-
-@quiet
-@given(batches())
-def test_nested_values_are_the_oracle_rows(case: Case) -> None:
-    nested = nest_batch_by_mask(case.batch, **case.options)
-    assert [name for name in nested.keys() if name != LAYOUTS] == list(case.batch.keys())  # noqa: SIM118
-    for path, x in entries(case.batch).items():
-        now = entry(nested, path)
-        field = case.nested.get(path)
-        if field is None:
-            if isinstance(x, torch.Tensor):
-                assert_same_tensor(now, x, "/".join(path))
-            else:
-                assert now.tolist() is not None
-                assert_same_object(now.tolist(), x.tolist())
-            continue
-        assert now.is_nested, f"{path} stayed dense"
-        assert now.layout == torch.jagged
-        assert now.dtype == x.dtype
-        assert now.device == x.device
-        rows = oracle.pack_rows(x.movedim(field.ragged_dim, 1), field.mask)
-        assert now.offsets().tolist() == oracle.offsets(field.mask)
-        for number, (got, want) in enumerate(zip(oracle.jagged_rows(now), rows, strict=True)):
-            assert_same_tensor(got, want, f"{path} row {number}")
-
-
-@quiet
-@given(batches())
-def test_shared_offsets_and_cached_bounds(case: Case) -> None:
-    nested = nest_batch_by_mask(case.batch, **case.options)
-    shared: dict[tuple[Any, ...], torch.Tensor] = {}
-    for path, field in case.nested.items():
-        x = entry(nested, path)
-        scope = path[:1] if path[0] == "own" else ()
-        assert x.offsets() is shared.setdefault((scope, field.axis), x.offsets())
-        lengths = oracle.lengths(field.mask)
-        assert cached_bounds(x) == (min(lengths, default=0), max(lengths, default=0))
-        assert x.offsets().dtype == torch.int64
-
-
-@quiet
-@given(batches())
-def test_nesting_twice(case: Case) -> None:
-    once = nest_batch_by_mask(case.batch, **case.options)
-    twice = nest_batch_by_mask(once, **case.options)
-    assert_same_batch(unnest(twice), case.batch)
-    assert_same_batch(unnest(once), case.batch)
 
 
 @quiet
@@ -186,16 +162,23 @@ def test_nesting_twice_where_a_mask_was_kept_dense() -> None:
     once = nest_batch_by_mask(batch, pad_token_id=PAD)
     assert not once["response_mask"].is_nested
     assert_same_batch(unnest(nest_batch_by_mask(once, pad_token_id=PAD)), batch)
+    assert_same_batch(decompress(compress(once, pad_token_id=PAD)), batch)
 
 
 @quiet
-@given(batches(), st.data())
-def test_unnest_of_named_fields(case: Case, data: st.DataObject) -> None:
+@given(batches(), st.sampled_from([None, "cpu"]), st.data())
+def test_named_fields(case: Case, device: Any, data: st.DataObject) -> None:
     names = list(case.batch.keys())
     wanted = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True)) if names else []
-    got = unnest_batch_by_mask(nest_batch_by_mask(case.batch, **case.options), *wanted)
     chosen = {name: case.batch.get(name) for name in names if name in wanted or not wanted}
-    assert_same_batch(got, TensorDict(chosen, batch_size=case.batch.batch_size, device=case.batch.device))
+    own, moved = (
+        TensorDict(chosen, batch_size=case.batch.batch_size, device=each)
+        for each in (case.batch.device, device or case.batch.device)
+    )
+    assert_same_batch(unnest(nest_batch_by_mask(case.batch, **case.options), *wanted), own)
+    packed = compress(case.batch, **case.options)
+    assert_same_batch(decompress(packed, *wanted, device=device), moved)
+    assert_same_batch(unnest(decompress(packed, *wanted, format="nested", device=device)), moved)
 
 
 @quiet
@@ -239,15 +222,6 @@ def test_round_trip_keeps_gradients() -> None:
     weight = torch.arange(padded.numel(), dtype=torch.float32).view_as(padded)
     (padded * weight).sum().backward()
     assert_same_tensor(batch["advantages"].grad, weight * (batch["response_mask"] != 0))
-
-
-@pytest.mark.parametrize("more", [(), (11,)], ids=["[]", "[B, S]"])
-def test_other_batch_sizes(more: tuple[int, ...]) -> None:
-    source = rollout().select("input_ids", "attention_mask", "position_ids")
-    batch = TensorDict(dict(source.items()), batch_size=[len(source), *more] if more else [])
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert nested["input_ids"].is_nested
-    assert_same_batch(unnest(nested), batch)
 
 
 # -------------------------------------------------------------------- jagged arithmetic
@@ -399,22 +373,6 @@ def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
         again[LAYOUTS, part_of(nested)].set("spans", torch.nested.nested_tensor_from_jagged(*odd))
         with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the span table of layout "mask" was changed'):
             unnest_batch_by_mask(again)
-
-
-def test_each_byte_of_a_span_table_is_checked() -> None:
-    """Of two layouts and many kinds of rows, in any dtype that holds bytes."""
-    batch, nested = nest_under("some rows")
-    table = nested[LAYOUTS, part_of(nested), "spans"]
-    for at in range(table.values().numel()):
-        values = table.values().clone()
-        values.view(-1)[at] ^= 1 << at % 8
-        again = nested.copy()
-        again[LAYOUTS] = nested[LAYOUTS].clone()
-        odd = torch.nested.nested_tensor_from_jagged(values.half() if at % 2 else values, table.offsets())
-        again[LAYOUTS, part_of(nested)].set("spans", odd)
-        with pytest.raises(LayoutError, match=r"the span table of layout .* was changed by arithmetic"):
-            unnest(again)
-    assert_same_batch(unnest(nested), batch)
 
 
 def lines_by_loops(runs: Sequence[tuple[int, int]], width: int) -> list[int | None]:
@@ -886,21 +844,6 @@ def signed_zeros() -> TensorDict:
     return batch
 
 
-@pytest.mark.filterwarnings("error::maskpack.errors.MaskpackWarning")
-def test_signed_zeros_under_the_mask_nest() -> None:
-    batch = signed_zeros()
-    nested = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert nested["advantages"].is_nested
-    assert_same_batch(unnest(nested), batch)
-    for rows in ([3, 1, 1, 0], [-1], slice(1, 3)):
-        assert_same_batch(unnest(rows_of(nested, rows)), oracle.take_rows(batch, np.arange(len(batch))[rows].tolist()))
-    assert_same_batch(unnest(joined(parts_of(nested, [1] * len(batch)))), batch)
-    assert_same_batch(unnest(nest_batch_by_mask(nested, pad_token_id=PAD)), batch)
-    assert_same_batch(unnest(pickle.loads(pickle.dumps(nested))), batch)
-    for cast in CASTS.values():
-        assert_same_batch(unnest(cast(nested)), cast(batch))
-
-
 @pytest.mark.parametrize("pads", [[SIGNED_ZERO, PER_ROW], [PER_ROW, SIGNED_ZERO], [0, SIGNED_ZERO, PER_ROW]], ids=str)
 def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
     mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
@@ -936,17 +879,3 @@ def test_the_message_names_the_pad_that_takes_these_zeros(pads: list[float], giv
         assert ("pads [0" in str(caught.value) or "ANY_ZERO takes" in str(caught.value)) == ("holds" not in remedy)
     else:
         assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
-
-
-@pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
-def test_one_pad_a_row_in_every_dtype(dtype: torch.dtype) -> None:
-    mask = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, False, False]]
-    rng = np.random.default_rng(11)
-    registry = {"x": MaskNestingSpec("m", PER_ROW), "m": MaskNestingSpec("m")}
-    for trailing in ((), (2,)):
-        values = strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype)
-        x = oracle.unpack(values, mask, 4, strategies.values(rng, (4,), dtype))
-        batch = TensorDict({"m": oracle.mask_tensor(mask, 4), "x": x}, batch_size=[4])
-        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
-        assert_same_tensor(nested["x"].values(), values)
-        assert_same_batch(unnest(nested), batch)

@@ -48,42 +48,25 @@ all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 @all_forms
-def test_response_fields_come_at_the_response_width(form):
-    batch = rollout(holes=True, values=True, objects=False)
-    names = ("responses", "response_mask", "old_log_probs", "values", "advantages", "token_level_scores")
+@pytest.mark.parametrize("rows", [ROWS, PROMPTED, ((3, 0), (2, 1))], ids=["any", "prompts", "without a response"])
+def test_fields_come_at_the_response_width(form, rows):
+    """Fields of the sequence give their response columns: the right edge of a row without a response lies in its
+    prompt. Without names, all fields of the response axis come."""
+    batch = rollout(rows, PROMPT, RESPONSE, holes=True, values=True, objects=False)
+    at_response = {name for name, value in batch.items() if value.shape[1:] == (RESPONSE,)}
+    assert {"responses", "response_mask", "values"} < at_response
+    batch["routed_experts"] = of("sequence", torch.int16, -1, (3, 2), rows=rows)
+    batch["ref_log_prob"] = of("sequence", torch.float32, rows=rows)
+    names = {*at_response, "input_ids", "attention_mask", "position_ids", "routed_experts"}
     source = form(batch)
     before = freeze(source)
     out = mp.select_and_pad_to_response(source, *names)
     assert freeze(source) == before
-    assert out.batch_size == (B,)
-    assert set(out.keys()) == set(names)
+    assert out.batch_size == (len(rows),)
+    assert set(out.keys()) == names
     for name in names:
-        pad = PAD if name == "responses" else 0
-        for b, (_, r) in enumerate(ROWS):
-            row = torch.full((RESPONSE,), pad, dtype=batch[name].dtype)
-            for k in range(r):
-                row[k] = batch[name][b, k]
-            assert freeze(out[name][b]) == freeze(row), (name, b)
-
-
-@all_forms
-@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "routed_experts", "old_log_probs"])
-def test_sequence_fields_give_their_response_columns(form, name):
-    batch = rollout(objects=False)
-    batch["routed_experts"] = of("sequence", torch.int16, -1, (3, 2))
-    if name == "old_log_probs":
-        batch[name] = of("sequence", torch.float32)
-    out = mp.select_and_pad_to_response(form(batch), name)
-    assert freeze(out[name]) == freeze(batch[name][:, PROMPT:])
-
-
-@all_forms
-@pytest.mark.parametrize("rows", [PROMPTED, ((3, 0), (2, 1))], ids=["some", "without a response"])
-def test_position_ids_give_their_response_columns(form, rows):
-    """The right edge of a row without a response lies in its prompt."""
-    batch = rollout(rows, PROMPT, RESPONSE, objects=False)
-    out = mp.select_and_pad_to_response(form(batch), "position_ids")
-    assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, PROMPT:])
+        assert freeze(out[name]) == freeze(batch[name][:, -RESPONSE:]), name
+    assert set(mp.select_and_pad_to_response(source).keys()) == at_response - {"ref_log_prob"}
 
 
 @all_forms
@@ -94,34 +77,6 @@ def test_a_width_that_equals_a_feature_dim_is_not_mistaken(form):
     batch["position_ids"] = torch.stack([text, text * 2, text * 3, text * 4], 1)
     out = mp.select_and_pad_to_response(form(batch), "position_ids")
     assert freeze(out["position_ids"]) == freeze(batch["position_ids"][:, :, 3:])
-
-
-def test_all_fields_of_the_response_axis_where_none_is_named():
-    batch = rollout(values=True, objects=True)
-    expected = {
-        name
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == RESPONSE
-    }
-    assert "values" in expected
-    for form in FORMS.values():
-        assert set(mp.select_and_pad_to_response(form(batch)).keys()) == expected
-
-
-def test_holes_in_the_attention_mask_of_a_response_stay():
-    mask = [[False, True, True, True, False, True, False], [True, True, True, False, False, False, True]]
-    batch = TensorDict(
-        {
-            "responses": field([line[3:] for line in mask], torch.int64, PAD),
-            "attention_mask": torch.tensor(mask).long(),
-            "input_ids": field(mask, torch.int64, PAD),
-        },
-        batch_size=[2],
-    )
-    for source in (batch, nest(batch)):
-        out = mp.select_and_pad_to_response(source, "responses", "input_ids")
-        assert freeze(out["responses"]) == freeze(batch["responses"])
-        assert freeze(out["input_ids"]) == freeze(batch["input_ids"][:, 3:])
 
 
 def test_a_field_added_to_a_nested_batch():
@@ -340,18 +295,19 @@ def test_gradients_go_to_the_scoring_tokens_only(form, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_extract_response_over_holes_in_the_attention_mask(kind):
+def test_holes_in_the_attention_mask_of_a_response(kind):
     mask = [[False, True, True, True, False, True, False], [True, False, True, False, False, False, True]]
-    batch = TensorDict(
-        {"responses": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": torch.tensor(mask)}, batch_size=[2]
-    )
+    ids = field(mask, torch.int64, PAD)
+    batch = TensorDict({"responses": ids[:, 3:].clone(), "attention_mask": torch.tensor(mask), "input_ids": ids}, [2])
     values = torch.arange(14.0).view(2, 7)
-    for source in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0)):
+    for source in (batch, nest(batch)):
         out = mp.extract_response(source, shaped(kind, values, mask))
         if kind == "padded":
             assert out.tolist() == [[2.0, 0.0, 3.0, 0.0], [0.0, 0.0, 0.0, 9.0]]
         else:
             assert [row.tolist() for row in row_list(out)] == [[2.0, 3.0], [9.0]]
+        for seen in mp.select_and_pad_to_response(source, "responses", "input_ids").values():
+            assert freeze(seen) == freeze(batch["responses"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,6 @@ import torch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-import maskpack.packed.batch as packing
 from maskpack import EDGE, MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.core import abi, native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError, MaskpackWarning
@@ -45,20 +44,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return of(plan, *args, **more)
 
     monkeypatch.setattr(host_plan.HostPlan, "of", counted)
-    return seen
-
-
-@pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of the batches whose values were gathered before they were encoded."""
-    seen: list[int] = []
-    gathered = packing.gathered
-
-    def counted(batch: Any, *args: Any) -> Any:
-        seen.append(batch.batch_size[0])
-        return gathered(batch, *args)
-
-    monkeypatch.setattr(packing, "gathered", counted)
     return seen
 
 

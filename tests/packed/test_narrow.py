@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -66,34 +65,23 @@ def kind(packed: PackedBatch, name: str = "routed_experts") -> str:
     return packed.table.kind(packed.numbers[name,])
 
 
-ORDER = [7, 2, 2, 5, 0]
-MOVES: dict[str, tuple[Callable[[PackedBatch], PackedBatch], list[int]]] = {
-    "as it is": (lambda packed: packed, [*range(8)]),
-    "take": (lambda packed: packed.take(ORDER), ORDER),
-    "slice": (lambda packed: packed[3:7], [3, 4, 5, 6]),
-    "split": (lambda packed: packed.split([5, 3])[1], [5, 6, 7]),
-    "cat": (lambda packed: PackedBatch.cat([packed[4:], packed[:4]]), [4, 5, 6, 7, 0, 1, 2, 3]),
-    "pickle": (lambda packed: pickle.loads(pickle.dumps(packed)), [*range(8)]),
-    "bytes": (lambda packed: PackedBatch.from_bytes(packed.to_bytes(checksum=True)), [*range(8)]),
-    "select": (lambda packed: packed.select("attention_mask", "routed_experts", "input_ids"), [*range(8)]),
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-@pytest.mark.parametrize("move", MOVES)
-def test_layers_before_and_after_rows_moved(move: str, dtype: torch.dtype) -> None:
-    batch = routers(dtype=dtype)
+def test_layers_before_and_after_rows_moved(dtype: torch.dtype) -> None:
+    """fuzz_rows.py moves rows in other ways."""
+    batch, order = routers(dtype=dtype), [7, 2, 2, 5, 0]
     packed = compress(batch, pad_token_id=0)
     assert kind(packed) == "columns blocks"
-    moved, rows = MOVES[move]
     for start, length in ((12, 12), (0, 48), (47, 1), (-2, 2), (5, 0)):
-        want = with_part(batch, "routed_experts", 2, start % 48, length)[rows]
-        for own in (
-            moved(packed).narrow("routed_experts", start, length),
-            moved(packed.narrow("routed_experts", start, length)),
+        less = packed.narrow("routed_experts", start, length)
+        want = with_part(batch, "routed_experts", 2, start % 48, length)
+        for own, rows in (
+            (less, slice(None)),
+            (less.take(order), order),
+            (packed.take(order).narrow("routed_experts", start, length), order),
+            (PackedBatch.cat([less[4:], less[:4]]), [4, 5, 6, 7, 0, 1, 2, 3]),
         ):
-            assert_same_batch(decompress(own), want)
-            assert_same_batch(unnest(decompress(own, format="nested")), want)
+            assert_same_batch(decompress(own), want[rows])
+            assert_same_batch(unnest(decompress(own, format="nested")), want[rows])
     assert_same_batch(decompress(packed), batch)
 
 
