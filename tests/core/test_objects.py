@@ -249,13 +249,6 @@ def test_any_object(data: Any) -> None:
     assert exact(restored(again)) == exact(data)
 
 
-# -------------------------------------------------------------------- rows
-
-
-def stack(*items: Any) -> NonTensorStack:
-    return NonTensorStack(*[NonTensorData(item) for item in items])
-
-
 # -------------------------------------------------------------------- on the host
 
 

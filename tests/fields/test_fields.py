@@ -87,8 +87,9 @@ def test_every_field(turn):
     data["attention_mask"] = tokens(mask=MASKS[turn])["attention_mask"]
     text = positions(data["attention_mask"])
     data["position_ids"] = torch.stack([text, *(text * part for part in range(2, 4 + turn % 2))], 1) if turn else text
-    assert set(data) == set(mp.RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
-    batch = TensorDict(data, batch_size=[B])
+    dense = {"reward_baselines": torch.rand(B), "dummy_tensor": torch.zeros(B, 1, dtype=torch.uint8)}
+    assert {*data, *dense} == set(mp.RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
+    batch = TensorDict({**data, **dense}, batch_size=[B])
     assert dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
     nested = round_trips(batch)
     for name, value in data.items():

@@ -95,14 +95,6 @@ def test_to_mask_in_every_dtype(dtype: torch.dtype) -> None:
 # -------------------------------------------------------------------- other constructors
 
 
-@given(patterns())
-def test_from_runs(mask: oracle.Mask) -> None:
-    width = width_of(mask)
-    table = oracle.mask_to_runs(mask)
-    assert oracle.runs_to_mask(table, width) == mask
-    assert_is(layout_of(mask, width), mask, width)
-
-
 @given(st.lists(st.integers(0, 7), max_size=6), st.integers(0, 3))
 def test_from_lengths_and_cu_seqlens(lengths: list[int], more: int) -> None:
     longest = max(lengths, default=0)

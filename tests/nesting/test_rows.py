@@ -14,7 +14,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same_batch
+from oracle import assert_same_batch, assert_same_object
 from strategies import Case, batches
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack, tensorclass
 
@@ -154,21 +154,18 @@ def test_rows_that_begin_behind_the_first_value_are_joined() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (1, True), (0.0, -0.0), ([1.0], [True]), ({"lr": 1}, {"lr": 1.0}), ((0.0,), (-0.0,)),
-        (np.ones(2, np.float32), np.ones(2)),
+        (1, True), (1.0, 1), (0.0, -0.0), ([1.0], [True]), ({"lr": 1}, {"lr": 1.0}), ({"lr": 1}, {"lr": 2}),
+        ((0.0,), (-0.0,)), ((1,), [1]), (np.ones(2, np.float32), np.ones(2)), (torch.ones(2), torch.ones(2).double()),
     ],
     ids=str,
 )  # fmt: skip
 def test_objects_that_are_equal_but_not_the_same_stay_apart(one: Any, other: Any) -> None:
+    """In batches that are joined, packed or not."""
     batches = [
         TensorDict({"x": torch.zeros(2), "o": NonTensorData(each, batch_size=[2])}, [2]) for each in (one, other)
     ]
-    joined = cat(batches)
-    for row, want in enumerate([one, one, other, other]):
-        seen = joined[row].get("o").data
-        assert (type(seen), repr(seen)) == (type(want), repr(want))
-        if isinstance(want, np.ndarray):
-            assert seen.dtype == want.dtype
+    for whole in (cat(batches), mp.decompress(mp.PackedBatch.cat([mp.compress(batch) for batch in batches]))):
+        assert_same_object(whole.get("o").tolist(), [one, one, other, other])
 
 
 SUB = TensorDict({"x": torch.zeros(2)}, [2])

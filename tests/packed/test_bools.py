@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import numpy as np
 import pytest
@@ -149,12 +148,11 @@ def test_a_file_of_other_bytes():
                 mp.PackedBatch.from_bytes(pieces.joined())
 
 
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @pytest.mark.parametrize("held", [ODD, ODD.numpy(), {"deep": [ODD]}])
 def test_other_bytes_in_python_objects_go_as_pickles_alone(held):
     batch = TensorDict({"x": MASK, "o": NonTensorData(held, batch_size=[2])}, batch_size=[2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.errors.MaskpackWarning)
-        packed = mp.compress(batch)
+    packed = mp.compress(batch)
     with pytest.raises(mp.MaskpackError, match='field "o" holds'):
         packed.to_bytes()
     again = mp.PackedBatch.from_bytes(packed.to_bytes(allow_pickle=True), allow_pickle=True)

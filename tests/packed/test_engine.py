@@ -100,40 +100,39 @@ def rows_of(seed, prompts=4, each=3, *, log_probs=True, experts=False):
     return made
 
 
+def lines(rows, width, dtype=torch.int64, pad=0, left=False, trailing=()):
+    """Lists in a tensor [B, width, *trailing], at one side of it."""
+    out = torch.full((len(rows), width, *trailing), pad, dtype=dtype)
+    for line, row in zip(out, rows, strict=True):
+        for at, value in enumerate(row):
+            line[at + (width - len(row)) * left] = torch.tensor(value, dtype=dtype)
+    return out
+
+
 def padded(rows, prompt_width=None, response_width=None):
     """The batch that a trainer pads, by loops."""
-    prompt_width = max(len(row.prompt) for row in rows) if prompt_width is None else prompt_width
-    response_width = max(len(row.response) for row in rows) if response_width is None else response_width
-    shape = (len(rows), prompt_width + response_width)
+    p = max(len(row.prompt) for row in rows) if prompt_width is None else prompt_width
+    r = max(len(row.response) for row in rows) if response_width is None else response_width
+    prompts = lines([row.prompt for row in rows], p, pad=PAD, left=True)
+    responses = lines([row.response for row in rows], r, pad=PAD)
+    mask = lines([[1] * len(row.response) for row in rows], r)
+    attention = torch.cat([lines([[1] * len(row.prompt) for row in rows], p, left=True), mask], 1)
     out = {
-        "prompts": torch.full((len(rows), prompt_width), PAD),
-        "responses": torch.full((len(rows), response_width), PAD),
-        "input_ids": torch.full(shape, PAD),
-        "attention_mask": torch.zeros(shape, dtype=torch.int64),
-        "position_ids": torch.zeros(shape, dtype=torch.int64),
-        "response_mask": torch.zeros((len(rows), response_width), dtype=torch.int64),
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+        "response_mask": mask,
     }
     if rows[0].log_probs is not None:
-        out["rollout_log_probs"] = torch.zeros(len(rows), response_width)
+        out["rollout_log_probs"] = lines([row.log_probs for row in rows], r, torch.float32)
     if rows[0].experts is not None:
-        out["routed_experts"] = torch.zeros(*shape, LAYERS, K, dtype=torch.int16)
-    for number, row in enumerate(rows):
-        begin, every = prompt_width - len(row.prompt), row.prompt + row.response
-        for at, token in enumerate(row.prompt):
-            out["prompts"][number, begin + at] = token
-        for at, token in enumerate(row.response):
-            out["responses"][number, at] = token
-            out["response_mask"][number, at] = 1
-            if row.log_probs is not None:
-                out["rollout_log_probs"][number, at] = row.log_probs[at]
-        for at, token in enumerate(every):
-            out["input_ids"][number, begin + at] = token
-            out["attention_mask"][number, begin + at] = 1
-            if row.experts is not None:
-                last = at == len(every) - 1
-                out["routed_experts"][number, begin + at] = -1 if last else torch.tensor(row.experts[at])
-        for column in range(shape[1]):
-            out["position_ids"][number, column] = min(max(column - begin, 0), max(len(every) - 1, 0))
+        experts = [[*row.experts, [[-1] * K] * LAYERS][: len(row.prompt) + len(row.response)] for row in rows]
+        parts = [(of[: len(row.prompt)], of[len(row.prompt) :]) for of, row in zip(experts, rows, strict=True)]
+        heads, tails = zip(*parts, strict=True)
+        kind = {"dtype": torch.int16, "trailing": (LAYERS, K)}
+        out["routed_experts"] = torch.cat([lines(heads, p, left=True, **kind), lines(tails, r, **kind)], 1)
     return TensorDict(out, batch_size=[len(rows)])
 
 
@@ -375,125 +374,93 @@ def told(**about: Any) -> dict[str, Any]:
     return {"output_ids": [3, 4], "prompt_token_ids": [1, 2], "meta_info": about}
 
 
+def chosen(*tokens: int) -> list[Any]:
+    """As SGLang has log-probs of these tokens."""
+    return [(-1.0, token, None) for token in tokens]
+
+
+def routed(*shape: int, fill: Any = 0) -> np.ndarray:
+    return np.full(shape, fill)
+
+
+PARTIAL = {"output_ids": [1], "meta_info": {"prompt_tokens": 3, "input_token_logprobs": chosen(5)}}
+TEXT = base64.b64encode(bytes(72)).decode()
 WRONG = {
-    "no outputs": (lambda: mp.from_engine([]), "outputs are a list; expected a list of at least one"),
-    "one output": (lambda: mp.from_engine(told()), "outputs are a dict; expected a list"),
-    "something else": (lambda: mp.from_engine(["a"]), "output 0 is 'a'; expected a RequestOutput of vLLM, or a dict"),
-    "no prompt": (
-        lambda: mp.from_engine([one(), one(prompt_token_ids=None)]),
-        '"prompt_token_ids" of output 1 is None; expected the ids of the prompt. Pass prompts=.',
+    "[]": "outputs are a list; expected a list of at least one",
+    "told()": "outputs are a dict; expected a list",
+    "['a']": "output 0 is 'a'; expected a RequestOutput of vLLM, or a dict",
+    "[one(), one(prompt_token_ids=None)]": (
+        '"prompt_token_ids" of output 1 is None; expected the ids of the prompt. Pass prompts=.'
     ),
-    "no prompt of sglang": (
-        lambda: mp.from_engine([{"output_ids": [1], "meta_info": {"prompt_tokens": 3}}]),
-        '"prompt_token_ids" of output 0 is None; expected the ids of the prompt. Pass prompts=, or return_prompt_',
+    "[{'output_ids': [1], 'meta_info': {'prompt_tokens': 3}}]": (
+        '"prompt_token_ids" of output 0 is None; expected the ids of the prompt. Pass prompts=, or return_prompt_'
     ),
-    "log-probs of a part of the prompt": (
-        lambda: mp.from_engine(
-            [{"output_ids": [1], "meta_info": {"prompt_tokens": 3, "input_token_logprobs": [(-1.0, 5, None)]}}]
-        ),
-        '"prompt_token_ids" of output 0 is None',
+    "[PARTIAL]": '"prompt_token_ids" of output 0 is None',
+    "[told(prompt_tokens=2), told(prompt_tokens=2)], prompts=[[1, 2], [1]]": (
+        '"prompt_tokens" of output 1 is 2; expected the 1 tokens of its prompt. Pass prompts in the order'
     ),
-    "other prompts": (
-        lambda: mp.from_engine([told(prompt_tokens=2), told(prompt_tokens=2)], prompts=[[1, 2], [1]]),
-        '"prompt_tokens" of output 1 is 2; expected the 1 tokens of its prompt. Pass prompts in the order',
+    "[told(), told(), told()], prompts=[[1], [2]]": "2 prompts for 3 outputs; expected one for each",
+    "[one(), one()], prompts=[[1]]": "1 prompts for 2 outputs",
+    "[{'text': 'x', 'meta_info': {}}]": (
+        '"output_ids" of output 0 is None; expected the ids of the completion. Update SGLang'
     ),
-    "too few prompts": (
-        lambda: mp.from_engine([told(), told(), told()], prompts=[[1], [2]]),
-        "2 prompts for 3 outputs; expected one for each",
+    "[one(token_ids=[1.5])]": '"token_ids" of output 0, completion 0 is a list (',
+    "[one(token_ids=np.array([1.5]))]": (
+        '"token_ids" of output 0, completion 0 is float64 (1,); expected integers (n,)'
     ),
-    "one prompt for several requests": (
-        lambda: mp.from_engine([one(), one()], prompts=[[1]]),
-        "1 prompts for 2 outputs",
+    "[one(token_ids=np.array([[1]]))]": "is int64 (1, 1); expected",
+    "[one(), one(logprobs=[{3: Logprob(-1.0)}])]": (
+        '"logprobs" of output 1, completion 0 is 1 positions; expected 2, the tokens'
     ),
-    "no ids": (
-        lambda: mp.from_engine([{"text": "x", "meta_info": {}}]),
-        '"output_ids" of output 0 is None; expected the ids of the completion. Update SGLang',
+    "[one(logprobs=[{3: Logprob(-1.0)}, {5: Logprob(-1.0)}])]": (
+        '"logprobs" of output 0, completion 0 is candidates without a sampled token or its log-prob (4); expected'
     ),
-    "ids that are floats": (
-        lambda: mp.from_engine([one(token_ids=[1.5])]),
-        '"token_ids" of output 0, completion 0 is a list (',
+    "[one(logprobs=[-1.0, None])]": '"logprobs" of output 0, compl',
+    "[one(logprobs=FlatLogprobs([0, 1], [1, 2], [3, 9], [-1.0, -2.0]))]": (
+        "is other tokens at position 1; expected token 4 first"
     ),
-    "an array of floats": (
-        lambda: mp.from_engine([one(token_ids=np.array([1.5]))]),
-        '"token_ids" of output 0, completion 0 is float64 (1,); expected integers (n,)',
+    "[one(logprobs=[{3: Logprob(-1.0)}, {4: -1.0}])]": (
+        '"logprobs" of output 0, completion 0 is candidates without a sampled token or its log-prob'
     ),
-    "ids of two dims": (lambda: mp.from_engine([one(token_ids=np.array([[1]]))]), "is int64 (1, 1); expected"),
-    "too few log-probs": (
-        lambda: mp.from_engine([one(), one(logprobs=[{3: Logprob(-1.0)}])]),
-        '"logprobs" of output 1, completion 0 is 1 positions; expected 2, the tokens',
+    "[one(logprobs=FlatLogprobs([0], [1], [3], [-1.0]))]": "is 1 positions; expected 2",
+    "[one(), one(logprobs=[-1.0, -2.0])]": (
+        "log_probs of output 1, completion 0 are some for each token (), and of output 0, completion 0 none; expected"
     ),
-    "a token without a log-prob": (
-        lambda: mp.from_engine([one(logprobs=[{3: Logprob(-1.0)}, {5: Logprob(-1.0)}])]),
-        '"logprobs" of output 0, completion 0 is candidates without a sampled token or its log-prob (4); expected',
+    "[told(output_token_logprobs=chosen(3, 5))]": (
+        '"output_token_logprobs" of output 0 is 2 tokens; expected the 2 of output_ids, which differ at 1'
     ),
-    "None among log-probs": (lambda: mp.from_engine([one(logprobs=[-1.0, None])]), '"logprobs" of output 0, compl'),
-    "another token first": (
-        lambda: mp.from_engine([one(logprobs=FlatLogprobs([0, 1], [1, 2], [3, 9], [-1.0, -2.0]))]),
-        "is other tokens at position 1; expected token 4 first",
+    "[told(output_token_logprobs=chosen(3, 4, 5))]": (
+        "is 3 tokens; expected the 2 of output_ids, which differ at the end"
     ),
-    "candidates of two kinds": (
-        lambda: mp.from_engine([one(logprobs=[{3: Logprob(-1.0)}, {4: -1.0}])]),
-        '"logprobs" of output 0, completion 0 is candidates without a sampled token or its log-prob',
+    "[one(routed_experts=routed(2, 2, 3))]": (
+        '"routed_experts" of output 0, completion 0 is (2, 2, 3); expected (4 or 3, layers, k), of all tokens'
     ),
-    "flat and short": (
-        lambda: mp.from_engine([one(logprobs=FlatLogprobs([0], [1], [3], [-1.0]))]),
-        "is 1 positions; expected 2",
+    "[one(routed_experts=routed(4, 2, 3, fill=0.0))]": "is float64; expected integers",
+    "[one(routed_experts=routed(4, 2, 3, fill=40_000))]": (
+        "is ids from 0 to 40000; expected experts up to 32767, or -1"
     ),
-    "log-probs of some": (
-        lambda: mp.from_engine([one(), one(logprobs=[-1.0, -2.0])]),
-        "log_probs of output 1, completion 0 are some for each token (), and of output 0, completion 0 none; expected",
+    "[told(routed_experts=TEXT)]": (
+        '"routed_experts" of output 0 is 18 flat ids; expected [tokens, layers, k], or experts_shape=. Pass'
     ),
-    "log-probs of other tokens": (
-        lambda: mp.from_engine([told(output_token_logprobs=[(-1.0, 3, None), (-2.0, 5, None)])]),
-        '"output_token_logprobs" of output 0 is 2 tokens; expected the 2 of output_ids, which differ at 1',
+    "[told(routed_experts=TEXT)], experts_shape=(4, 2)": "is 18 flat ids; expected a multiple of 4 x 2",
+    "[told(routed_experts='?')], experts_shape=(2, 3)": (
+        '"routed_experts" of output 0 is no base64 of int32, and no array ('
     ),
-    "log-probs of more tokens": (
-        lambda: mp.from_engine([told(output_token_logprobs=[(-1.0, t, None) for t in (3, 4, 5)])]),
-        "is 3 tokens; expected the 2 of output_ids, which differ at the end",
+    "[one(routed_experts=routed(4, 2, 3)), one(routed_experts=routed(4, 3, 3))]": (
+        "experts of output 1, completion 0 are some for each token (3, 3), and of output 0, completion 0 some"
     ),
-    "experts of the response": (
-        lambda: mp.from_engine([one(routed_experts=np.zeros((2, LAYERS, K), np.int32))]),
-        '"routed_experts" of output 0, completion 0 is (2, 2, 3); expected (4 or 3, layers, k), of all tokens',
+    "[one()], response_width=1": (
+        "response_width is 1, and output 0, completion 0 has 2 tokens; expected at least as many"
     ),
-    "experts that are floats": (
-        lambda: mp.from_engine([one(routed_experts=np.zeros((4, LAYERS, K)))]),
-        "is float64; expected integers",
-    ),
-    "experts beyond int16": (
-        lambda: mp.from_engine([one(routed_experts=np.full((4, LAYERS, K), 40_000))]),
-        "is ids from 0 to 40000; expected experts up to 32767, or -1",
-    ),
-    "text without a shape": (
-        lambda: mp.from_engine([told(routed_experts=base64.b64encode(bytes(72)).decode())]),
-        '"routed_experts" of output 0 is 18 flat ids; expected [tokens, layers, k], or experts_shape=. Pass',
-    ),
-    "text of another shape": (
-        lambda: mp.from_engine([told(routed_experts=base64.b64encode(bytes(72)).decode())], experts_shape=(4, 2)),
-        "is 18 flat ids; expected a multiple of 4 x 2",
-    ),
-    "text that is none": (
-        lambda: mp.from_engine([told(routed_experts="?")], experts_shape=(2, 3)),
-        '"routed_experts" of output 0 is no base64 of int32, and no array (',
-    ),
-    "layers that differ": (
-        lambda: mp.from_engine(
-            [one(routed_experts=np.zeros((4, 2, 3), int)), one(routed_experts=np.zeros((4, 3, 3), int))]
-        ),
-        "experts of output 1, completion 0 are some for each token (3, 3), and of output 0, completion 0 some",
-    ),
-    "a small width": (
-        lambda: mp.from_engine([one()], response_width=1),
-        "response_width is 1, and output 0, completion 0 has 2 tokens; expected at least as many",
-    ),
-    "a shape of one number": (lambda: mp.from_engine([one()], experts_shape=(3,)), "experts_shape is a tuple"),
-    "a pad that is no number": (lambda: mp.from_engine([one()], pad_token_id="x"), "pad_token_id is 'x'"),
+    "[one()], experts_shape=(3,)": "experts_shape is a tuple",
+    "[one()], pad_token_id='x'": "pad_token_id is 'x'",
 }
 
 
-@pytest.mark.parametrize(("call", "match"), WRONG.values(), ids=WRONG)
-def test_errors(call, match):
-    with pytest.raises(LayoutError, match=re.escape(match)) as error:
-        call()
+@pytest.mark.parametrize("arguments", WRONG)
+def test_errors(arguments):
+    with pytest.raises(LayoutError, match=re.escape(WRONG[arguments])) as error:
+        eval(f"mp.from_engine({arguments})")
     assert str(error.value).startswith("from_engine: ")
 
 

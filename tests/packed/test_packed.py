@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,22 +162,6 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
         assert begin == case.rows
 
 
-@quiet
-@given(batches(), st.data())
-def test_cat_of_parts(case: Case, data: st.DataObject) -> None:
-    """Each part is packed by itself, so that fields may be dense in one and not in another, or pad differently."""
-    groups = (
-        data.draw(st.lists(st.lists(st.integers(0, case.rows - 1), max_size=3), min_size=1, max_size=3))
-        if (case.rows)
-        else [[], []]
-    )
-    parts = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
-    packed = PackedBatch.cat(parts)
-    want = oracle.take_rows(case.batch, [row for rows in groups for row in rows])
-    assert_same_rows(decompress(packed), want)
-    assert_same_rows(unnest(decompress(packed, format="nested")), want)
-
-
 _UNDER = {  # rows of 3 tokens and 2 pads, in each form that a field may have
     "zero": [[5, 6, 7, 0, 0], [5, 6, -7, 0, 0]],
     "edge": [[5, 6, 7, 7, 7], [5, 6, -7, -7, -7]],
@@ -216,27 +198,21 @@ def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: 
             assert_same_batch(decompress(compress(some, registry=registry)), torch.cat(parts)[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 300])
-def test_zeros_of_any_sign(width: int, dtype: torch.dtype) -> None:
-    """`x * mask`: rows of holes, of no valid token and of all; each batch twice, looked at and by its plan."""
+def test_zeros_of_any_sign(width: int) -> None:
+    """`x * mask`, in a bit for each pad; trimmed, and as other dtypes. test_same_rows.py has the rest."""
     rng = torch.Generator().manual_seed(width)
     mask = (torch.rand(7, width, generator=rng) < torch.tensor([0, 0.5, 1, 0.1, 0.9, 0.5, 0.3])[:, None]).long()
     mask[4:, width // 2 :] = 0
-    x = (torch.randn(7, width, generator=rng) * mask).to(dtype)
+    x = torch.randn(7, width, generator=rng) * mask
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, SIGNED_ZERO, ANY_ZERO])}
     registry["turned"] = MaskNestingSpec("m", ANY_ZERO, ragged_dim=-1)
     batch = TensorDict({"m": mask, "x": x, "turned": (-x).t().contiguous().t()}, [7])
-    for _ in range(2):
+    for _ in range(2):  # looked at, and by its plan
         packed = compress(batch, registry=registry, strict_mask_nesting=True)
-        assert packed.forms["turned",].pads == (ANY_ZERO,)
         assert packed.nbytes < batch["m"].nbytes + 2 * x.nbytes * mask.float().mean() + 2 * 7 * -(-width // 8) + 64
-        for some in (packed, received(packed), PackedBatch.from_bytes(packed.to_bytes(checksum=True))):
-            assert_same_batch(decompress(some), batch)
-        for rows in ([0], [2], [6, 1, 1, 3], [], [0, 2]):
-            want = oracle.take_rows(batch, rows)
-            assert_same_batch(decompress(packed[rows]), want)
-            assert_same_batch(unnest(decompress(packed[rows], format="nested")), want)
+        assert_same_batch(decompress(packed), batch)
+        assert_same_batch(decompress(packed[[6, 1, 1, 3]]), oracle.take_rows(batch, [6, 1, 1, 3]))
     thin = decompress(packed[5:], widths="trim")
     columns = torch.nonzero(mask[5:].any(0)).view(-1)
     at = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
@@ -470,25 +446,6 @@ def test_cat_of_batch_wide_objects() -> None:
     assert_same_object(mixed.get("meta").tolist(), [held, held, 7, 7])
 
 
-@pytest.mark.parametrize(
-    ("one", "two"),
-    [
-        (1.0, 1),
-        (True, 1),
-        ([1], [True]),
-        (0.0, -0.0),
-        (np.arange(2), np.arange(2.0)),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-        ({"a": 1}, {"a": 2}),
-        ((1,), [1]),
-    ],
-    ids=str,
-)
-def test_cat_keeps_objects_apart(one: Any, two: Any) -> None:
-    parts = [compress(TensorDict({"o": NonTensorData(item, batch_size=[1])}, [1])) for item in (one, two)]
-    assert_same_object(decompress(PackedBatch.cat(parts)).get("o").tolist(), [one, two])
-
-
 # -------------------------------------------------------------------- outputs of a worker
 
 
@@ -619,28 +576,6 @@ def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) 
         assert pads == ((EDGE,) if edge else (0,))
 
 
-@quiet
-def test_batches_that_do_not_fit_are_not_joined() -> None:
-    def under(width: int, *dims: int) -> TensorDict:
-        mask = (torch.arange(width) < 2).repeat(2, 1)
-        return TensorDict({"x": mask.float(), "m": mask}, batch_size=[2, *dims])
-
-    cases = [
-        [under(5), under(5).exclude("x")],
-        [under(5), under(5).set("x", under(5)["x"].half())],
-        [under(5, 5), under(7, 7)],
-        [TensorDict({"m": torch.ones(2, 2), "x": torch.zeros(2, 2, *more)}, [2]) for more in ((3,), (4,))],
-    ]
-    unknown = [torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3, 1)]
-    unknown += [NonTensorData(1, batch_size=[2]), TensorDict({}, [2]), TensorDict({"a": torch.zeros(2)}, [2])]
-    for pair in itertools.combinations(unknown, 2):
-        cases.append([TensorDict({"unknown": one}, [2]) for one in pair])
-    registry = {"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}
-    for parts in (*cases, *(part[::-1] for part in cases)):
-        with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: "):
-            PackedBatch.cat([compress(part, registry=registry) for part in parts])
-
-
 # -------------------------------------------------------------------- parts that do not fit, and lessons not to learn
 
 
@@ -663,6 +598,7 @@ def test_a_batch_without_padding_teaches_nothing() -> None:
         assert_same_batch(got, batch)
 
 
+@quiet
 def test_a_field_that_becomes_dense_keeps_no_hints() -> None:
     mask = torch.ones(2, 40, dtype=torch.int64)
     mask[:, 30:] = 0
@@ -670,9 +606,7 @@ def test_a_field_that_becomes_dense_keeps_no_hints() -> None:
     stray = positions.clone()
     stray[0, 35] = 7
     parts = [TensorDict({"attention_mask": mask, "position_ids": x}, batch_size=[2]) for x in (positions, stray)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        joined = PackedBatch.cat([compress(part) for part in parts])
+    joined = PackedBatch.cat([compress(part) for part in parts])
     assert joined.forms["position_ids",].hints == ()
     assert_same_batch(decompress(joined), torch.cat(parts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -142,38 +143,6 @@ def checked(view: BatchView, want: TensorDict, store: Store, data: st.DataObject
 
 
 @quiet
-@given(st.lists(rollouts(), min_size=1, max_size=4), st.data())
-def test_row_operations_over_sources_of_any_widths(parts: list[TensorDict], data: st.DataObject) -> None:
-    """As `PackedBatch.cat`, which the tests of packed batches compare with plain loops."""
-    store, packs = Store(), [pack(part) for part in parts]
-    away = [data.draw(st.booleans()) for _ in parts]
-    views = [store.put(packed) if there else BatchView.of(packed) for packed, there in zip(packs, away, strict=True)]
-    line: list[tuple[int, int]] = []
-    for number, part in enumerate(parts):
-        ops = data.draw(row_ops(len(part)))
-        views[number] = after(views[number], ops)
-        line += [(number, row) for row in rows_after(ops, len(part), even_chunks=True)]
-    ops = data.draw(row_ops(len(line)))
-    view = after(BatchView.cat(views), ops)
-    line = [line[place] for place in rows_after(ops, len(line), even_chunks=True)]
-    begins = np.cumsum([0, *map(len, parts)])
-    want = PackedBatch.cat(packs).take([int(begins[number]) + row for number, row in line])
-    assert len(view) == view.num_rows == len(want)
-    for name, layout in want.layouts.items():
-        assert view.layouts[name] == layout
-        assert view.lengths(name).tolist() == layout.lengths.tolist()
-        assert view.head.layouts[name].width == layout.width
-    assert store.calls == 0, "no data has moved yet"
-    checked(view, decompress(want), store, data)
-    view.materialize(get=store.get)
-    used = {number for number, _ in line}
-    counts = [int(number in used) for number, there in enumerate(away) if there]
-    store.take_counts()
-    view.materialize(get=store.get)
-    assert store.take_counts() == counts
-
-
-@quiet
 @given(batches(dtypes=strategies.PLAIN_DTYPES), st.data())
 def test_row_operations_on_any_batch(case: Case, data: st.DataObject) -> None:
     """Every dtype, sub-batches, jagged fields, objects; parts may hold a field dense or with other pads."""
@@ -181,12 +150,26 @@ def test_row_operations_on_any_batch(case: Case, data: st.DataObject) -> None:
     choice = st.lists(st.integers(0, case.rows - 1), max_size=3)
     groups = data.draw(st.lists(choice, min_size=1, max_size=3)) if case.rows else [[], []]
     packs = [compress(oracle.take_rows(case.batch, rows), **case.options) for rows in groups]
-    views = [store.put(packed) if data.draw(st.booleans()) else BatchView.of(packed) for packed in packs]
-    line = [row for rows in groups for row in rows]
+    away = [data.draw(st.booleans()) for _ in packs]
+    views = [store.put(packed) if there else BatchView.of(packed) for packed, there in zip(packs, away, strict=True)]
+    line = [(number, row) for number, rows in enumerate(groups) for row in rows]
     ops = data.draw(row_ops(len(line)))
     view = after(BatchView.cat(views), ops)
-    rows = rows_after(ops, len(line), even_chunks=True)
-    checked(view, oracle.take_rows(case.batch, [line[place] for place in rows]), store, data)
+    index = rows_after(ops, len(line), even_chunks=True)
+    joined = PackedBatch.cat(packs).take(index)
+    want = oracle.take_rows(case.batch, [line[place][1] for place in index])
+    assert_same_rows(decompress(joined), want)
+    assert len(view) == view.num_rows == len(joined)
+    for name, layout in joined.layouts.items():
+        assert view.layouts[name] == layout
+        assert view.lengths(name).tolist() == layout.lengths.tolist()
+        assert view.head.layouts[name].width == layout.width
+    assert store.calls == 0, "no data has moved yet"
+    checked(view, want, store, data)
+    store.take_counts()
+    view.materialize(get=store.get)
+    used = {line[place][0] for place in index}
+    assert store.take_counts() == [int(number in used) for number, there in enumerate(away) if there]
     assert BatchView.of(packs[0]).head.schema == packs[0].schema
 
 
@@ -306,25 +289,6 @@ def kinds_of(packed: PackedBatch) -> dict[str, str]:
 def entry_of(packed: PackedBatch, name: str) -> int:
     """The number of the entry of a field; fields that are equal have one entry."""
     return int(packed.table.fields[packed.numbers[name,]])
-
-
-@pytest.mark.parametrize("names", [["input_ids"], ["returns"], ["responses", "input_ids"], ["advantages", "prompts"]])
-def test_selected_fields_are_those_of_the_batch(names: list[str]) -> None:
-    batch, packed = derived()
-    store = Store()
-    for view in (BatchView.of(packed), store.put(packed)):
-        seen = view.select(*names)
-        assert_same(seen.materialize(get=store.get), taken(batch, *names))
-        rows = [6, 0, 0]
-        want = oracle.take_rows(taken(batch, *names), rows)
-        for some in (seen[rows], view[rows].select(*names)):
-            assert_same(some.materialize(get=store.get), want)
-            assert_same(unnest(some.materialize(format="nested", get=store.get)), want)
-        whole = BatchView.cat([seen, view[rows].select(*names)])[[8, 7, 2]]
-        assert_same(whole.materialize(get=store.get), oracle.take_rows(taken(batch, *names), [0, 6, 2]))
-        assert seen.select(names[0]).order == ((names[0],),)
-        assert seen.lengths("response").tolist() == view.lengths("response").tolist()
-        assert view.order == BatchView.of(packed).order
 
 
 def test_selected_fields_in_sub_batches() -> None:
@@ -467,24 +431,6 @@ def test_the_device_of_the_view_is_that_of_all_its_fields(devices: tuple[Any, An
     assert view.materialize("b", format="nested").device == one.device
 
 
-def test_sources_of_several_fields_are_fetched_once() -> None:
-    batch = rollout()
-    store = Store()
-    view = store.put(pack(batch))
-    twice = BatchView.cat([view[4:], view[:2], view[5:6]])
-    assert segments_of(twice) == [(0, 4, 3), (0, 0, 2), (0, 5, 1)]
-    turned = view.with_fields(pack(TensorDict({"reward_baselines": batch["reward_baselines"].flip(0)}, [7])))
-    both = BatchView.cat([turned, view])
-    store.take_counts()
-    want = oracle.take_rows(batch, range(7))
-    want["reward_baselines"] = want["reward_baselines"].flip(0)
-    assert_same(both.materialize(get=store.get), torch.cat([want, batch]))
-    assert store.take_counts() == [1]
-    both[:7].materialize("reward_baselines")
-    both[7:].materialize("reward_baselines", get=store.get)
-    assert store.take_counts() == [1]
-
-
 def test_layouts_that_would_widen_apart() -> None:
     """Fields packed with their mask alone do not know where the prompts end."""
     one, two = rollout(((2, 3), (1, 6))), rollout(((3, 8),), 3, 8)
@@ -569,23 +515,6 @@ def packed_of(rows: int) -> PackedBatch:
     return pack(rollout([(2, 3 + row % 3) for row in range(rows)]))
 
 
-def test_nothing_is_changed() -> None:
-    batch = rollout()
-    packed = pack(batch)
-    view = BatchView.of(packed)
-    before = packed.to_bytes()
-    for some in (view[::2], view[[0, 0, 3]], view.with_fields(pack(batch))):
-        out = some.materialize()
-        for value in out.values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
-    assert packed.to_bytes() == before
-    assert_same(view.materialize(), batch)
-    assert segments_of(view) == [(0, 0, 7)]
-    with pytest.raises(AttributeError):
-        view.num_rows = 3  # type: ignore[misc]
-
-
 # -------------------------------------------------------------------- references that lead elsewhere
 
 
@@ -616,31 +545,40 @@ def test_rows_that_are_here_need_no_get() -> None:
 # -------------------------------------------------------------------- errors
 
 
-def unlike(kind: str) -> list[TensorDict]:
-    """Two batches that do not go together."""
+def unlike() -> dict[str, list[TensorDict]]:
+    """Pairs of batches that do not go together."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    bare = TensorDict({}, [2])
-    return {
+    inner = TensorDict({"a": torch.zeros(2)}, [2])
+    floats, ints = torch.float32, torch.int64
+    pairs = {
         "fields": [TensorDict({name: torch.zeros(2)}, [2]) for name in "xy"],
-        "dtype": [TensorDict({"x": torch.zeros(2, dtype=dtype)}, [2]) for dtype in (torch.float32, torch.float16)],
-        "padded dtype": [TensorDict({"p": mask.to(dtype), "m": mask}, [2]) for dtype in (torch.float32, torch.int64)],
-        "shape": [TensorDict({"d": torch.zeros(2, width)}, [2]) for width in (3, 4)],
-        "object": [TensorDict({"d": value}, [2]) for value in (torch.zeros(2, 3), NonTensorData(1, batch_size=[2]))],
-        "node": [TensorDict({"d": value}, [2]) for value in (torch.zeros(2, 3), bare)],
+        "dtype": [TensorDict({"x": torch.zeros(2, dtype=dtype)}, [2]) for dtype in (floats, torch.float16)],
+        "padded dtype": [TensorDict({"p": mask.to(dtype), "m": mask}, [2]) for dtype in (floats, ints)],
+        "elements": [TensorDict({"p": torch.zeros(2, 3, n), "m": torch.ones(2, 3)}, [2]) for n in (3, 4)],
+        "widths": [TensorDict({"m": torch.ones(2, width)}, [2, width]) for width in (5, 7)],
         "dims": [TensorDict({"d": torch.zeros(2, 3)}, dims) for dims in ([2], [2, 3])],
         "dims below": [TensorDict({"d": TensorDict({}, dims)}, [2]) for dims in ([2], [2, 3])],
-    }[kind]
+    }
+    kinds = [torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, 3, 1), NonTensorData(1, batch_size=[2])]
+    for one, two in itertools.combinations([*kinds, TensorDict({}, [2]), inner], 2):
+        pairs[f"{type(one).__name__}, {type(two).__name__} {len(pairs)}"] = [
+            TensorDict({"d": x}, [2]) for x in (one, two)
+        ]
+    return pairs
 
 
-@pytest.mark.parametrize("kind", ["fields", "dtype", "padded dtype", "shape", "object", "node", "dims", "dims below"])
-def test_what_cannot_be_joined_is_known_at_once(kind: str) -> None:
-    """Both lie elsewhere, and nothing is fetched; nor where one of them gives no rows."""
-    registry = {"m": MaskNestingSpec("m"), "p": MaskNestingSpec("m")}
-    store = Store()
-    a, b = [store.put(compress(batch, registry=registry, ignore_dense_fields=["d"])) for batch in unlike(kind)]
-    for views in ([a, b], [a[:0], b], [a, b[0:0]]):
+@pytest.mark.parametrize("pair", unlike().values(), ids=unlike())
+def test_what_cannot_be_joined_is_known_at_once(pair: list[TensorDict]) -> None:
+    """Where both lie elsewhere, nothing is fetched; nor where one of them gives no rows."""
+    registry, store = {name: MaskNestingSpec("m") for name in "mp"}, Store()
+    packed = [compress(batch, registry=registry, ignore_dense_fields=["d"]) for batch in pair]
+    a, b = map(store.put, packed)
+    for views in ([a, b], [b, a], [a[:0], b], [a, b[0:0]]):
         with pytest.raises(LayoutError, match=r"^BatchView\.cat: "):
             BatchView.cat(views)
+    for parts in (packed, packed[::-1]):
+        with pytest.raises(LayoutError, match=r"^PackedBatch\.cat: "):
+            PackedBatch.cat(parts)
 
 
 @quiet
