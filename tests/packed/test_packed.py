@@ -270,99 +270,66 @@ def test_zeros_of_any_sign_in_wider_batches() -> None:
 # -------------------------------------------------------------------- parts of different widths
 
 
-@dataclass
-class Part:
-    """A padded batch of one width, and the axis, the dim of the width and the pad of its padded fields."""
-
-    batch: TensorDict
-    prompt: int
-    response: int
-    padded: dict[str, tuple[str, int, Any]]
-
-
 def lengths(most: int) -> st.SearchStrategy[int]:
     return st.one_of(st.just(most), st.integers(0, most))
 
 
-@st.composite
-def parts_of_widths(draw: st.DrawFn) -> list[Part]:
+@dataclass
+class Run:
     """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
-    rope, text_pad = draw(st.sampled_from([(0, samples.EDGE), (3, samples.EDGE), (4, samples.EDGE), (4, 1)]))
-    forms = [
-        ("values", "response", draw(st.sampled_from([torch.float32, torch.bfloat16])), 0),
-        ("returns", draw(st.sampled_from(["response", "sequence"])), torch.float32, 0),
-        ("position_ids", "sequence", torch.int64, text_pad, (rope,) if rope else ()),
-        ("routed_experts", "sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2)),
-        ("teacher_ids", "sequence", torch.int32, samples.PAD, (2,)),
-    ]
-    visible = text_pad == 1 or forms[3][3] == -1  # without padding, a part cannot tell which pads it has
-    return [draw(_part(forms, visible)) for _ in range(draw(st.integers(1, 4)))]
+
+    forms: dict[str, tuple[Any, ...]]
+    parts: list[dict[str, Any]]
+
+    def batch(self, number: int, prompt: int = 0, response: int = 0) -> TensorDict:
+        """A part in its own widths, or as it would have been made in others."""
+        zeros, own = self.parts[number]["zeros"], self.parts[number]["own"]
+        where = {**own, "prompt": prompt or own["prompt"], "response": response or own["response"], "seed": number}
+        batch = samples.rollout(**where, values=True, holes=self.parts[number]["holes"], objects=False)
+        for name, (axis, dtype, pad, trailing, dim) in self.forms.items():
+            batch[name] = samples.of(axis, dtype, pad, trailing, **where).movedim(1, dim).contiguous()
+        rows = own["rows"]
+        scored = torch.arange(where["response"]) < torch.tensor([r for _, r in rows])[:, None]
+        batch["advantages"] = batch["advantages"].where(scored, torch.tensor(zeros)[:, None])
+        batch["temperature"] = NonTensorData(0.7, batch_size=[len(rows)])
+        batch["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[len(rows)])
+        return batch
 
 
 @st.composite
-def _part(draw: st.DrawFn, forms: list[Any], visible: bool) -> Part:
-    """Fields of a rollout, and others: any values on their axis, the pad elsewhere."""
-    prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
-    rows += [(0, 0)] * visible
-    where = {"rows": rows, "prompt": prompt, "response": response}
-    batch = samples.rollout(**where, values=True, holes=draw(st.booleans()), objects=False)
-    padded: dict[str, tuple[str, int, Any]] = dict.fromkeys(samples.RESPONSE_FIELDS, ("response", 1, 0))
-    padded |= {"prompts": ("prompt", 1, samples.PAD), "responses": ("response", 1, samples.PAD)}
-    padded |= {"input_ids": ("sequence", 1, samples.PAD), "attention_mask": ("sequence", 1, 0)}
-    padded["response_mask"] = "response", 1, 0
-    for name, axis, dtype, pad, *trailing in forms:
-        dim = 2 if name == "position_ids" and trailing != [()] else 1
-        batch[name] = samples.of(axis, dtype, pad, *trailing, **where).movedim(1, dim).contiguous()
-        padded[name] = axis, dim, oracle.EDGE if pad == samples.EDGE else pad
-    zeros = torch.tensor([0.0 if r == response else draw(st.sampled_from([0.0, -0.0])) for _, r in rows])
-    scored = torch.arange(response) < torch.tensor([r for _, r in rows])[:, None]
-    batch["advantages"] = batch["advantages"].where(scored, zeros[:, None])
-    padded["advantages"] = "response", 1, zeros
-    batch["temperature"] = NonTensorData(0.7, batch_size=[len(rows)])
-    batch["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[len(rows)])
-    return Part(batch, prompt, response, padded)
-
-
-def widened(x: Tensor, left: int, right: int, dim: int, pad: Any) -> Tensor:
-    """The rows of `x` with more columns of their own pad on both sides of their dim `dim`."""
-    old = oracle.cells(x.movedim(dim, 1))
-    out = np.zeros((old.shape[0], left + old.shape[1] + right, *old.shape[2:]), old.dtype)
-    for row in range(old.shape[0]):
-        for place in range(out.shape[1]):
-            if left <= place < left + old.shape[1]:
-                out[row, place] = old[row, place - left]
-            elif pad is oracle.EDGE:
-                out[row, place] = old[row, 0 if place < left else -1]
-            else:
-                out[row, place] = oracle.cells(pad)[row] if isinstance(pad, Tensor) else oracle.pad_cell(pad, x.dtype)
-    return oracle.from_cells(out, x.dtype).movedim(1, dim).contiguous()
-
-
-def joined_by_hand(parts: list[Part]) -> TensorDict:
-    """Every part padded to the widest prompt on the left and to the widest response on the right, then torch.cat."""
-    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
-    even: list[TensorDict] = []
-    for part in parts:
-        fields = {name: part.batch[name] for name in part.batch.keys()}  # noqa: SIM118
-        left, right = prompt - part.prompt, response - part.response
-        for name, (axis, dim, pad) in part.padded.items():
-            sides = {"prompt": (left, 0), "response": (0, right), "sequence": (left, right)}[axis]
-            fields[name] = widened(part.batch[name], *sides, dim, pad)
-        fields |= {name: part.batch.get(name) for name in ("temperature", "global_token_num")}
-        even.append(TensorDict(fields, part.batch.batch_size))
-    return torch.cat(even)
+def runs(draw: st.DrawFn) -> Run:
+    rope, text_pad = draw(st.sampled_from([(0, samples.EDGE), (3, samples.EDGE), (4, samples.EDGE), (4, 1)]))
+    forms = {
+        "values": ("response", draw(st.sampled_from([torch.float32, torch.bfloat16])), 0, (), 1),
+        "returns": (draw(st.sampled_from(["response", "sequence"])), torch.float32, 0, (), 1),
+        "position_ids": ("sequence", torch.int64, text_pad, (rope,) if rope else (), 2 if rope else 1),
+        "routed_experts": ("sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2), 1),
+        "teacher_ids": ("sequence", torch.int32, samples.PAD, (2,), 1),
+    }
+    visible = text_pad == 1 or forms["routed_experts"][2] == -1  # without padding, a part cannot tell which pads it has
+    parts = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+        rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
+        rows += [(0, 0)] * visible
+        zeros = [0.0 if r == response else draw(st.sampled_from([0.0, -0.0])) for _, r in rows]
+        own = {"rows": rows, "prompt": prompt, "response": response}
+        parts.append({"own": own, "zeros": zeros, "holes": draw(st.booleans())})
+    return Run(forms, parts)
 
 
 @quiet
-@given(parts_of_widths(), st.data())
-def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
+@given(runs(), st.data())
+def test_cat_of_any_widths(run: Run, data: st.DataObject) -> None:
+    """As if every part had been padded to the widest prompt on the left and to the widest response on the right."""
     options = {"pad_token_id": samples.PAD, "strict_mask_nesting": True}
-    packs = [compress(part.batch, **options) for part in parts]
-    for part, packed in zip(parts, packs, strict=True):
-        assert_same_batch(decompress(packed), part.batch)
-    want = joined_by_hand(parts)
-    joined = PackedBatch.cat(packs)
+    numbers = range(len(run.parts))
+    prompt, response = (max(part["own"][name] for part in run.parts) for name in ("prompt", "response"))
+    packs = [compress(run.batch(number), **options) for number in numbers]
+    wide = [run.batch(number, prompt, response) for number in numbers]
+    for number, packed in enumerate(packs):
+        assert_same_batch(decompress(packed), run.batch(number))
+    want, joined = torch.cat(wide), PackedBatch.cat(packs)
     for there in (joined, received(joined)):
         assert_same_rows(decompress(there), want)
         assert_same_rows(unnest(decompress(there, format="nested")), want)
@@ -370,9 +337,8 @@ def test_cat_of_any_widths(parts: list[Part], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
     assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
     twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
-    assert_same_rows(decompress(twice), joined_by_hand([*parts, parts[0]]))
+    assert_same_rows(decompress(twice), torch.cat([*wide, wide[0]]))
     layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
-    prompt, response = max(part.prompt for part in parts), max(part.response for part in parts)
     sizes = {"prompt": (prompt, prompt), "response": (response, 0), "sequence": (prompt + response, prompt)}
     assert layouts == sizes
 
@@ -532,13 +498,12 @@ def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
     """Equal widths of the sequence, other splits: the positions of each part grow by the pad of that part."""
     parts = [positions_of([(2, 3), (1, 2)], 2, 6, edge), positions_of([(4, 1), (5, 2)], 5, 3, other)]
     packed = [compress(part, pad_token_id=0) for part in parts]
-    grown = [widened(parts[0]["position_ids"], 3, 0, 1, oracle.EDGE if edge else 0)]
-    grown.append(widened(parts[1]["position_ids"], 0, 3, 1, oracle.EDGE if other else 0))
+    wide = [positions_of([(2, 3), (1, 2)], 5, 6, edge), positions_of([(4, 1), (5, 2)], 5, 6, other)]
     joined = PackedBatch.cat(packed)
     views = BatchView.cat([BatchView.of(part) for part in packed])
     for out in (decompress(joined), views.materialize(), unnest(decompress(joined, format="nested"))):
         assert {out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {11}
-        assert_same_tensor(out["position_ids"], torch.cat(grown))
+        assert_same_tensor(out["position_ids"], torch.cat([part["position_ids"] for part in wide]))
     assert (joined.forms["position_ids",].kind == "padded") == (edge == other)
 
 
