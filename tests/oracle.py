@@ -104,11 +104,6 @@ def mask_to_runs(mask: Mask) -> list[list[Run]]:
     return table
 
 
-def runs_to_mask(table: Sequence[Sequence[Run]], width: int) -> Mask:
-    """The mask whose rows have these runs."""
-    return [[any(start <= place < start + count for start, count in runs) for place in range(width)] for runs in table]
-
-
 def lengths(mask: Mask) -> list[int]:
     return [sum(row) for row in mask]
 

@@ -64,7 +64,6 @@ def test_the_oracle_by_hand() -> None:
     mask = oracle.mask_rows(torch.tensor([[0.0, 2.0, 1.0, -0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]]))
     assert mask == [[False, True, True, False], [False] * 4, [True, False, False, True]]
     assert oracle.mask_to_runs(mask) == [[(1, 2)], [], [(0, 1), (3, 1)]]
-    assert oracle.runs_to_mask([[(1, 2)], [], [(0, 1), (3, 1)]], 4) == mask
     assert oracle.offsets(mask) == [0, 2, 2, 4]
     assert oracle.indices(mask) == [1, 2, 8, 11]
     assert oracle.prefix(mask)[0] == [True, True, True, False]

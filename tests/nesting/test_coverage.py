@@ -87,6 +87,9 @@ def paths(batch, registry=mp.RL_FIELDS, **options):
 
 @pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
 def test_a_tensor_inside_an_object_is_found(value, place):
+    """In one of the batch, and in one of a row."""
+    rows = TensorDict({}, batch_size=[3]).set("extra", per_row(["nothing", value, None]))
+    assert paths(rows) == [("extra", "[1]", *place)]
     batch = with_object(value)
     assert paths(batch) == [("extra", *place)]
     for call in (
@@ -98,12 +101,6 @@ def test_a_tensor_inside_an_object_is_found(value, place):
         assert f'"{"/".join(["extra", *place])}"' in str(caught.value)
         assert "12 bytes" in str(caught.value)
     mp.nest_batch_by_mask(batch)  # not strict: objects travel as they are
-
-
-@pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
-def test_a_tensor_inside_the_object_of_a_row_is_found(value, place):
-    batch = TensorDict({}, batch_size=[3]).set("extra", per_row(["nothing", value, None]))
-    assert paths(batch) == [("extra", "[1]", *place)]
 
 
 @pytest.mark.parametrize(

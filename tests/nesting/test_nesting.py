@@ -40,7 +40,7 @@ from maskpack import (
 from maskpack.core import native
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.layout.row_layout import core_layout, host_spans
-from maskpack.nesting import checks, gather, take
+from maskpack.nesting import gather, take
 from maskpack.nesting.coverage import dense_fields
 from maskpack.nesting.schema import LAYOUTS
 
@@ -203,15 +203,6 @@ def test_plain_torch_finds_the_pads_that_the_core_finds(case: Case) -> None:
             got = nest_batch_by_mask(case.batch, **case.options, verify=how)
             assert_same_batch(got.exclude(LAYOUTS), want.exclude(LAYOUTS))
             assert_same_batch(unnest(got), case.batch)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.uint16])
-def test_pads_of_rows_by_plain_torch(dtype: torch.dtype) -> None:
-    """The first element under the mask; 0 for a full row."""
-    layout = RowLayout.from_mask(torch.tensor([[0, 1, 1], [1, 1, 1], [1, 0, 0], [0, 0, 0]]))
-    x = torch.arange(1, 25).reshape(4, 3, 2).to(dtype)
-    want = torch.tensor([1, 0, 15, 19]).to(dtype)
-    assert_same_tensor(checks.row_pads(x, layout), want)
 
 
 def test_round_trip_keeps_gradients() -> None:

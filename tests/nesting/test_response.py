@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -250,48 +251,34 @@ MASK = real_positions("sequence", PROMPTED, PROMPT, RESPONSE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trailing", [(), (3,), (2, 3)], ids=str)
 def test_extract_response(form, kind, trailing):
+    """Of outputs in any form; gradients go to the tokens that score, and to no others."""
     batch = form(rollout(PROMPTED, PROMPT, RESPONSE, holes=True, objects=False))
     before = freeze(batch)
-    values = torch.randn(len(PROMPTED), S, *trailing)
+    values = torch.randn(len(PROMPTED), S, *trailing, requires_grad=True)
     out = mp.extract_response(batch, shaped(kind, values, MASK))
-    expected = naive_rows(values, MASK, PROMPT)
     assert freeze(batch) == before
     if kind == "padded":
         assert out.shape == (len(PROMPTED), RESPONSE, *trailing)
-        for b, row in enumerate(expected):
-            padded = torch.zeros(RESPONSE, *trailing)
-            for k, value in enumerate(row):
-                padded[k] = value
-            assert freeze(out[b]) == freeze(padded)
-        return
-    assert out._get_max_seqlen() == RESPONSE
-    rows = row_list(out)
+        rows = [out[b, :r] for b, (_, r) in enumerate(PROMPTED)]
+        for b, (_, r) in enumerate(PROMPTED):
+            assert freeze(out[b, r:]) == freeze(torch.zeros(RESPONSE - r, *trailing))
+    else:
+        assert out._get_max_seqlen() == RESPONSE
+        rows = row_list(out)
+    expected = naive_rows(values, MASK, PROMPT)
     assert [len(row) for row in rows] == [r for _, r in PROMPTED]
     for row, items in zip(rows, expected, strict=True):
         assert freeze(row) == freeze(torch.stack(items) if items else torch.zeros(0, *trailing))
-
-
-@all_forms
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_go_to_the_scoring_tokens_only(form, kind):
-    batch = form(rollout(PROMPTED, PROMPT, RESPONSE, objects=False))
-    ours = torch.randn(len(PROMPTED), S, 2, requires_grad=True)
-    truth = ours.detach().clone().requires_grad_()
-    weights = torch.randn(sum(r for _, r in PROMPTED), 2)
-
-    out = mp.extract_response(batch, shaped(kind, ours, MASK))
-    if kind == "padded":
-        packed = torch.cat([out[b, :r] for b, (_, r) in enumerate(PROMPTED)])
-        ((packed * weights).sum() + out.sum() - packed.sum()).backward()
-    else:
-        (out.values() * weights).sum().backward()
-    expected = [value for row in naive_rows(truth, MASK, PROMPT) for value in row]
-    (torch.stack(expected) * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-6, atol=1e-6)
+    packed = torch.cat(rows)
+    weights = torch.randn(packed.shape)
+    under = out.sum() - packed.sum() if kind == "padded" else 0
+    (seen,) = torch.autograd.grad((packed * weights).sum() + under, values)
+    truth = torch.stack([value for items in expected for value in items])
+    (wanted,) = torch.autograd.grad((truth * weights).sum(), values)
+    torch.testing.assert_close(seen, wanted, rtol=1e-6, atol=1e-6)
     scored = {(b, before) for b, places in enumerate(naive_places(MASK, PROMPT)) for _, before in places}
-    for b in range(len(PROMPTED)):
-        for s in range(S):
-            assert bool((ours.grad[b, s] != 0).any()) == ((b, s) in scored)
+    for b, s in itertools.product(range(len(PROMPTED)), range(S)):
+        assert bool((seen[b, s] != 0).any()) == ((b, s) in scored)
 
 
 @pytest.mark.parametrize("kind", KINDS)

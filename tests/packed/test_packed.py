@@ -481,15 +481,11 @@ def test_nbytes_is_below_the_fill_ratio() -> None:
 # -------------------------------------------------------------------- the errors
 
 
-def positions_of(lengths: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
+def positions_of(rows: list[tuple[int, int]], prompt: int, response: int, edge: bool) -> TensorDict:
     """A batch whose positions are padded with 0 or by EDGE."""
-    mask = torch.zeros(len(lengths), prompt + response, dtype=torch.int64)
-    for row, (before, after) in enumerate(lengths):
-        mask[row, prompt - before : prompt + after] = 1
-    count = (mask.cumsum(1) - 1).clamp(min=0)
-    ids = mask * 5
-    fields = {"attention_mask": mask, "input_ids": ids, "prompts": ids[:, :prompt], "responses": ids[:, prompt:]}
-    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [len(lengths)])
+    fields = samples.tokens(rows, prompt, response, pad=0)
+    count = samples.positions(fields["attention_mask"])
+    return TensorDict(fields | {"position_ids": count if edge else count * fields["attention_mask"]}, [len(rows)])
 
 
 @pytest.mark.parametrize("edge", [False, True])
