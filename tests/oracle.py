@@ -352,6 +352,20 @@ def assert_same_object(a: Any, b: Any, where: str = "object") -> None:
         _same(where, a, b)
 
 
+def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
+    """As assert_same_batch, where batch-wide objects may have become per-row in one of the two only."""
+    assert (got.batch_size, got.device) == (want.batch_size, want.device)
+    assert list(got.keys()) == list(want.keys())
+    for name in want.keys():  # noqa: SIM118
+        a, b = got.get(name), want.get(name)
+        if is_non_tensor(b):
+            assert_same_object(a.tolist(), b.tolist(), name)
+        elif isinstance(b, TensorDictBase):
+            assert_same_rows(a, b)
+        else:
+            assert_same_tensor(a, b, name)
+
+
 def assert_same_batch(a: Any, b: Any, where: str = "batch") -> None:
     """Bit for bit: batch size, device, key order, every tensor, every non-tensor entry; recursively. Of tensorclasses
     the class, too; lazy stacks row by row."""

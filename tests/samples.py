@@ -472,6 +472,19 @@ def in_chunks(rows: int | None) -> Iterator[None]:
         yield
 
 
+# -------------------------------------------------------------------- what is packed
+
+
+def kinds_of(packed: mp.PackedBatch) -> dict[str, str]:
+    """The encodings of fields."""
+    return {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
+
+
+def entry_of(packed: mp.PackedBatch, name: str) -> int:
+    """The number of the entry of a field; fields that are equal have one entry."""
+    return int(packed.table.fields[packed.numbers[name,]])
+
+
 # -------------------------------------------------------------------- as a pickle with buffers beside it
 
 

@@ -139,10 +139,9 @@ def test_pieces_and_what_refers_to_them_take_the_hosts_way() -> None:
     }
     registry |= {name: MaskNestingSpec(name) for name in fields if name.startswith("mask")}
     packed, want = compress(batch, registry=registry), batch.to("cpu")
-    kinds = {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
+    kinds = samples.kinds_of(packed)
     assert (kinds["x"].split()[0], kinds["both"], kinds["near"]) == ("pieces", "concat", "blocks")
-    at_near = packed.table.entries[packed.table.fields[packed.numbers["near",]]]
-    assert at_near["second"] == packed.table.fields[packed.numbers["x",]]
+    assert packed.table.entries[samples.entry_of(packed, "near")]["second"] == samples.entry_of(packed, "x")
     for name in ("x", "near", "both"):
         number = packed.numbers[name,]
         assert not jobs.parts_of(packed, packed.table, packed.tensors[number], number, True)
@@ -153,8 +152,7 @@ def test_pieces_and_what_refers_to_them_take_the_hosts_way() -> None:
         oracle.assert_same_batch(decompress(packed[[7, 2]], device=DEVICE).to("cpu"), taken)
         for _ in range(3):  # its fields are given what kernels write, whatever a hint names
             there = compress(batch.to(here.device), registry=registry)
-            kinds = {path[0]: there.table.kind(number) for path, number in there.numbers.items()}
-            assert "pieces" not in " ".join(kinds.values())
+            assert "pieces" not in " ".join(samples.kinds_of(there).values())
             assert here.encoded[-1] is None or here.names(there) == {*fields}
             oracle.assert_same_batch(decompress(there, device=DEVICE).to("cpu"), want)
 

@@ -14,10 +14,10 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same_batch, assert_same_object, assert_same_tensor
+from oracle import assert_same_batch, assert_same_object, assert_same_rows, assert_same_tensor
 from samples import received, sent
 from strategies import Case, batches
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import (
@@ -70,21 +70,6 @@ def scribble(batch: TensorDictBase) -> None:
                 raw.mul_(0).add_(13)
             else:
                 raw.copy_(~raw)
-
-
-def assert_same_rows(got: TensorDictBase, want: TensorDictBase) -> None:
-    """As assert_same_batch, where batch-wide objects may have become per-row in one of the two only."""
-    assert got.batch_size == want.batch_size
-    assert got.device == want.device
-    assert list(got.keys()) == list(want.keys())
-    for name in want.keys():  # noqa: SIM118
-        a, b = got.get(name), want.get(name)
-        if is_non_tensor(b):
-            assert_same_object(a.tolist(), b.tolist(), name)
-        elif isinstance(b, TensorDictBase):
-            assert_same_rows(a, b)
-        else:
-            assert_same_tensor(a, b, name)
 
 
 # -------------------------------------------------------------------- there and back

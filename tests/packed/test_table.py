@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_batch
-from samples import PAD, workload
+from samples import PAD, entry_of, kinds_of, workload
 from strategies import Case, batches, patterns
 from tensordict import TensorDict
 from torch import Tensor
@@ -205,14 +205,6 @@ def forms(draw: st.DrawFn, kind: str) -> Form:
     before = draw(st.sampled_from([(), (), (3,)]))
     behind = draw(st.sampled_from([(2,), (3,)] if kind == "columns" else [(), (), (2,), (0,)]))
     return Form(kind, draw(st.sampled_from(WIDTHS)), draw(st.sampled_from(pads)), before, behind, dtypes)
-
-
-def kinds_of(packed: PackedBatch) -> dict[str, str]:
-    return {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
-
-
-def entry_of(packed: PackedBatch, name: str) -> int:
-    return int(packed.table.fields[packed.numbers[name,]])
 
 
 def assert_rows(packed: PackedBatch, want: TensorDict) -> None:

@@ -17,9 +17,10 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import assert_same
+from oracle import assert_same_rows
+from samples import assert_same, entry_of, kinds_of
 from strategies import Case, RowOp, batches, row_ops, rows_after
-from tensordict import NonTensorData, TensorDict, is_non_tensor
+from tensordict import NonTensorData, TensorDict
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
@@ -83,17 +84,6 @@ def segments_of(view: BatchView) -> list[tuple[int, int, int]]:
     (group,) = view.groups
     parts = group.rows
     return list(zip(parts.source.tolist(), parts.start.tolist(), parts.count.tolist(), strict=True))
-
-
-def plain(batch: TensorDict) -> dict[str, Any]:
-    """Objects as lists: those of the batch may have become those of its rows."""
-    fields = {name: batch.get(name) for name in batch.keys()}  # noqa: SIM118
-    return {name: value.tolist() if is_non_tensor(value) else value for name, value in fields.items()}
-
-
-def assert_same_rows(seen: TensorDict, want: TensorDict) -> None:
-    assert (seen.batch_size, seen.device) == (want.batch_size, want.device)
-    assert_same(plain(seen), plain(want))
 
 
 def after(view: BatchView, ops: Sequence[RowOp]) -> BatchView:
@@ -280,15 +270,6 @@ def derived() -> tuple[TensorDict, PackedBatch]:
     assert kinds_of(packed)["input_ids"] == "concat"
     assert entry_of(packed, "returns") == entry_of(packed, "advantages")
     return batch, packed
-
-
-def kinds_of(packed: PackedBatch) -> dict[str, str]:
-    return {path[0]: packed.table.kind(number) for path, number in packed.numbers.items()}
-
-
-def entry_of(packed: PackedBatch, name: str) -> int:
-    """The number of the entry of a field; fields that are equal have one entry."""
-    return int(packed.table.fields[packed.numbers[name,]])
 
 
 def test_selected_fields_in_sub_batches() -> None:
