@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import pickle
 import random
@@ -171,22 +170,6 @@ def test_compaction_keeps_rows_numbers_and_tags(path, objects):
     assert opened(path, mode="r").rows.tolist() == [*range(again.next_row - 7, again.next_row)]
 
 
-def test_arrays_of_objects_are_stored_once(path):
-    images = [torch.rand(64, 64) for _ in range(3)]
-    plain = opened(path)
-    for seed in range(4):
-        batch = batch_of(seed, LINES)
-        batch["images"] = NonTensorStack(*[{"pixels": images[(seed + row) % 3].clone()} for row in range(3)])
-        plain.append(batch)
-        same = rows_of(batch, [1])
-        assert_same(mp.decompress(plain.take([3 * seed + 1])), same)
-    assert plain.nbytes < 3 * images[0].nbytes + 40_000
-    plain.append(batch_of(9, LINES))
-    plain.close()
-    reader = opened(path, mode="r")
-    assert torch.equal(mp.decompress(reader.take([11], "images"))["images"][0]["pixels"], images[2])
-
-
 def test_objects_that_need_a_pickle(path):
     log = opened(path)
     batch = TensorDict({"x": torch.zeros(1), "o": NonTensorStack({1, 2})}, [1])
@@ -213,49 +196,6 @@ def test_one_writer(path):
         log.append(mp.compress(batch_of(0), pad_token_id=PAD))
     opened(path).append(batch_of(0))
     assert len(reader) == 7
-
-
-def _seen(path, ready, go, out):
-    log = opened(path, mode="r")
-    ready.set()
-    go.wait(60)
-    out.put((log.rows.tolist(), mp.decompress(log[log.rows[-7:]], "responses")["responses"].sum().item()))
-
-
-def test_other_processes_read(path):
-    log = opened(path, segment_bytes=1 << 12)
-    context = multiprocessing.get_context("fork")
-    ready, go, out = context.Event(), context.Event(), context.Queue()
-    other = context.Process(target=_seen, args=(path, ready, go, out))
-    other.start()
-    ready.wait(60)
-    for seed in range(5):
-        log.append(batch_of(seed))
-    log.delete(range(14))
-    log.compact()
-    go.set()
-    rows, total = out.get(timeout=60)
-    other.join()
-    assert rows == [*range(14, 35)]
-    assert total == batch_of(4)["responses"].sum().item()
-
-
-def _append(path, out, log):
-    try:
-        log.append(batch_of(0))
-    except StorageError as error:
-        out.put(str(error))
-
-
-def test_a_fork_does_not_write(path):
-    log = opened(path)
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    other = context.Process(target=_append, args=(path, out, log))
-    other.start()
-    assert "a fork of" in out.get(timeout=60)
-    other.join()
-    assert log.append(batch_of(0)) == range(7)
 
 
 @pytest.mark.parametrize("url", [False, True])
@@ -286,50 +226,6 @@ def test_backup(path, tmp_path, url):
         other.back_up(target)
 
 
-def test_a_full_disk_loses_nothing(path, monkeypatch):
-    log = opened(path)
-    log.append(batch_of(0))
-    size, write, room = log.nbytes, disk.write, 3000
-
-    def full(file, at, buffers):
-        nonlocal room
-        for buffer in buffers:
-            line = memoryview(buffer).cast("B")[:room]
-            room -= line.nbytes
-            at = write(file, at, [line])
-            if line.nbytes < memoryview(buffer).nbytes:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        return at
-
-    monkeypatch.setattr(disk, "write", full)
-    with pytest.raises(StorageError, match=r"No space left.*delete rows and compact"):
-        log.append(batch_of(1, LINES * 20))
-    monkeypatch.setattr(disk, "write", write)
-    assert (log.nbytes, len(log)) == (size, 7) == (os.path.getsize(path / "000000.seg"), 7)
-    assert log.append(batch_of(2)) == range(7, 14)
-    assert_same(mp.decompress(log[7:14]), batch_of(2))
-    assert log.damaged().size == 0
-
-
-def test_a_disk_that_fails_to_sync_stops_the_writer(path, monkeypatch):
-    log = opened(path)
-    log.append(batch_of(0))
-
-    def fails(file):
-        raise OSError(errno.EIO, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(disk, "sync", fails)
-        with pytest.raises(StorageError, match="could not be synced"):
-            log.append(batch_of(1))
-    with pytest.raises(StorageError, match="cannot be written to"):
-        log.append(batch_of(2))
-    log.close()
-    again = opened(path)
-    assert len(again) in (7, 14)
-    assert_same(mp.decompress(again[0:7]), batch_of(0))
-
-
 def test_interval_syncs_later(path, monkeypatch):
     count = []
     sync = disk.sync
@@ -345,74 +241,6 @@ def test_interval_syncs_later(path, monkeypatch):
     log.append(batch_of(4))
     log.close()
     assert len(count) == 2
-
-
-def damaged(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("tail", [True, False])
-def test_a_flipped_bit_is_an_error_of_its_chunk(path, tail):
-    log = opened(path)
-    for seed in range(3):
-        log.append(batch_of(seed))
-    size = log.nbytes // 3
-    log.close()
-    if not tail:
-        (path / "tail").unlink()
-    damaged(path / "000000.seg", 64 + size + size // 2)
-    log = opened(path)
-    assert log.damaged().tolist() == [*range(7, 14)]
-    for rows in ([7], slice(None)):
-        with pytest.raises(StorageError, match=r"rows 7 to 13 in 000000.seg, bytes"):
-            log.take(rows)
-    assert_same(mp.decompress(log[0:7]), batch_of(0))
-    assert_same(mp.decompress(log[14:21]), batch_of(2))
-    log.delete(range(7, 14))
-    assert log.damaged().size == 0
-
-
-def test_a_flipped_bit_in_a_header_is_mended(path):
-    log = opened(path)
-    for seed in range(3):
-        log.append(batch_of(seed))
-    log.close()
-    damaged(path / "000000.seg", 64 + 20)
-    log = opened(path)
-    for seed in range(3):
-        assert_same(mp.decompress(log[7 * seed : 7 * seed + 7]), batch_of(seed))
-
-
-def test_a_torn_end_is_cut_off(path):
-    log = opened(path)
-    log.append(batch_of(0))
-    end = log.nbytes
-    log.append(batch_of(1))
-    size = log.nbytes
-    log.close()
-    whole = (path / "000000.seg").read_bytes()
-    tail = (path / "tail").read_bytes()
-    for cut in sorted({end + 1, end + 64, (end + size) // 2, size - 64, size - 1}):
-        (path / "000000.seg").write_bytes(whole[:cut])
-        (path / "tail").unlink()
-        log = opened(path)
-        assert (len(log), log.nbytes) == (7, end)
-        assert log.append(batch_of(2)) == range(7, 14)
-        assert_same(mp.decompress(log[7:14]), batch_of(2))
-        log.close()
-        # the same bytes, of which the tail says that they were on the disk
-        (path / "000000.seg").write_bytes(whole[:cut])
-        (path / "tail").write_bytes(tail)
-        with pytest.warns(MaskpackWarning, match=r"000000.seg is damaged"):
-            log = opened(path)
-        assert_same(mp.decompress(log[0:7]), batch_of(0))
-        with pytest.raises(StorageError, match=r"row 7 was in 000000\.seg"):
-            log.take([7])
-        assert log.append(batch_of(2)) == range(14, 21)
-        log.close()
-        (path / "000001.seg").unlink()
 
 
 def test_a_segment_that_was_named_and_not_begun(path, tmp_path, monkeypatch):

@@ -103,17 +103,22 @@ def test_a_header_is_mended_by_its_copy(damaged: tuple[Path, Model], tail: bool)
         (path / "000000.seg").write_bytes(clean)
 
 
-def test_a_damaged_chunk_is_the_only_one_that_is_lost_without_the_tail(damaged: tuple[Path, Model]) -> None:
+@pytest.mark.parametrize("tail", [True, False])
+def test_a_damaged_chunk_is_the_only_one_that_is_lost(damaged: tuple[Path, Model], tail: bool) -> None:
     path, model = damaged
     first = next(record for record in chunks(path) if record.has_rows)
     flip(path / "000000.seg", first.payload_at + 5)
-    (path / "tail").unlink()
+    if not tail:
+        (path / "tail").unlink()
     with RolloutLog(path, pad_token_id=0) as log:  # a writer, which cuts off what is torn
         assert log.damaged().tolist() == [0, 1, 2]
         assert log.next_row == model.next_row
         assert_read(log, {number: row for number, row in model.live.items() if number > 2})
-        with pytest.raises(StorageError, match=r"rows 0 to 2 in 000000.seg, bytes \d+ to \d+"):
-            log.take([1])
+        for rows in ([1], slice(None)):
+            with pytest.raises(StorageError, match=r"rows 0 to 2 in 000000.seg, bytes \d+ to \d+"):
+                log.take(rows)
+        log.delete(range(3))
+        assert log.damaged().size == 0
 
 
 @pytest.mark.parametrize("part", ["head", "payload"])
@@ -169,6 +174,8 @@ def test_a_segment_that_ends_between_two_records(damaged: tuple[Path, Model]) ->
     with pytest.warns(MaskpackWarning, match=f"bytes {last.at} to {last.end}"):
         log = RolloutLog(path, mode="r")
     assert log.damaged().tolist() == [last.first, last.first + 1]
+    with pytest.raises(StorageError, match=rf"row {last.first} was in 000000\.seg"):
+        log.take([last.first])
     assert log.next_row == model.next_row
 
 
