@@ -100,14 +100,6 @@ def test_demo_fails_on_one_changed_value(called, message, monkeypatch, capsys):
 # -------------------------------------------------------------------- the comparison
 
 
-def test_compare_names_the_place_and_the_bits():
-    message = r'"a" differs in 1 of 2 values, first in \(1,\): 0.0 \(0x00000000\) the padded way; -0.0'
-    with pytest.raises(demo.OutputsDiffer, match=message):
-        demo.compare({"a": torch.zeros(2)}, {"a": torch.tensor([0.0, -0.0])})
-    with pytest.raises(demo.OutputsDiffer, match="maskpack gave "):
-        demo.compare({"a": torch.zeros(2)}, {"a": torch.zeros(2, dtype=torch.int32)})
-
-
 def test_compare_allows_rounding_of_the_largest_value():
     padded = {"a": torch.tensor([4.0, 1e-3])}
     demo.compare(padded, {"a": padded["a"] + 3e-5}, "replay", rounding=1e-5)
@@ -115,23 +107,6 @@ def test_compare_allows_rounding_of_the_largest_value():
     for far in (5e-5, -5e-5, float("nan")):
         with pytest.raises(demo.OutputsDiffer, match=message):
             demo.compare(padded, {"a": padded["a"] + torch.tensor([0.0, far])}, "replay", rounding=1e-5)
-
-
-@pytest.mark.parametrize("trim", [False, True])
-def test_micro_batches_hold_every_valid_token_once(trim):
-    batch = demo.rollout_batch(3, responses=7, seed=5)
-    numbers, valid = [], 0
-    for rows, fields in demo._micro_batches(batch, trim):
-        numbers += rows.tolist()
-        mask = fields["attention_mask"].bool()
-        valid += int(mask.sum())
-        width = fields["responses"].shape[1]
-        assert torch.equal(fields["input_ids"][:, -width:], fields["responses"])
-        assert torch.equal(mask[:, -width:], fields["response_mask"].bool())
-        assert not trim or (mask[:, 0].any() and mask[:, -1].any())
-    assert sorted(numbers) == list(range(21))
-    assert (numbers != sorted(numbers)) == trim
-    assert valid == batch["attention_mask"].sum()
 
 
 def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
@@ -215,16 +190,6 @@ class Own:
 
 
 NEITHER = "neither a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
-
-
-class Running:
-    """A pickle of it touches a file when it is read."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return exec, (f"open({str(self.mark)!r}, 'w').close()",)
 
 
 def rollout():
@@ -413,24 +378,10 @@ def test_what_any_tensordict_saved_is_read(change, tmp_path):
         torch.serialization.add_safe_globals(safe)
 
 
-def test_inspect_names_the_class_that_it_refuses(tmp_path, capsys):
-    torch.save({"x": torch.zeros(2), "o": Own()}, tmp_path / "b")
-    assert f"it names {Own.__module__}.Own, which is no plain data" in refused([tmp_path / "b"], capsys)
-
-
 def test_inspect_reads_jagged_tensors(tmp_path, capsys):
     rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     torch.save(TensorDict({"x": rows}, [2]), tmp_path / "b")
     assert "2 rows, 1 fields" in inspected([tmp_path / "b"], capsys)
-
-
-def test_inspect_reads_pickles_only_when_told(tmp_path, capsys):
-    mark = tmp_path / "mark"
-    torch.save({"x": torch.zeros(2), "o": Running(mark)}, tmp_path / "b")
-    assert "Give --allow-pickle if you trust the file: a pickle runs code" in refused([tmp_path / "b"], capsys)
-    assert not mark.exists()
-    inspected([tmp_path / "b", "--allow-pickle"], capsys)
-    assert mark.exists()
 
 
 def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys):

@@ -48,30 +48,6 @@ def of_trainer(case, names, **more):
     return renamed(test_presets.made(case, count=40, most=120, empty=False, **more), names)
 
 
-def verl_like():
-    names = {"input_ids": "toks", "attention_mask": "on", "position_ids": "where", "prompts": "asked"}
-    names |= {"responses": "said", "response_mask": "by_policy", "log_probs": "lp_new", "old_log_probs": "lp_old"}
-    names |= {"entropy": "ent", "rollout_is_weights": "ratio"}
-    sides = {"head": ("asked",), "tail": ("said",)}
-    axes = {
-        "sequence": MaskAxis("on"),
-        "prompt": MaskAxis("on", part="head", **sides),
-        "response": MaskAxis("on", part="tail", **sides),
-    }
-    specs = {
-        "toks": SPEC("sequence", PAD_TOKEN_ID, hints=("concat:asked,said",)),
-        "on": SPEC("sequence", **MASK),
-        "where": SPEC("sequence", EDGE, hints=("arange",)),
-        "asked": SPEC("prompt", PAD_TOKEN_ID, hints=("dictionary",)),
-        "said": SPEC("response", PAD_TOKEN_ID),
-        "by_policy": SPEC("response", **MASK),
-        "lp_old": SPEC("response", ZEROS),
-        **dict.fromkeys(("lp_new", "ent"), SPEC("response", ZEROS, hints=("near:lp_old",))),
-        "ratio": SPEC("response", ZEROS),
-    }
-    return of_trainer("verl", names), MaskNestingRegistry(specs, axes), "toks"
-
-
 def skyrl_like():
     names = {"sequences": "block", "attention_mask": "real", "response_mask": "answer", "rewards": "gain"}
     names |= {
@@ -96,26 +72,6 @@ def skyrl_like():
         **dict.fromkeys(("adv", "ret"), SPEC("columns", [*ZEROS, PER_ROW], hints=("rle",))),
     }
     return of_trainer("skyrl", names), MaskNestingRegistry(specs, axes), "block"
-
-
-def openrlhf_like():
-    names = {"sequences": "row", "attention_mask": "live", "action_mask": "acts", "action_log_probs": "lp"}
-    names |= {"base_action_log_probs": "ref", "rollout_log_probs": "engine", "values": "v", "returns": "ret"}
-    names |= {"advantages": "adv"}
-    axes = {
-        "sequence": MaskAxis("live"),
-        "response": MaskAxis("acts"),
-        "predicted": MaskAxis("live", part="tail", tail=("acts",)),
-    }
-    specs = {
-        "row": SPEC("sequence", [PAD_TOKEN_ID, 0]),
-        "live": SPEC("sequence", **MASK),
-        "acts": SPEC("response", **MASK),
-        "lp": SPEC("response", ZEROS),
-        **dict.fromkeys(("ref", "engine", "v"), SPEC("response", ZEROS, hints=("near:lp",))),
-        **dict.fromkeys(("adv", "ret"), SPEC("predicted", [*ZEROS, PER_ROW], hints=("rle",))),
-    }
-    return of_trainer("openrlhf", names), MaskNestingRegistry(specs, axes), "row"
 
 
 def areal_like():
@@ -212,16 +168,14 @@ def ppo_like():
 
 CASES = {
     "ppo": ppo_like,
-    "verl": verl_like,
     "skyrl": skyrl_like,
-    "openrlhf": openrlhf_like,
     "areal": areal_like,
     "nemo_rl": nemo_like,
 }
 
 
 def pad_token_of(case):
-    return 0 if case in ("ppo", "areal", "openrlhf") else samples.PAD
+    return 0 if case in ("ppo", "areal") else samples.PAD
 
 
 def strict(batch, registry, pad_token_id):
@@ -441,8 +395,7 @@ def loaded(line):
     return names["registry"]
 
 
-@pytest.mark.parametrize("name", ["r.json", "r.yaml", "r.yml"])
-@pytest.mark.parametrize("case", ["ppo", "nemo_rl"])
+@pytest.mark.parametrize(("name", "case"), [("r.json", "ppo"), ("r.yaml", "nemo_rl"), ("r.yml", "ppo")])
 def test_the_registry_that_is_written_is_read_back_and_covers_the_batch(name, case, tmp_path, capsys):
     batch = CASES[case]()[0]
     batch["odd"] = torch.full((batch.batch_size[0], 3), 1.5)
