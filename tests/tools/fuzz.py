@@ -13,7 +13,8 @@ several processes, and then what hangs or ends its process is a failure, too. `-
 compiled with ASan and UBSan.
 
 A fuzzer is a module `fuzz_NAME` with `play(seed)`, which plays a case and counts what came of it, and perhaps
-`COUNT`, `options(parser)`, `session(given)`, a context in which cases are played, and `cases(given)` in place of seeds.
+`COUNT`, `options(parser)`, `session(given)`, which prepares, or gives a context in which cases are played, and
+`cases(given)` in place of seeds.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def main() -> int:
         return (seeded(seed) for seed in range(given.seed + first, given.seed + count, step))
 
     begun = time.monotonic()
-    with getattr(fuzzer, "session", nullcontext)(given):
+    with getattr(fuzzer, "session", nullcontext)(given) or nullcontext():
         if hasattr(fuzzer, "cases") and (own := fuzzer.cases(given)) is not None:
             counts, failures = run_apart([own]) if given.jobs else run(own)
         elif given.jobs:

@@ -14,7 +14,6 @@ import runpy
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -404,9 +403,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--library", default=str(CORE), help="the compiled core")
 
 
-def session(given: argparse.Namespace) -> AbstractContextManager[None]:
+def session(given: argparse.Namespace) -> None:
     LIBRARY.append(given.library)
-    return nullcontext()
 
 
 def play(seed: int) -> Counter[str]:

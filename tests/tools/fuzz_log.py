@@ -62,12 +62,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, nargs="+", default=KINDS)
 
 
-@contextmanager
-def session(given: Any) -> Iterator[None]:
+def session(given: Any) -> None:
     global _kinds
     _kinds = tuple(given.kind)
     torch.set_num_threads(1)  # a fork has no threads
-    yield
 
 
 def play(seed: int) -> Counter[str]:

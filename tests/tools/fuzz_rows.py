@@ -12,7 +12,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -253,10 +252,6 @@ class Program:
             self.check(made) if self.chance(0.5) else later.append(made)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(self.check, later))
-
-
-def session(_: Any) -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 def play(seed: int) -> Counter[str]:

@@ -21,7 +21,6 @@ import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -475,12 +474,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="of these changes, about one of N, drawn")
 
 
-def session(given: argparse.Namespace) -> AbstractContextManager[None]:
+def session(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     norm()
     if not given.table:
         sources()  # before processes fork
-    return nullcontext()
 
 
 @lru_cache(1)
