@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+import plain_torch
 import pytest
 import torch
 from needs import needs
-from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
+from plain_torch import PAD, assert_gradients, check_attention, each_alone, gradients, needs_flash, padded, problem
 from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import compress, nest_batch_by_mask
-from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import attention
 from maskpack.ops.attention import backend_for, packed_attention
 from maskpack.planning import plan_micro_batches
@@ -27,8 +25,6 @@ transformers = needs("transformers")
 from maskpack.adapters.transformers import replayable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-PAD = 210
 
 # -------------------------------------------------------------------- attention
 
@@ -41,67 +37,6 @@ TRIES = {
 }
 
 
-def problem(rows: list[list[int]], tail: int, heads: tuple[int, int], size: int, dtype: torch.dtype) -> Any:
-    ids, offsets = np.array([token for row in rows for token in row]), np.cumsum([0, *map(len, rows)])
-    tree = PrefixTree.from_ids(ids, offsets)
-    counts = [*tree.nodes.counts.tolist(), *[tail] * bool(tail)]
-    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
-    source = torch.Generator(DEVICE).manual_seed(0)
-    shapes = [(tree.num_tokens + tail, number, size) for number in (heads[0], heads[1], heads[1], heads[0])]
-    *qkv, slope = (torch.randn(*x, generator=source, device=DEVICE).mul_(1.5).to(dtype) for x in shapes)
-    return tree, bounds, max(counts), qkv, slope
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree, window: int | None, softcap: float | None) -> Tensor:
-    """All pairs of tokens, in the dtype of the inputs; each token sees the ones that its rows have before it."""
-    tokens = q.shape[0]
-    seen = torch.zeros(tokens, tokens, dtype=torch.bool, device=DEVICE)
-    own = tree.of_row_token
-    rows = [own[a:b] for a, b in itertools.pairwise(tree.row_offsets)] + [np.arange(tree.num_tokens, tokens)]
-    for row in rows:
-        at = torch.from_numpy(row).to(DEVICE)
-        place = torch.arange(at.numel(), device=DEVICE)
-        apart = place[:, None] - place
-        seen[at[:, None], at] |= (apart >= 0) & (apart < (window or tokens))
-    times = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-
-def head_major(x: Tensor) -> Tensor:
-    """Equal values, head after head in memory, as rotary embeddings that end in torch.cat leave them."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def check(
-    backend: Any,
-    rows: list[list[int]],
-    *,
-    tail: int = 0,
-    heads: tuple[int, int] = (8, 2),
-    size: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    window: int | None = None,
-    softcap: float | None = None,
-    turned: Collection[int] = (),
-) -> None:
-    """Errors are at most twice those of plain torch in the same dtype. `turned` of q, k and v are head-major."""
-    tree, bounds, longest, qkv, slope = problem(rows, tail, heads, size, dtype)
-    qkv = [head_major(x) if number in turned else x for number, x in enumerate(qkv)]
-
-    def ours(*given: Tensor) -> Tensor:
-        options: Any = {"scale": size**-0.5, "window": window, "softcap": softcap, "backend": backend, "tree": tree}
-        return packed_attention(*given, bounds, longest, **options)
-
-    seen = with_gradients(ours, qkv, slope)
-    plain = with_gradients(lambda *given: dense(*given, tree, window, softcap), qkv, slope)
-    truth = with_gradients(lambda *given: dense(*given, tree, window, softcap), [x.double() for x in qkv], slope)
-    assert seen[0].dtype == dtype
-    assert_as_good(seen, plain, truth, 1e-4 if dtype == torch.float32 else 1e-3)
-
-
 BACKENDS = ["varlen", pytest.param("flash", marks=needs_flash), "rows"]
 
 
@@ -109,7 +44,7 @@ BACKENDS = ["varlen", pytest.param("flash", marks=needs_flash), "rows"]
 @pytest.mark.parametrize("rows", TRIES.values(), ids=TRIES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_over_trees(backend: Any, rows: list[list[int]], window: int | None) -> None:
-    check(backend, rows, window=window, tail=13)
+    check_attention(backend, rows, window=window, tail=13)
 
 
 @pytest.mark.parametrize("turned", [[0], [1], [2], [0, 1, 2]], ids=["queries", "keys", "values", "all"])
@@ -119,7 +54,7 @@ def test_attention_over_trees(backend: Any, rows: list[list[int]], window: int |
 def test_queries_keys_and_values_may_be_head_major(
     backend: Any, rows: str, dtype: torch.dtype, turned: list[int]
 ) -> None:
-    check(backend, TRIES[rows], tail=13, dtype=dtype, turned=turned)
+    check_attention(backend, TRIES[rows], tail=13, dtype=dtype, turned=turned)
 
 
 @pytest.mark.parametrize(("heads", "size"), [((4, 4), 64), ((3, 1), 128), ((4, 2), 32)])
@@ -128,7 +63,7 @@ def test_queries_keys_and_values_may_be_head_major(
 def test_attention_of_other_heads_sizes_and_dtypes(
     backend: Any, dtype: torch.dtype, heads: tuple[int, int], size: int
 ) -> None:
-    check(backend, TRIES["groups"], heads=heads, size=size, dtype=dtype)
+    check_attention(backend, TRIES["groups"], heads=heads, size=size, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +75,14 @@ def test_attention_of_other_heads_sizes_and_dtypes(
     ],
 )
 def test_flex_attention_over_trees(rows: str, window: Any, softcap: Any, dtype: torch.dtype) -> None:
-    check("flex", TRIES[rows], window=window, softcap=softcap, dtype=dtype, tail=5)
+    check_attention("flex", TRIES[rows], window=window, softcap=softcap, dtype=dtype, tail=5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_many_rows_are_not_lost(backend: Any) -> None:
     """A prefix of 512 rows, whose keys are copied for a window and whose gradients are of one sign."""
     rows = [[1] * 40 + [10 + r] * 4 for r in range(512)]
-    tree, bounds, longest, (query, key, value), slope = problem(rows, 0, (4, 2), 64, torch.bfloat16)
+    (query, key, value), slope, bounds, longest, tree, _ = problem(rows, (4, 2), 64, torch.bfloat16)
 
     def slopes_of(dtype: torch.dtype) -> Tensor:
         leaf = value.to(dtype).requires_grad_()
@@ -160,7 +95,7 @@ def test_gradients_of_many_rows_are_not_lost(backend: Any) -> None:
 
 
 def test_the_kernels_that_merge() -> None:
-    tree, _, _, (query, *_), _ = problem(TRIES["groups"], 0, (8, 2), 64, torch.bfloat16)
+    (query, *_), _, _, _, tree, _ = problem(TRIES["groups"], (8, 2), 64, torch.bfloat16)
     backend = backend_for(query, None)
     names = {"flash": ("Flash4", "TorchFlash"), "varlen": ("TorchFlash",)}
     assert type(attention._merging_kernel(query, backend, tree)).__name__ in names[backend]
@@ -171,36 +106,18 @@ def test_the_kernels_that_merge() -> None:
 
 
 def tiny(kind: str, dtype: torch.dtype) -> Any:
-    """Two layers with weights so large that attention matters, and heads that every kernel takes."""
-    sizes: dict[str, Any] = {
-        "vocab_size": PAD + 1, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.1,
-        "attn_implementation": "sdpa", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    if kind == "Gemma3Text":
-        sizes |= {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval()
+    """Its heads are such as every kernel takes."""
+    more = {"initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return plain_torch.tiny(kind, dtype, 32, **more)
 
 
 def groups(prompts: list[int], responses: list[int], seed: int = 0) -> TensorDict:
-    """A row for each prompt and response length, padded on both sides, on the device."""
-    rng = np.random.default_rng(seed)
-    width, tall = max(prompts) + 1, max(responses) + 2
-    ids = torch.full((len(prompts) * len(responses), width + tall), PAD)
-    mask = torch.zeros_like(ids)
-    for group, prompt in enumerate(prompts):
+    """A row for each prompt and response length."""
+    rng, rows = np.random.default_rng(seed), []
+    for prompt in prompts:
         own = torch.from_numpy(rng.integers(0, PAD, prompt))
-        for nth, response in enumerate(responses):
-            row, real = group * len(responses) + nth, slice(width - prompt, width + response)
-            ids[row, real] = torch.cat([own, torch.from_numpy(rng.integers(0, 3, response))])
-            mask[row, real] = 1
-    fields = {
-        "prompts": ids[:, :width], "responses": ids[:, width:], "input_ids": ids, "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-    }  # fmt: skip
-    return TensorDict({name: x.clone() for name, x in fields.items()}, [len(ids)]).to(DEVICE)
+        rows += [(prompt, torch.cat([own, torch.from_numpy(rng.integers(0, 3, count))])) for count in responses]
+    return padded(rows)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

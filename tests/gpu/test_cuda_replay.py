@@ -1,4 +1,4 @@
-"""Replay on CUDA: every attention backend against naive loops, models against each row alone, counted synchronisations.
+"""Replay on CUDA: all attention backends against a dense mask, models against each row alone, counted synchronisations.
 
 Against a wide truth, our error may be twice that of plain torch in the same dtype, row by row; the largest four times,
 because that is one rounding.
@@ -12,17 +12,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import plain_torch
 import pytest
 import torch
 from kernels import count_syncs
 from needs import needs
-from plain_torch import DEVICE, assert_as_good, assert_gradients, each_alone, gradients, needs_flash, with_gradients
+from plain_torch import (
+    DEVICE,
+    PAD,
+    assert_as_good,
+    assert_gradients,
+    check_attention,
+    each_alone,
+    gradients,
+    needs_flash,
+    padded,
+)
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from maskpack import compress, decompress, nest_batch_by_mask
 from maskpack.ops import attention
-from maskpack.ops.attention import backend_for, packed_attention
+from maskpack.ops.attention import backend_for
 from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
@@ -33,69 +44,9 @@ from maskpack.adapters.transformers import replayable
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = [[1], [1, 1, 1], [7, 1, 130, 64, 33], [300, 5]]
-PAD = 210
 
 
 # -------------------------------------------------------------------- attention
-
-
-def naive(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, softcap: float | None) -> Tensor:
-    """Each head of each row on its own, in the dtype of the inputs."""
-    out, begin = torch.empty_like(q), 0
-    for length in lengths:
-        row = slice(begin, begin + length)
-        place = torch.arange(length, device=q.device)
-        apart = place[:, None] - place[None]
-        hidden = (apart < 0) | (apart >= (window or length))
-        for head in range(q.shape[1]):
-            group = head * k.shape[1] // q.shape[1]
-            scores = q[row, head] @ k[row, group].T * q.shape[2] ** -0.5
-            if softcap is not None:
-                scores = softcap * torch.tanh(scores / softcap)
-            out[row, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v[row, group]
-        begin += length
-    return out
-
-
-def inputs(lengths: list[int], heads: tuple[int, int], size: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, and what the gradient of the output is."""
-    source = torch.Generator(DEVICE).manual_seed(0)
-
-    def drawn(number: int) -> Tensor:
-        return torch.randn(sum(lengths), number, size, generator=source, device=DEVICE).mul_(1.5).to(dtype)
-
-    return [drawn(heads[0]), drawn(heads[1]), drawn(heads[1])], drawn(heads[0])
-
-
-def bounds_of(lengths: list[int]) -> Tensor:
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    return ends.to(torch.int32).to(DEVICE)
-
-
-def check_attention(
-    backend: Any,
-    lengths: list[int],
-    heads: tuple[int, int],
-    size: int,
-    dtype: torch.dtype,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> None:
-    tensors, slope = inputs(lengths, heads, size, dtype)
-    bounds = bounds_of(lengths)
-
-    def ours(*given: Tensor) -> Tensor:
-        return packed_attention(
-            *given, bounds, max(lengths), scale=size**-0.5, window=window, softcap=softcap, backend=backend
-        )
-
-    seen = with_gradients(ours, tensors, slope)
-    assert seen[0].dtype == dtype
-    plain = with_gradients(lambda *given: naive(*given, lengths, window, softcap), tensors, slope)
-    wide = [x.double() for x in tensors]
-    truth = with_gradients(lambda *given: naive(*given, lengths, window, softcap), wide, slope)
-    assert_as_good(seen, plain, truth, 1e-4 if dtype == torch.float32 else 1e-3)
-
 
 FLASH_4 = "flash_attn.cute"
 BACKENDS = ["varlen", "rows", pytest.param("flash", marks=needs_flash)]
@@ -179,45 +130,14 @@ def test_the_backends_that_are_taken() -> None:
 
 
 def tiny(kind: str, dtype: torch.dtype) -> Any:
-    """Two layers with weights so large that attention matters."""
-    sizes: dict[str, Any] = {
-        "vocab_size": PAD + 1,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "initializer_range": 0.15,
-        "attn_implementation": "sdpa",
-    }
-    if kind == "gemma3":
-        config = transformers.Gemma3TextConfig(
-            **sizes, sliding_window=6, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=16
-        )
-    else:
-        config = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[kind](**sizes)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(DEVICE).eval()
+    more = {"query_pre_attn_scalar": 16} if kind == "Gemma3Text" else {}
+    return plain_torch.tiny(kind, dtype, 16, initializer_range=0.15, **more)
 
 
 def batch_of(prompts: list[int], responses: list[int]) -> TensorDict:
-    """Padded on both sides, on the device."""
-    rows, width, tall = len(prompts), max(prompts) + 1, max(responses) + 2
     source = torch.Generator().manual_seed(1)
-    ids, mask = torch.full((rows, width + tall), PAD), torch.zeros(rows, width + tall, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        real = slice(width - prompt, width + response)
-        ids[row, real] = torch.randint(PAD, (prompt + response,), generator=source)
-        mask[row, real] = 1
-    fields = {
-        "prompts": ids[:, :width],
-        "responses": ids[:, width:],
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-    }
-    return TensorDict({name: x.clone() for name, x in fields.items()}, [rows]).to(DEVICE)
+    lengths = zip(prompts, responses, strict=True)
+    return padded([(p, torch.randint(PAD, (p + r,), generator=source)) for p, r in lengths])
 
 
 def packed(replay: Any, batch: TensorDict) -> Tensor:
@@ -228,7 +148,7 @@ def packed(replay: Any, batch: TensorDict) -> Tensor:
 @pytest.mark.parametrize("option", [{}, {"compile": True}, {"fused": True}])
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Gemma3Text"])
 def test_log_probs_and_gradients_are_as_good_as_of_each_row_alone(
     kind: str, dtype: torch.dtype, checkpointed: bool, option: dict[str, bool]
 ) -> None:
@@ -265,13 +185,13 @@ def test_a_model_with_kernels_of_liger_compiles(dtype: torch.dtype, way: str, mo
     modeling = transformers.models.qwen3.modeling_qwen3
     for name in ("apply_rotary_pos_emb", "Qwen3RMSNorm", "Qwen3MLP"):
         monkeypatch.setattr(modeling, name, getattr(modeling, name))  # given back after the test
-    batch, own = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12]), tiny("qwen3", dtype)
-    exact = tiny("qwen3", dtype).double()
+    batch, own = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12]), tiny("Qwen3", dtype)
+    exact = tiny("Qwen3", dtype).double()
     truth, plain = each_alone(exact, batch), each_alone(own, batch)
     wanted, theirs = gradients(exact, truth), gradients(own, plain)
     if way == "classes":
         liger.apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False)
-    model = tiny("qwen3", dtype)
+    model = tiny("Qwen3", dtype)
     model.load_state_dict(own.state_dict())
     if way == "instance":
         liger.apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False, model=model)
@@ -297,7 +217,7 @@ def test_batches_on_the_host_go_to_the_model(form: str, planned: bool) -> None:
     """They give the bits of the same batch on the GPU; results lie there."""
     there = batch_of([3, 1, 9, 4, 2], [30, 1, 6, 75, 12])
     here = there.to("cpu").clear_device_()
-    replay = replayable(tiny("qwen3", torch.bfloat16))
+    replay = replayable(tiny("Qwen3", torch.bfloat16))
     plan = plan_micro_batches(here["attention_mask"].sum(1), 80) if planned else None
     head = nn.Linear(64, 1, dtype=torch.bfloat16, device=DEVICE)
     given = FORMS[form](here)
@@ -328,7 +248,7 @@ def test_batches_on_the_host_go_to_the_model(form: str, planned: bool) -> None:
 def test_fields_that_the_model_does_not_read_stay_on_the_host(form: str) -> None:
     here = batch_of([3, 1, 9, 4], [30, 1, 6, 75]).to("cpu").clear_device_()
     here["pictures"] = torch.zeros(4, 1 << 24, dtype=torch.uint8)
-    replay = replayable(tiny("qwen3", torch.bfloat16))
+    replay = replayable(tiny("Qwen3", torch.bfloat16))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it stays dense
         given = FORMS[form](here)
@@ -345,7 +265,7 @@ def test_fields_that_the_model_does_not_read_stay_on_the_host(form: str) -> None
 
 def test_a_batch_on_the_gpu_goes_to_a_model_on_the_host() -> None:
     there = batch_of([3, 1, 9], [30, 1, 6])
-    replay = replayable(tiny("qwen3", torch.float32).to("cpu"))
+    replay = replayable(tiny("Qwen3", torch.float32).to("cpu"))
     wanted = response_log_probs(replay, there.to("cpu")).values()
     for form in FORMS.values():
         seen = response_log_probs(replay, form(there))
@@ -362,7 +282,7 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
     and compare."""
     dtype = torch.bfloat16
     batches = [batch_of([3, 1, 9, 4, 2][:rows], [30, 1, 6, 75, 12][:rows]) for rows in (5, 4, 3)]
-    kinds = ["qwen3", "llama", "gemma3", "qwen3"]
+    kinds = ["Qwen3", "Llama", "Gemma3Text", "Qwen3"]
 
     def of_own(model: Any) -> list[Any]:
         model.train()
@@ -381,8 +301,8 @@ def test_threads_replay_as_one(reentrant: bool) -> None:
             return [response_log_probs(replay, batch, self_check=True).values() for batch in batches]
 
     wanted = [of_own(tiny(kind, dtype)) for kind in kinds]
-    shared_wanted = of_shared(replayable(tiny("qwen3", dtype)))
-    shared = replayable(tiny("qwen3", dtype))
+    shared_wanted = of_shared(replayable(tiny("Qwen3", dtype)))
+    shared = replayable(tiny("Qwen3", dtype))
     ready = threading.Barrier(len(kinds))
 
     def work(model: Any) -> tuple[list[Any], list[Tensor]]:
