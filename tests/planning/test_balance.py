@@ -134,18 +134,6 @@ def test_as_even_as_the_naive_rule_on_log_normal_lengths() -> None:
 )
 def test_exchanges_find_the_optimum_of_equal_rows(lengths: list[int], ranks: int, want: int) -> None:
     """Cases where the second-best exchange, or another rank, would not."""
-    per_rank = len(lengths) // ranks
-
-    def least(at: int, loads: tuple[int, ...], counts: tuple[int, ...], bound: int) -> int:
-        if max(loads) >= bound or at == len(lengths):
-            return max(loads)
-        for rank in {(loads[rank], counts[rank]): rank for rank in range(ranks) if counts[rank] < per_rank}.values():
-            more = tuple(load + lengths[at] * (number == rank) for number, load in enumerate(loads))
-            now = tuple(count + (number == rank) for number, count in enumerate(counts))
-            bound = min(bound, least(at + 1, more, now, bound))
-        return bound
-
-    assert least(0, (0,) * ranks, (0,) * ranks, sum(lengths)) == want
     assert max(sums(balance_rows(lengths, ranks), lengths)) == want
 
 

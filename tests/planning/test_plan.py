@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import Case, Flops, Table, for_cases, many, real
+from plan_cases import Case, Flops, Table, for_cases, real
 
 from maskpack.planning import PlanOptions, plan_micro_batches
 
@@ -204,17 +203,6 @@ def test_micro_batches_are_those_of_best_fit(case: Case, cost: Any, budget: int)
     for update in case.plan.updates:
         mine = [rows for rows in case.units if set(rows) <= set(itertools.chain(*update))]
         assert sorted(update) == by_hand(case, mine)
-
-
-@many
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5)), min_size=3, max_size=20), st.integers(1, 40))
-def test_padded_micro_batches_of_groups(rows: list[tuple[int, int]], budget: int) -> None:
-    """Groups of equal longest rows and other numbers of rows, some over the budget."""
-    lengths, labels = ([row[part] for row in rows] for part in (0, 1))
-    case = Case(lengths, budget, of(cost="padded"), labels)
-    plan = case.plan
-    assert sorted(plan.micro_batches) == by_hand(case, case.units)
-    assert plan.oversized == sorted(row for own in case.units if case.too_large(own) for row in own)
 
 
 def test_a_budget_of_rows() -> None:
