@@ -386,12 +386,12 @@ def note(faults: list[Fault], results: Iterable[dict[str, Any]]) -> None:
 
 
 def forget(faults: list[Fault], there: dict[str, set[str]]) -> None:
-    """Takes out the tests that are gone."""
+    """Takes out the tests that are gone. A fault that has no other is one that was not tried."""
     for fault in faults:
-        left = {
-            file: [name for name in names if name in there.get(file, ())] for file, names in fault["caught"].items()
-        }
-        fault["caught"] = {file: names for file, names in left.items() if names}
+        noted = fault.pop("caught", {})
+        left = {file: [name for name in names if name in there.get(file, ())] for file, names in noted.items()}
+        if any(left.values()):
+            fault["caught"] = {file: names for file, names in left.items() if names}
 
 
 def write(faults: list[Fault]) -> None:
