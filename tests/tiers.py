@@ -22,7 +22,13 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = {
+    "adapters/test_transferqueue_codec.py": "a queue",
     "adapters/test_transferqueue_faults.py": "a queue",
+    "adapters/test_transferqueue_manager.py": "a queue",
+    "adapters/test_transferqueue_rows.py": "a queue",
+    "adapters/test_transferqueue_upstream.py": "its own tests",
+    "adapters/test_trl.py": "ranks",
+    "adapters/test_verl_engine.py": "ranks",
     "bench/test_cases.py": "Ray, and a benchmark for each case",
     "core/test_aarch64.py": "a compiler, and an emulator",
     "core/test_sanitized.py": "a compiler",
@@ -33,6 +39,7 @@ FILES = {
     "examples/test_adopt.py": "Ray",
     "examples/test_analyse_rollouts.py": "the program",
     "examples/test_resume_grpo.py": "trainers that are killed",
+    "examples/test_verl_v1_cpu.py": "Ray",
     "ops/test_split_logits.py": "ranks",
     "ops/test_vocab_parallel.py": "ranks",
     "planning/test_agreement.py": "ranks",
