@@ -272,6 +272,7 @@ def test_what_was_put_is_not_put_again(group, batch, puts):
 
 def test_only_new_fields_are_put_onto_a_view(group, batch, puts, monkeypatch):
     monkeypatch.setattr(placement, "INLINED", 0)  # nothing is so small that it travels in messages
+    group.call("who", batch)  # it learns where the ranks are
     placed = group.put(batch)
     puts.clear()
     more = group.put(TensorDict({"advantages": batch["advantages"] * 3}, batch_size=[B]), onto=placed)
