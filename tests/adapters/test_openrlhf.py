@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-from functools import partial
 
 import pytest
 from needs import needs
@@ -138,7 +137,11 @@ def test_pickles_are_packed_until_it_is_undone():
 @pytest.fixture
 def local_ray():
     """A Ray whose workers pack what they send."""
-    with own_ray(num_cpus=2, worker_process_setup_hook=partial(pickle_experiences, pad_token_id=PAD)):
+
+    def pack():
+        pickle_experiences(pad_token_id=PAD)
+
+    with own_ray(num_cpus=2, worker_process_setup_hook=pack):
         yield
 
 

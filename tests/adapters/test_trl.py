@@ -681,13 +681,13 @@ def of_ranks(tmp_path, models, cases, sharded):
     """The results of two ranks, by case."""
     options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
     given = str(tmp_path), models(), cases, sharded, options
-    return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given, seconds=300)), strict=True), strict=True))
+    return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given)), strict=True), strict=True))
 
 
 def test_two_ranks_compare_their_rows_together(tmp_path, models):
     """The metrics are those of all rows, on each rank, and both stop."""
     given = str(tmp_path), models(), {"max_steps": 4, **REUSED}
-    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given, seconds=300))
+    (first, own, said), (second, others, also) = values(run_ranks(work.mismatch_of_rank, 2, *given))
     assert len(first) == len(own) == 1
     assert first == second
     assert own != others

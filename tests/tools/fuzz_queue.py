@@ -273,7 +273,9 @@ def hung(*_: object) -> None:
 @contextmanager
 def session(_: Any) -> Iterator[None]:
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join([*(str(tests / name) for name in ("tools", "adapters")), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [*(str(tests / name) for name in ("", "tools", "adapters")), os.environ.get("PYTHONPATH", "")]
+    )
     ray.init(
         address="local",
         num_cpus=12,
