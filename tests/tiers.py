@@ -82,8 +82,6 @@ TESTS = {
     "replay/test_replay_mixers.py::test_sharded_layers",
     "replay/test_replay_models.py::test_layers_that_never_attend_through_the_interface_are_found",
     "replay/test_routed_experts.py::test_compiled_parts",
-    "store/test_log.py::test_a_fork_does_not_write",
-    "store/test_log.py::test_other_processes_read",
     "store/test_log_faults.py::test_a_fork_can_read_and_cannot_write",
     "store/test_log_faults.py::test_a_fork_does_not_keep_the_lock",
     "store/test_log_faults.py::test_random_faults",
