@@ -94,6 +94,14 @@ def pytest_collection_finish() -> None:
     tiers.forget()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """How a batch is encoded depends on those before it: a test begins as in a new process."""
+    table = sys.modules.get("maskpack.packed.table")
+    if table is not None:
+        table.forget()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("interpreter") is None:
