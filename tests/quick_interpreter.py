@@ -73,6 +73,8 @@ def _language(lang: Any, own: Any) -> None:
         if seen_by(fn) not in done:
             done.add(seen_by(fn))
             patch(fn)
+            # that of Triton 3.6 is refused by NumPy 2.4
+            lang.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
         return kept
 
     def patch_builtin(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
