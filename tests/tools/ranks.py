@@ -7,7 +7,8 @@
 A function that runs in ranks lies in a module that can be imported. The deadline counts from when all ranks are ready.
 It is for ranks that wait for each other: on a machine that others use, too, they may take ten times as long as alone.
 Ranks are forked from a server that has imported torch, and transformers if there is no GPU, so that these are imported
-once and not in each of them; maskpack they import themselves, from where the test has it.
+once and not in each of them; maskpack they import themselves, from where the test has it. Triton is imported there so
+that it can interpret, where there is no GPU; a rank interprets if its test does.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,6 +37,7 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 _IMPORTED = ["torch.distributed.fsdp", "tensordict"]
 _IMPORTED_WITHOUT_GPUS = ["transformers.models.qwen2_5_vl.modeling_qwen2_5_vl"]
 """It asks CUDA for devices, and then no process that is forked can use them."""
+_INTERPRETS = "TRITON_INTERPRET"
 _READY, _GO = "ready", "go"
 """What a rank says that has joined, and the file that appears when all have."""
 
@@ -52,13 +56,18 @@ def run_ranks(work: Callable[..., Any], count: int, *args: Any, backend: str = "
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED + _IMPORTED_WITHOUT_GPUS * (not torch.cuda.is_available()))
+    interprets = os.environ.get(_INTERPRETS)
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv(_INTERPRETS, "1")
+        forkserver.ensure_running()  # here, so that nothing depends on which test comes first
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(count):
                 pipe, far = context.Pipe(duplex=False)
-                place = rank, count, backend, folder
+                place = rank, count, backend, folder, interprets
                 process = context.Process(target=_rank, args=(far, place, work, args), daemon=True)
                 process.start()
                 far.close()  # so that the death of the process ends the pipe
@@ -111,8 +120,11 @@ def _read(pipe: Any, process: BaseProcess) -> Any:
         return Outcome(error=f"ended with exit code {process.exitcode}")
 
 
-def _rank(pipe: Any, place: tuple[int, int, str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    rank, count, backend, folder = place
+def _rank(pipe: Any, place: tuple[Any, ...], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    rank, count, backend, folder, interprets = place
+    os.environ.pop(_INTERPRETS, None)
+    if interprets is not None:
+        os.environ[_INTERPRETS] = interprets
     try:
         torch.set_num_threads(1)
         _join(rank, count, backend, Path(folder, "store").as_uri())
