@@ -93,6 +93,10 @@ class Recorder:
         chosen = {item for all_cases in functions.values() for item in spread(all_cases, self._cases)}
         items[:] = [item for item in items if item in chosen and item.nodeid not in self._done]
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            print("fails", report.nodeid, file=self._file)
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         print("begins", nodeid, file=self._file)
         if self.coverage is not None:
@@ -181,8 +185,8 @@ class Run:
             self.done.add(test)
         code = os.waitstatus_to_exitcode(status)
         if open_test is None:
-            if code not in (0, 1, 5):  # tests that cannot be collected
-                self.failed.add(f"{self.paths[0]}::collection")
+            if code not in (0, 1, 2, 5) or (code == 2 and not self.failed):  # 2: files that cannot be collected
+                raise RuntimeError(f"pytest ended with {code}: {(self.folder / 'output').read_text()[-2000:]}")
             return True
         self.failed.add(open_test)
         self.deaths += 1
@@ -313,7 +317,9 @@ def reached(source: Path, jobs: int) -> Reach:
                 own = [str(file.relative_to(tree)) for file in files[job::jobs]]
                 yield Run(tree, folder, own, None, sys.maxsize, measured=lambda job=job: measured(job))
 
-        list(run_all(runs(), jobs))
+        for run in run_all(runs(), jobs):
+            if run.deaths:
+                raise RuntimeError(f"a process that measured died in {sorted(run.failed)}, and what it had is lost")
         for folder in folders:
             data = CoverageData(str(folder / "data"))
             data.read()
@@ -357,7 +363,7 @@ def check(faults: list[Fault], tree: Path) -> list[str]:
             f"{file}::{name}"
             for file, names in fault.get("caught", {}).items()
             for name in names
-            if name not in there.get(file, ())
+            if name not in {*there.get(file, ()), ""}  # a file that cannot be collected
         ]
         if gone:
             wrong.append(f"{fault['id']}: no test {', '.join(gone)}")
@@ -377,20 +383,20 @@ def _is_open(fault: Fault) -> bool:
 def note(faults: list[Fault], results: Iterable[dict[str, Any]]) -> None:
     for result in results:
         for fault in faults:
-            if fault["id"] == result["id"] and result["caught"]:
+            if fault["id"] == result["id"] and (result["caught"] or "tier" not in fault):
                 fault["caught"] = result["caught"]
-                fault.pop("first", None)
                 fault.pop("tier", None)
                 if result["tier"] == 2:
                     fault["tier"] = 2
 
 
 def forget(faults: list[Fault], there: dict[str, set[str]]) -> None:
-    """Takes out the tests that are gone. A fault that has no other is one that was not tried."""
+    """Takes out the tests that are gone."""
     for fault in faults:
-        noted = fault.pop("caught", {})
-        left = {file: [name for name in names if name in there.get(file, ())] for file, names in noted.items()}
-        if any(left.values()):
+        if "caught" in fault:
+            left = {
+                file: [*filter(there.get(file, set()).__contains__, names)] for file, names in fault["caught"].items()
+            }
             fault["caught"] = {file: names for file, names in left.items() if names}
 
 
