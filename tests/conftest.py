@@ -41,7 +41,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-INTERPRETED = quick_interpreter.is_there() and not _has_gpu()
+HAS_GPU = _has_gpu()
+INTERPRETED = quick_interpreter.is_there() and not HAS_GPU
 """Whether tests of kernels have them interpreted. Whether Triton interprets is decided when it is imported."""
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -112,6 +113,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    if HAS_GPU:  # kernels are compiled by whichever test comes first
+        return (yield)
     with tiers.stays_in_its_process(item):
         return (yield)
 

@@ -1,12 +1,13 @@
 """The tiers of the suite, and the rule that divides them: a test of the first tier stays in the process of pytest.
 
     pytest             first tier: whatever stays in one process, and the few of FIRST
-    pytest -m ""       and the second: tests that start a process, an interpreter or a compiler
-    pytest -m tier2    the second alone
+    pytest -m tier2    second tier: tests that start a process, an interpreter or a compiler
+    pytest -m ""       both, and every case of interpreted kernels
 
-FILES, FIXTURES and TESTS name the second tier. A test that is in none of them and starts a process fails. Of a test of
-interpreted kernels, the first case is in the first tier, the others are in the second; those of INTERPRETED_LONG are in
-neither, because they take minutes: `pytest -m "gpu or interpreter"` runs them, best on a GPU.
+FILES, FIXTURES and TESTS name the second tier. A test that is in none of them and starts a process fails, except where
+there is a GPU, for which kernels are compiled. Of a test of interpreted kernels, the first case is in the first tier,
+the others are in the second; those of INTERPRETED_LONG are in neither, because they take minutes: `pytest -m "gpu or
+interpreter"` runs them, best on a GPU.
 """
 
 from __future__ import annotations
