@@ -24,6 +24,7 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.dispatch.failures import Failure, fetched
 from maskpack.dispatch.messages import Cancelled, RankReply
+from maskpack.dispatch.placement import nodes_of
 from maskpack.dispatch.ranks import Answer, Part, Ranks, Request
 from maskpack.dispatch.timeline import PREFIX, STAGES, CallTimes, Span, rank_spans
 from maskpack.errors import LayoutError, MaskpackError, WorkerError
@@ -285,12 +286,12 @@ class Call:
             answer = part.outcome
             if not isinstance(answer, Answer) or not isinstance(answer.rows, BatchView) or answer.reply.node in alive:
                 continue
+            # before the rows are asked for: of lost rows Ray then puts an error here, and names this node
+            places = nodes_of(part.packed)
             values, error = fetched([part.packed], 0)  # small objects are here; Ray may know that an object is lost
-            if values is None and error is None:
-                places = _ray.experimental.get_object_locations([part.packed])[part.packed]["node_ids"]
-                if not any(place in alive for place in places):
-                    node = answer.reply.node[:8]
-                    error = MaskpackError(f"node {node} is gone, and with it the rows that this rank returned")
+            if values is None and error is None and not any(place in alive for place in places):
+                node = answer.reply.node[:8]
+                error = MaskpackError(f"node {node} is gone, and with it the rows that this rank returned")
             if error is not None:
                 self._fail(part, error)
 

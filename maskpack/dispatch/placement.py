@@ -236,7 +236,7 @@ class Placement:
             if self.pickled(source.held):
                 return source, source.meta.nbytes if fresh else 0
             return self._put_once(source, None if whole else rows, site, again)
-        nodes = _nodes_of(source.held) if source.cut is not None or (site and not whole) else []
+        nodes = nodes_of(source.held) if source.cut is not None or (site and not whole) else []
         if source.cut is None and (not nodes or site.issubset(nodes)):  # on the site, or so small that Ray inlines it
             return source, 0
         task = cast("Any", _cut)
@@ -357,7 +357,7 @@ def _answered(reference: Any) -> bool:
     return True
 
 
-def _nodes_of(reference: Any) -> list[str]:
+def nodes_of(reference: Any) -> list[str]:
     """The nodes that hold an object; empty if it is small or lost."""
     locations: dict[Any, Any] = _ray.experimental.get_object_locations([reference])
     return locations[reference]["node_ids"]

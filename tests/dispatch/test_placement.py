@@ -93,7 +93,7 @@ def test_a_cut_gets_the_spans_that_its_site_needs(store, monkeypatch):
             return Put(run(held.value, rows))
 
     monkeypatch.setattr(placement, "_cut", Task())
-    monkeypatch.setattr(placement, "_nodes_of", lambda reference: [B])
+    monkeypatch.setattr(placement, "nodes_of", lambda reference: [B])
     view = BatchView.at(Put(packed), BatchMeta.of(packed)).take_tokens([(0, 0, 3), (2, 1, 4), (1, 2, 4), (0, 8, 9)])
     there, _ = Placement(1).settled(view.take([3, 1, 3]), Site([A]))
     out = there.materialize("x", get=lambda refs: [ref.value for ref in refs])["x"]
