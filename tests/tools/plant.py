@@ -296,11 +296,14 @@ def try_faults(
             yield fault, run, time.monotonic() - begun
 
 
-def reached(source: Path, jobs: int) -> Reach:
-    """Which tests of the first tier run which line of the package."""
+def reached(faults: list[Fault], source: Path, jobs: int) -> Reach:
+    """Which tests of the first tier run which line that has a fault."""
     from coverage import Coverage, CoverageData
 
     found: Reach = defaultdict(dict)
+    faulty: dict[str, set[int]] = defaultdict(set)
+    for fault in faults:
+        faulty[fault["file"]] |= {*lines_of(fault, source)}
     with tempfile.TemporaryDirectory(prefix="reached-") as name:
         tree = copied(source, Path(name))
         files = sorted((file for file in (tree / "tests").rglob("test_*.py")), key=lambda file: file.stat().st_size)
@@ -324,9 +327,10 @@ def reached(source: Path, jobs: int) -> Reach:
             data = CoverageData(str(folder / "data"))
             data.read()
             for file in data.measured_files():
-                lines = found[str(Path(file).relative_to(tree))]
-                for line, contexts in data.contexts_by_lineno(file).items():
-                    lines[str(line)] = sorted({*lines.get(str(line), ()), *contexts})
+                name = str(Path(file).relative_to(tree))
+                contexts = data.contexts_by_lineno(file)
+                for line in faulty[name] & contexts.keys():
+                    found[name][str(line)] = sorted({*found[name].get(str(line), ()), *contexts[line]})
     return found
 
 
@@ -425,7 +429,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="JSON lines, one for each fault that was tried")
     parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--reach", type=Path, help="JSON of the tests that reach each line; made if it is not there")
+    parser.add_argument("--reach", type=Path, help="JSON of the tests that reach each faulty line; made if it is not there")
     parser.add_argument("--cases", type=int, default=4, help="of each test function, so many cases; default: 4")
     parser.add_argument(
         "--tier2", action="store_true", help="the second tier, for faults that the first does not catch"
@@ -469,7 +473,7 @@ def main() -> int:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if options.reach and not options.reach.exists():
-        options.reach.write_text(json.dumps(reached(options.tree, options.jobs)))
+        options.reach.write_text(json.dumps(reached(faults, options.tree, options.jobs)))
     reach: Reach = json.loads(options.reach.read_text()) if options.reach else {}
     caught = 0
     with options.results.open("a") as file:
