@@ -7,9 +7,10 @@
     python tests/tools/plant.py --results FILE --note          writes into faults.json what FILE says
     python tests/tools/plant.py --forget                       takes tests out of faults.json that are gone
 
-A fault is a text of a file and what stands there instead. `caught` in faults.json has all tests that fail with it, by
-file; `tier` is 2 where none of them is in the first tier. If code moves, edit the anchor, not the fault. A fault that
-no test catches any more is an error, so a test may go if it is not the last one of any fault.
+A fault is a text of a file and what stands there instead. `caught` in faults.json has the tests that fail with it, by
+file: all of them, or the first five; `tier` is 2 where none of them is in the first tier. If code moves, edit the
+anchor, not the fault. A fault that no test catches any more is an error, so a test may go if it is not the last one of
+any fault.
 
     copy of the tree -> fault -> tests of the first tier that reach its line -> those that fail -> the text as it was
 
@@ -44,6 +45,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FAULTS = HERE / "faults.json"
 HANGS, DEATHS = 400, 8  # seconds of one test; processes that end before their time
+ENOUGH = 5  # functions that catch a fault: where there are so many, others are not looked for
 MEMORY = 10 * 2**30
 PRELOADED = ("torch", "tensordict", "numpy", "hypothesis", "_hypothesis_pytestplugin", "xdist", "transformers")
 COMMON = "tests/test_pitfalls.py tests/test_misuse.py"
@@ -76,20 +78,26 @@ Reach = dict[str, dict[str, list[str]]]
 
 class Recorder:
     """A plugin of pytest that writes what begins, ends and fails, and runs the tests that are wanted and not done, of
-    each function at most so many cases."""
+    each function at most so many cases. It stops when enough functions have failed."""
 
     coverage: Any = None
 
-    def __init__(self, file: Path, wanted: Collection[str] | None, done: Collection[str], cases: int) -> None:
+    def __init__(
+        self, file: Path, wanted: Collection[str] | None, done: Collection[str], cases: int, failed: Collection[str]
+    ) -> None:
         self._wanted, self._done, self._cases = wanted, done, cases
+        self._failed = {function_of(test) for test in failed}
         self._file = file.open("a", buffering=1)
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     @pytest.hookimpl(trylast=True)  # of the tests of a tier
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         functions: dict[str, list[pytest.Item]] = defaultdict(list)
         for item in items:
             if self._wanted is None or item.nodeid in self._wanted:
-                functions[item.nodeid.partition("[")[0]].append(item)
+                functions[function_of(item.nodeid)].append(item)
         chosen = {item for all_cases in functions.values() for item in spread(all_cases, self._cases)}
         items[:] = [item for item in items if item in chosen and item.nodeid not in self._done]
 
@@ -108,6 +116,13 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             print("fails", report.nodeid, file=self._file)
+            self._failed.add(function_of(report.nodeid))
+            if len(self._failed) >= ENOUGH and self.coverage is None:
+                self._session.shouldstop = "enough"
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -167,7 +182,7 @@ class Run:
         self.child = started(self.tree, self.paths, self.plugin, self.folder / "output", self.marks)
 
     def plugin(self) -> Recorder:
-        recorder = Recorder(self.record, self.wanted, self.done, self.cases)
+        recorder = Recorder(self.record, self.wanted, self.done, self.cases, self.failed)
         recorder.coverage = self.measured()
         return recorder
 
@@ -341,7 +356,7 @@ def functions(tests: Iterable[str]) -> dict[str, list[str]]:
     """By file, the functions of tests."""
     found: dict[str, set[str]] = defaultdict(set)
     for test in tests:
-        file, _, name = test.partition("[")[0].partition("::")
+        file, _, name = function_of(test).partition("::")
         found[file.removeprefix("tests/")].add(name)
     return {file: sorted(names) for file, names in sorted(found.items())}
 
@@ -429,7 +444,9 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="JSON lines, one for each fault that was tried")
     parser.add_argument("--only", nargs="+", default=[], help="ids of faults, or packages")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--reach", type=Path, help="JSON of the tests that reach each faulty line; made if it is not there")
+    parser.add_argument(
+        "--reach", type=Path, help="JSON of the tests that reach each faulty line; made if it is not there"
+    )
     parser.add_argument("--cases", type=int, default=4, help="of each test function, so many cases; default: 4")
     parser.add_argument(
         "--tier2", action="store_true", help="the second tier, for faults that the first does not catch"
