@@ -136,10 +136,11 @@ def test_soft_caps_and_windows() -> None:
 
 @torch.no_grad()
 def test_bits_do_differ_without_it() -> None:
-    """Else the tests above would prove nothing."""
+    """Else the tests above would prove nothing. Which rows differ depends on the processor: on one only those of three
+    tokens, on another only longer ones."""
     rng = np.random.default_rng(3)
     short = [rng.integers(1, 97, 3).tolist() for _ in range(8)]
-    assert differing(replayable(pair(qwen3)[0]), short, 3) > 0
+    assert differing(replayable(pair(qwen3)[0]), short + rows_of(rng), 5) > 0
     assert differing(replayable(pair(qwen3)[0]), trees_of(rng), 5, options=SHARE) > 0
 
 
