@@ -2,7 +2,8 @@
 
     rows          p p r r r | p r | p p p r r        p prompt, r response tokens: input_ids [1, T]
     position_ids  0 1 2 3 4 | 0 1 | 0 1 2 3 4        start at 0 in every row
-    cu_seqlens    0          5     7           12    the bounds of the rows, for varlen attention
+    cu_seqlens    0          5     7           12    the bounds of the rows, for varlen attention; of the documents
+                                                     of a row, if it holds several (`documents`)
     predict         ^ ^ ^     ^         ^ ^          positions whose outputs score the next token, a response token
 
 Response tokens may be anywhere in a row but at its first place, as those of a loss mask.
@@ -46,6 +47,7 @@ from maskpack.ops import pack_torch as plain
 from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
+from maskpack.replay.documents import BOUNDS, LENGTHS, documents_of, row_of_document
 from maskpack.replay.media import Media
 from maskpack.replay.options import DEFAULT, NoPrompt, ReplayOptions, need_options
 from maskpack.replay.routes import RoutedExperts
@@ -62,8 +64,8 @@ class PackedInputs:
     Attributes:
         input_ids: int64 [1, T].
         position_ids: int64 [1, T]; [n, 1, T] for M-RoPE.
-        cu_seqlens: int32 [rows + 1]. Rows without tokens are left out; a tail counts as a row. With a tree, the rows
-            are its nodes.
+        cu_seqlens: int32 [rows + 1]. Rows without tokens are left out; a tail counts as a row, and so does each
+            document of a row that holds several. With a tree, the rows are its nodes.
         max_seqlen: the number of tokens of the longest of these rows.
         predict: int64 [N], the positions in T whose outputs score the N scored response tokens.
         targets: int64 [N], the ids of these tokens.
@@ -112,15 +114,17 @@ class PackedInputs:
         Args:
             batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
                 the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
-                Without `position_ids`, positions count the valid tokens of each row. Images and videos are in
+                Without `position_ids`, positions count the valid tokens of each row. Where they go back to 0 inside a
+                row, where the numbers of an integer mask change, or at the `cu_seqlens` or `seq_lens` of a batch of one
+                row, another document begins, which is kept apart as a row is. Images and videos are in
                 `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
                 `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` and `image_sizes`.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
             options: all but `chunk` and `keep`.
 
         Raises:
-            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, or experts
-                that are not different.
+            ReplayError: no token ids, a field of another shape or dtype, audio, a response without a prompt, experts
+                that are not different, or positions of a row that neither count on nor begin anew.
             LayoutError: a batch without a sequence and a response axis.
         """
         call = "PackedInputs.of"
@@ -136,8 +140,8 @@ class PackedInputs:
             predict, scores, copies = _scored_once(
                 tree.of_row_token[predict], tree.of_row_token[scores], tree.num_tokens
             )
-        sequence, tokens, multiple = rows.sequence, rows.ids.shape[0], options.multiple_of
-        bounds = np.unique(sequence.row_offsets) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)
+        tokens, multiple = rows.ids.shape[0], options.multiple_of
+        bounds = np.unique(rows.documents) if tree is None else np.append(tree.nodes.starts, tree.num_tokens)
         ids, positions = (_sent(x, where).long() for x in (rows.ids, rows.positions))
         routes = None if rows.routes is None else rows.routes.to(where)
         total = tokens + (-tokens % multiple or (0 if tokens else multiple))
@@ -238,11 +242,21 @@ def prefix_tree(batch: TensorDictBase | PackedBatch, *, options: ReplayOptions =
         options: those of the replay that follows; its `share_prefixes` does not matter here.
 
     Raises:
-        ReplayError: as `PackedInputs.of`.
+        ReplayError: as `PackedInputs.of`, or a row holds several documents.
     """
     need_options(options, "prefix_tree")
     rows = _Rows.of(batch, options, _CPU, "prefix_tree", on_host=True)
+    _need_one_document(rows.documents, rows.sequence, "the tree of a plan has one path for each row", "prefix_tree")
     return rows.tree(options.min_shared)
+
+
+def _need_one_document(documents: IntArray, sequence: RowLayout, why: str, call: str) -> None:
+    row = row_of_document(documents, sequence)
+    if row is not None:
+        raise ReplayError(
+            f"{call}: row {row} holds several documents; expected one in each row, because {why}. Give each document "
+            "a row."
+        )
 
 
 def _with_tail(
@@ -268,7 +282,8 @@ class _Rows:
     Attributes:
         ids: integers [T].
         positions: integers [T] or [T, n].
-        counted: whether positions are the places in the rows, because the batch has none.
+        documents: where documents begin among the tokens, and T: the row offsets, if each row is one.
+        counted: whether positions are the places in the documents, because the batch has none.
         routes: the experts of the tokens, if they were asked for.
         device: where the ids were found.
         tokens: int64 [response tokens]: their indices in T.
@@ -278,6 +293,7 @@ class _Rows:
 
     ids: Tensor
     positions: Tensor
+    documents: IntArray
     counted: bool
     routes: RoutedExperts | None
     device: torch.device
@@ -314,17 +330,23 @@ class _Rows:
         for field, x in ((name, ids), ("position_ids", positions)):
             if x is not None and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
                 raise ReplayError(f'{call}: field "{field}" is {x.dtype}; expected integers. Fix the producer.')
+        numbers = [_on(fields[path], sequence) for path in _masks(options, call) if path in fields]
+        given = {name: fields[name].value for name in (*BOUNDS, *LENGTHS) if name in fields}
+        numbers = [line for line in numbers if line is not None and line.dim() == 1 and line.dtype != torch.bool]
+        documents = documents_of(sequence, positions, numbers, given, call)
         counted, where = positions is None, ids.device
         if positions is None:
-            starts = np.repeat(sequence.row_offsets[:-1], sequence.lengths)
+            starts = np.repeat(documents[:-1], np.diff(documents))
             positions = torch.from_numpy(np.arange(sequence.num_tokens) - starts)
         if on_host:
             ids, positions, experts = ids.cpu(), positions.cpu(), None if experts is None else experts.cpu()
-        routes = None if experts is None else RoutedExperts.of(experts, np.unique(sequence.row_offsets)[1:], call)
+        routes = None if experts is None else RoutedExperts.of(experts, np.unique(documents)[1:], call)
         media = Media.of(batch, sequence.lengths, call, compare=on_host)
+        if media is not None:
+            _need_one_document(documents, sequence, "images and videos belong to rows", call)
         tokens = axis.tokens(call)
         picked = _picked(fields, options, axis, tokens, call)
-        return cls(ids, positions, counted, routes, where, sequence, axis, tokens, picked, media)
+        return cls(ids, positions, documents, counted, routes, where, sequence, axis, tokens, picked, media)
 
     def once(self, min_shared: int, call: str) -> tuple[_Rows, PrefixTree | None]:
         """Each token of the tree once, and the tree. The same rows and None if they share nothing."""
@@ -352,7 +374,7 @@ class _Rows:
         if self.media is not None:
             beside.append(np.repeat(self.media.of_row, self.sequence.lengths)[:, None])
         positions = np.concatenate(beside, 1) if beside else None
-        return PrefixTree.from_ids(self.ids.numpy(), self.sequence.row_offsets, positions, min_shared=min_shared)
+        return PrefixTree.from_ids(self.ids.numpy(), self.documents, positions, min_shared=min_shared)
 
 
 def _scored_once(predict: IntArray, scores: IntArray, tokens: int) -> tuple[IntArray, IntArray, IntArray]:
@@ -381,7 +403,8 @@ def _fields(
     places: dict[Key, Path] = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
     if options.routed_experts:
         places["routed_experts"] = ("routed_experts",)
-    places |= {path: path for path in map(path_of, options.scored)}
+    places |= {path: path for path in (*map(path_of, options.scored), *_masks(options, call))}
+    places |= {name: (name,) for name in (*BOUNDS, *LENGTHS)}
     if not isinstance(batch, PackedBatch):
         need_batch(batch, call)
         entries = {name: entry_at(batch, path) for name, path in places.items()}
@@ -389,6 +412,12 @@ def _fields(
     else:
         fields = _decoded(batch, places, device)
     return fields, axis_of(batch, options, call)
+
+
+def _masks(options: ReplayOptions, call: str) -> list[Path]:
+    """The masks that the registry names for the sequence axis."""
+    ways = registry_of(options.registry, call).axes.get(SEQUENCE, ())
+    return [path_of(way.source) for way in ways if way.form == "mask"]
 
 
 def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: str) -> ResponseAxis:
@@ -498,8 +527,16 @@ def _sent(x: Tensor, device: torch.device) -> Tensor:
 
 def _predict(rows: _Rows, no_prompt: NoPrompt, call: str) -> tuple[IntArray, IntArray | None]:
     """The positions whose outputs score response tokens; and the indices of the scored tokens, or None for all."""
-    first = rows.axis.first_tokens(rows.tokens) & rows.picked
+    begins = np.zeros(rows.sequence.num_tokens + 1, np.bool_)
+    begins[rows.documents] = True
+    first = begins[rows.tokens] & rows.picked
     if first.any() and no_prompt == "error":
+        if rows.documents is not rows.sequence.row_offsets:
+            raise ReplayError(
+                f"{call}: documents in rows {np.unique(rows.axis.row_of_token[first])[:8].tolist()} begin with a "
+                "response token, which no output scores; expected a prompt token first. Pass a mask that is 0 there, "
+                'ReplayOptions(scored=("loss_mask",)), or ReplayOptions(no_prompt="skip").'
+            )
         raise ReplayError(
             f"{call}: rows {rows.axis.row_of_token[first][:8].tolist()} have a response but no prompt token; expected "
             "at least one, whose output scores the first response token. Drop these rows, or pass "

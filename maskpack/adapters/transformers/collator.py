@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -34,9 +35,10 @@ _CHANGES = (
     *("pixel_values", "pixel_values_videos", "input_features", "image_grid_thw", "video_grid_thw", "images"),
 )
 """Fields that cannot be left out, because a model would compute other values without them."""
+_BOUNDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 _GIVEN = (
-    *("input_ids", "labels", "position_ids", "attention_mask", "seq_idx", "seq_lengths", *_MASKS),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("input_ids", "labels", "position_ids", "attention_mask", "seq_lengths", *_MASKS),
+    *(*_BOUNDS, "max_length_q", "max_length_k"),
 )
 
 
@@ -62,10 +64,10 @@ class PackedCollator:
     or with the flash attention of transformers.
 
     A sample is a mapping with `input_ids` [n], and optionally `labels` [n], the masks `completion_mask` and
-    `assistant_masks` [n], and `seq_lengths`, the lengths of several rows that the dataset joined. All samples must have
-    the same fields of this list. Without labels, the ids are the labels. A token gets the label -100 if its label is
-    -100, if a mask is 0, or if it is the first of a row. Other fields are left out, except those that change what a
-    model computes, which raise.
+    `assistant_masks` [n], and `seq_lengths`, the lengths of several rows that the dataset joined; the numbers of an
+    `attention_mask` [n] without zeros tell rows apart, too. All samples must have the same fields of this list. Without
+    labels, the ids are the labels. A token gets the label -100 if its label is -100, if a mask is 0, or if it is the
+    first of a row. Other fields are left out, except those that change what a model computes, which raise.
 
     Attributes:
         multiple_of: T is rounded up to a multiple by a tail. Samples without tokens become a tail alone.
@@ -163,6 +165,12 @@ class PackedCollator:
                     f'{_CALL}: sample {number} has a field "{odd[0]}"; expected text only. Drop the field if the '
                     "model does not need it, or name it in extras if it has one number for each token."
                 )
+            odd = [name for name in _BOUNDS if name in sample]
+            if odd:
+                raise LayoutError(
+                    f'{_CALL}: sample {number} has a field "{odd[0]}", which tells rows apart; expected their lengths. '
+                    'Give "seq_lengths" in its place, or drop the field if the sample is one row.'
+                )
             own = [name for name in known if name in sample]
             first = own if first is None else first
             missing = [name for name in ("input_ids", *self.extras) if name not in sample]
@@ -190,19 +198,27 @@ class PackedCollator:
     def _sample(self, number: int, sample: Mapping[str, Any]) -> _Sample:
         ids = _line(number, sample, "input_ids", None, True)
         tokens = ids.numel()
-        if "attention_mask" in sample and not bool((_line(number, sample, "attention_mask", tokens) != 0).all()):
+        mask = torch.ones(tokens, device="cpu")
+        if "attention_mask" in sample:
+            mask = _line(number, sample, "attention_mask", tokens)
+        if not bool((mask != 0).all()):
             raise LayoutError(
                 f"{_CALL}: sample {number} has zeros in its attention_mask; expected valid tokens only. Tokenize "
                 "without padding."
             )
-        lengths = (tokens,)
+        lengths = tuple(cast("list[int]", mask.unique_consecutive(return_counts=True)[1].tolist()))
         if "seq_lengths" in sample:
-            joined = _line(number, sample, "seq_lengths", None, True)
+            documents, joined = lengths, _line(number, sample, "seq_lengths", None, True)
             lengths = tuple(cast("list[int]", joined.tolist()))
             if sum(lengths) != tokens or min(lengths, default=0) < 0:
                 raise LayoutError(
                     f"{_CALL}: sample {number} has seq_lengths {list(lengths)} and {tokens} tokens; expected lengths "
                     "that add up to its tokens. Fix the dataset."
+                )
+            if not {*accumulate(documents)} <= {*accumulate(lengths)}:
+                raise LayoutError(
+                    f"{_CALL}: sample {number} has seq_lengths {list(lengths)}, and the numbers of its attention_mask "
+                    f"change after {list(documents)} tokens; expected rows that end there, too. Fix the dataset."
                 )
         labels = (_line(number, sample, "labels", tokens, True) if "labels" in sample else ids).clone()
         for name in _MASKS:

@@ -1,0 +1,142 @@
+"""Rows that hold several documents: where in a row another one begins.
+
+    position_ids     0 1 2 0 1     a position that goes back, or 0 after 0, begins a document
+    attention_mask   1 1 1 2 2     so does another number of the mask
+    cu_seqlens       0     3   5   so do the bounds of a batch of one row; seq_lens gives the lengths, 3 and 2
+    documents        a a a b b
+
+Documents are kept apart as rows are: no token attends to another document, and no output scores the first token of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from maskpack.core.index import IntArray, cumulated
+from maskpack.errors import ReplayError
+from maskpack.layout.row_layout import RowLayout, host_spans
+
+BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens")
+LENGTHS = ("seq_lens", "seq_lengths")
+"""Fields of a batch of one row that say where its documents are."""
+
+
+def documents_of(
+    sequence: RowLayout,
+    positions: Tensor | None,
+    numbers: Sequence[Tensor],
+    given: Mapping[str, Tensor],
+    call: str,
+) -> IntArray:
+    """int64 [documents + 1]: where documents begin among the packed tokens, and T. If each row is one document, these
+    are the row offsets.
+
+    Args:
+        positions: integers [T], or [T, n] for M-RoPE; None if the batch has none.
+        numbers: packed masks [T].
+        given: fields of BOUNDS and LENGTHS.
+
+    One synchronisation if positions or masks are on CUDA.
+
+    Raises:
+        ReplayError: positions of a row neither count on nor begin anew, or bounds that are not those of its tokens.
+    """
+    starts = [sequence.row_offsets]
+    if sequence.num_rows == 1:
+        starts += [_joined(sequence, name, field, call) for name, field in given.items()]
+    begins, odd = _looked_at(positions, numbers)
+    if begins is not None and odd is not None:
+        inner = np.unique(sequence.row_offsets)[1:-1] - 1
+        at = torch.from_numpy(inner).to(begins.device, non_blocking=True)
+        begins[at] = odd[at] = False
+        some, strange = cast("list[bool]", torch.stack([begins.any(), odd.any()]).tolist())
+        if some:
+            starts.append(begins.nonzero().squeeze(1).cpu().numpy() + 1)
+        if strange:
+            assert positions is not None
+            _need_steps(sequence, positions, (odd & ~begins).nonzero().squeeze(1).cpu().numpy(), starts, call)
+    if len(starts) == 1:
+        return sequence.row_offsets
+    return np.unique(np.concatenate(starts))
+
+
+def row_of_document(documents: IntArray, sequence: RowLayout) -> int | None:
+    """The first row that holds several documents; None if there is none."""
+    if documents is sequence.row_offsets:
+        return None
+    inside = np.setdiff1d(documents, sequence.row_offsets)
+    return int(np.searchsorted(sequence.row_offsets, inside[0], side="right") - 1) if inside.size else None
+
+
+def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask,
+    and whether its position does not follow the one before. None without positions and masks."""
+    begins = odd = None
+    if positions is not None and positions.shape[0]:
+        wide = positions.long()
+        step = wide[1:] - wide[:-1]
+        if wide.dim() == 1:
+            begins = (step < 0) | ((wide[1:] == 0) & (step == 0))
+            odd = (step != 1) & ~begins
+        else:  # sections of images stay, go back and jump; the first one does not go back
+            begins = (step[:, 0] < 0) | ((wide[1:] == 0) & (step == 0)).all(1)
+    for number in numbers:
+        changes = number[1:] != number[:-1]
+        begins = changes if begins is None else begins | changes.to(begins.device)
+    if begins is not None and odd is None:
+        odd = torch.zeros_like(begins)
+    return begins, odd
+
+
+def _need_steps(sequence: RowLayout, positions: Tensor, odd: IntArray, starts: Sequence[IntArray], call: str) -> None:
+    """Raises ReplayError unless positions step over masked columns, or where a document begins, at these places."""
+    odd = odd[~np.isin(odd + 1, np.concatenate(starts))]
+    spans = host_spans(sequence)
+    before = np.cumsum(spans.counts) - spans.counts
+    one, other = (_columns(spans.starts, before, odd + place) for place in (0, 1))
+    low, high = (positions.cpu().numpy()[odd + place].astype(np.int64) for place in (0, 1))
+    wrong = np.flatnonzero(high - low != other - one)
+    if wrong.size:
+        at = int(wrong[0])
+        row = int(np.searchsorted(sequence.row_offsets, odd[at], side="right") - 1)
+        raise ReplayError(
+            f'{call}: field "position_ids" goes from {low[at]} to {high[at]} in row {row}, from column {one[at]} to '
+            f"{other[at]}; expected steps of 1, over masked columns too, or 0 where another document begins. Let each "
+            "document count from 0, or drop the field: positions then count the valid tokens of each row."
+        )
+
+
+def _columns(starts: IntArray, before: IntArray, tokens: IntArray) -> IntArray:
+    """The columns of packed tokens, by the spans: where they start, and how many tokens are before them."""
+    span = np.searchsorted(before, tokens, side="right") - 1
+    return starts[span] + tokens - before[span]
+
+
+def _joined(sequence: RowLayout, name: str, field: Tensor, call: str) -> IntArray:
+    """Where the documents of a batch of one row begin among its packed tokens, by one of its fields: counted over its
+    tokens, or over its columns."""
+    line = field.reshape(-1)
+    whole = not (line.is_floating_point() or line.is_complex() or line.dtype == torch.bool)
+    numbers = line.cpu().numpy().astype(np.int64) if whole else np.empty(0, np.int64)
+    bounds = cumulated(numbers) if name in LENGTHS and whole else numbers
+    total = int(bounds[-1]) if bounds.size else -1
+    wrong = not bounds.size or bool(bounds[0]) or bool((np.diff(bounds) < 0).any())
+    if wrong or total not in (sequence.num_tokens, sequence.width):
+        kind = "lengths" if name in LENGTHS else "bounds"
+        raise ReplayError(
+            f'{call}: field "{name}" is {line.tolist()[:8]}; expected the {kind} of the documents of the row, which '
+            f"has {sequence.num_tokens} valid tokens and {sequence.width} columns. Fix the producer, or drop the field "
+            "if the row is one document."
+        )
+    if total == sequence.num_tokens:
+        return bounds
+    valid = np.zeros(sequence.width, np.bool_)
+    spans = host_spans(sequence)
+    for start, count in zip(spans.starts.tolist(), spans.counts.tolist(), strict=True):
+        valid[start : start + count] = True
+    return np.append(0, np.cumsum(valid))[bounds]
