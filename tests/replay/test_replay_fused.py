@@ -168,7 +168,10 @@ def test_parts_that_compute_something_else_stay_as_they_are(counted: Counter[str
         trials = Counter(counted)
         again = response_log_probs(replayable(second), batch_of())
     assert torch.equal(seen.values(), again.values())
-    assert trials == {"normalize": 4, "gate": 4, "rotate": 1}  # for each variant; of gates small and large numbers
+    layers = 2
+    norms = 2 * layers + 1
+    # for each variant; of gates small and large numbers
+    assert trials == {"normalize": norms * 4, "gate": layers * 4, "rotate": layers}
 
 
 class _Gated(nn.Module):
@@ -184,6 +187,61 @@ class _Gated(nn.Module):
         gate = gate.clamp(max=self.limit) if self.limit else gate
         hidden = nn.functional.silu(gate) * up
         return self.down_proj(nn.functional.dropout(hidden, self.dropout_rate, self.training))
+
+
+class _Own(nn.Module):
+    """An MLP whose activation, or what it is times, is no module and no number."""
+
+    def __init__(self, act: Any, held: Any = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.act, self.held = act, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = self.held["times"] if self.held else 1.0
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x)) * times
+
+
+class _Act(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return getattr(nn.functional, self.kind)(x)
+
+
+class _Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+class OwnMLP(_Own):
+    """By its name one of those that have a kernel."""
+
+
+@on_the_host
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [OwnMLP(nn.functional.silu), OwnMLP(nn.functional.relu)],
+        lambda: [OwnMLP(_Act("silu")), OwnMLP(_Act("relu"))],
+        lambda: [OwnMLP(nn.functional.silu, {"times": 1.0}), OwnMLP(nn.functional.silu, {"times": 2.0})],
+        lambda: [OwnMLP(nn.GELU("tanh")), OwnMLP(nn.GELU())],
+    ],
+    ids=["functions", "attributes of a module", "dicts", "modes of a module"],
+)
+@torch.no_grad()
+def test_layers_of_one_class_have_a_trial_each(layers: Any, counted: Counter[str]) -> None:
+    model = _Model(*layers())
+    x = 3 * torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    wanted = [layer(x) for layer in model.layers]
+    parts = fused.FusedParts(model, model)
+    assert len(parts._forwards) == 2
+    for (layer, forward), want in zip(parts._forwards, wanted, strict=True):
+        torch.testing.assert_close(forward._run(layer, x), want, rtol=1e-5, atol=1e-5)
+    assert counted["gate"]
 
 
 class _ShiftedNorm(nn.Module):

@@ -306,6 +306,25 @@ def test_rotary_positions_that_depend_on_the_longest_row_raise(
             response_log_probs(ready, short, options=ReplayOptions(multiple_of=64))
 
 
+@pytest.mark.parametrize("packing", ["0", "1"])
+@pytest.mark.parametrize("make", [phi3_long, llama_dynamic])
+def test_rotary_positions_do_not_remember_a_longer_pass(
+    make: Any, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest row has exactly the limit, at which transformers keeps the frequencies of an evaluation before."""
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+    torch.manual_seed(0)
+    model = make().eval()
+    for rows in (((1, 1), (2, 3), (4, 4)), ((4, 4), (2, 3))):
+        batch, fresh = batch_of(rows), copy.deepcopy(model)
+        truth = torch.cat([truth_of(copy.deepcopy(fresh), batch[b : b + 1])[0] for b in range(len(rows))])
+        longer = copy.deepcopy(model)
+        longer(input_ids=torch.randint(3, VOCABULARY, (1, 20)))
+        for self_check in (False, True):
+            seen = response_log_probs(replayable(longer), batch, self_check=self_check)
+            assert off(seen, truth) <= LIMIT
+
+
 def test_a_model_without_weights_is_named() -> None:
     with torch.device("meta"):
         model = llama()

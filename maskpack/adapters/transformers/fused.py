@@ -39,20 +39,15 @@ class FusedParts(Parts):
         super().__init__(model, base, "fused")
 
     def _find(self, model: nn.Module, base: Any) -> None:
-        shared: dict[Any, FusedForward] = {}
         for _, part, end in parts_of(model, base):
             make = _KINDS.get(end)
-            if make is None or "forward" in vars(part) or part._compiled_call_impl is not None:
-                continue
-            layers: list[Any] = list(part.children()) if end else []  # such as the activation
-            key: Any = type(part), *map(type, layers)
-            if key not in shared:
-                shared[key] = make(type(part).forward)
-            self._forwards.append((part, shared[key]))
+            if make is not None and "forward" not in vars(part) and part._compiled_call_impl is None:
+                # each part has a trial of its own: what it computes may depend on functions and dicts that it holds
+                self._forwards.append((part, make(type(part).forward)))
 
 
 class FusedForward(PartForward):
-    """For all parts of one kind. Remembers which variants of the kernel are the forward of the class."""
+    """For one part. Remembers which variant of the kernel is the forward of its class."""
 
     def __init__(self, own: Any) -> None:
         self._own, self._replaying = own, self._run
@@ -62,12 +57,14 @@ class FusedForward(PartForward):
         raise NotImplementedError
 
     def _variant(self, part: Any, like: Tensor, key: Any, trial: Callable[[], Trial]) -> Any:
-        """The first variant with which the kernel gives what the forward of the class gives, or None. Parts with other
-        numbers among their attributes, such as a limit or the mode, are other functions. A trial sees dropout even if
-        it drops nothing, because it scales what it leaves."""
+        """The first variant with which the kernel gives what the forward of the class gives, or None. With another
+        number among its attributes, such as a limit or the mode, or another object, a part is another function. A trial
+        sees dropout even if it drops nothing, because it scales what it leaves."""
         held = {} if part is None else cast("dict[str, Any]", vars(part))
-        numbers = (item for item in held.items() if item[0] != "layer_idx" and isinstance(item[1], int | float | str))
-        key = like.device, like.dtype, key, tuple(numbers)
+        given = tuple(
+            x if isinstance(x, int | float | str) else id(x) for name, x in held.items() if name != "forward"
+        )
+        key = like.device, like.dtype, key, given
         if key not in self._variants:
             own, kernel, variants = trial()
             # a trial draws nothing that the model would have drawn

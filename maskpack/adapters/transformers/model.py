@@ -713,6 +713,20 @@ def _check_rows(model: Any, config: Any, positions: Tensor, longest: int) -> Non
         longest = max(longest, int(positions.max()) + 1 if positions.numel() else 0)  # positions may begin above 0
         if longest > limit:
             raise Refusal.ROPE(model=type(model).__name__, kind=kind, limit=limit, longest=longest)
+        if longest == limit:
+            _forget_longer_rows(model, positions, limit)
+
+
+def _forget_longer_rows(model: nn.Module, positions: Tensor, limit: int) -> None:
+    """Lets rotary embeddings take back the frequencies of an earlier, longer row. They do it themselves for rows below
+    their limit, and keep them at the limit."""
+    ending = "max_seq_len_cached"
+    for part in model.modules():
+        held = {name: value for name, value in vars(part).items() if name.endswith(ending)}
+        for name in [name for name, value in held.items() if value > limit]:
+            kind = name.removesuffix(ending).removesuffix("_")  # of the layers, if a model has several
+            first = torch.zeros_like(positions[..., :1])
+            part(torch.zeros(1, device=positions.device), first, *([kind] if kind else []))
 
 
 def check_dropout(model: Any, base: Any, config: Any) -> None:
