@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ from kernels import DEVICE, IS_GPU, kernel_marks
 from needs import needs
 from torch import Tensor, nn
 
-from maskpack.errors import ReplayError
+from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.replay import response_log_probs
 
 tf = needs("transformers")
@@ -238,10 +239,32 @@ def test_layers_of_one_class_have_a_trial_each(layers: Any, counted: Counter[str
     x = 3 * torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     wanted = [layer(x) for layer in model.layers]
     parts = fused.FusedParts(model, model)
-    assert len(parts._forwards) == 2
+    assert parts.ways() == {"layers.0": "not run yet", "layers.1": "not run yet"}
     for (layer, forward), want in zip(parts._forwards, wanted, strict=True):
         torch.testing.assert_close(forward._run(layer, x), want, rtol=1e-5, atol=1e-5)
     assert counted["gate"]
+    assert parts.ways() == {"layers.0": "kernel", "layers.1": "own forward"}
+
+
+@on_the_host
+def test_which_parts_run_by_kernels_is_told(counted: Counter[str]) -> None:
+    ready = replayable(pair(llama)[0], fused=True)
+    assert set(ready.fused_parts.values()) == {"not run yet"}
+    response_log_probs(ready, batch_of())
+    assert set(ready.fused_parts.values()) == {"kernel"}
+    assert {"layers.0.mlp", "layers.1.self_attn", "norm"} <= ready.fused_parts.keys()
+    assert replayable(pair(llama)[0]).fused_parts == {}
+
+
+@on_the_host
+def test_a_model_of_which_nothing_is_fused_is_told_once(counted: Counter[str]) -> None:
+    ready = replayable(pair(llama, torch.float64)[0], fused=True)
+    with pytest.warns(MaskpackWarning, match=r"no part of LlamaForCausalLM runs by a kernel.*leave fused out"):
+        response_log_probs(ready, batch_of())
+    assert set(ready.fused_parts.values()) == {"own forward"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        response_log_probs(ready, batch_of())
 
 
 class _ShiftedNorm(nn.Module):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from maskpack.adapters.transformers.compiled import ROTARY, PartForward, Parts, parts_of, rotating
 from maskpack.adapters.transformers.refusals import may_refuse
 from maskpack.core.backends import interpreted, uses_triton
+from maskpack.errors import MaskpackWarning
 
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative differences of one rounding, or of a sum in another order. Other dtypes have no kernel."""
@@ -36,18 +38,41 @@ class FusedParts(Parts):
     """Parts by own kernels. Raises ReplayError if the model has no such part."""
 
     def __init__(self, model: nn.Module, base: Any) -> None:
+        self._named: dict[str, FusedForward] = {}
+        self._told = False
         super().__init__(model, base, "fused")
 
     def _find(self, model: nn.Module, base: Any) -> None:
-        for _, part, end in parts_of(model, base):
+        for name, part, end in parts_of(model, base):
             make = _KINDS.get(end)
             if make is not None and "forward" not in vars(part) and part._compiled_call_impl is None:
                 # each part has a trial of its own: what it computes may depend on functions and dicts that it holds
-                self._forwards.append((part, make(type(part).forward)))
+                self._named[name] = make(type(part).forward)
+                self._forwards.append((part, self._named[name]))
+
+    def ways(self) -> dict[str, str]:
+        """How each part ran, by its name: "kernel", "own forward", or "not run yet"."""
+        ways = {None: "not run yet", True: "kernel", False: "own forward"}
+        return {name: ways[forward.fused] for name, forward in self._named.items()}
+
+    def check_run(self, who: str, device: torch.device) -> None:
+        """Warns once if no part ran by a kernel where there are kernels."""
+        if not self._told and (uses_triton(device) or interpreted()):
+            self._told = True
+            if not any(forward.fused for forward in self._named.values()):
+                warnings.warn(
+                    f"replayable(fused=True): no part of {who} runs by a kernel: none computes what the kernels do, in "
+                    "float32, bfloat16 or float16. replay.fused_parts names them; leave fused out.",
+                    MaskpackWarning,
+                    stacklevel=2,
+                )
 
 
 class FusedForward(PartForward):
     """For one part. Remembers which variant of the kernel is the forward of its class."""
+
+    fused: bool | None = None
+    """Whether the last call used the kernel."""
 
     def __init__(self, own: Any) -> None:
         self._own, self._replaying = own, self._run
@@ -61,9 +86,7 @@ class FusedForward(PartForward):
         number among its attributes, such as a limit or the mode, or another object, a part is another function. A trial
         sees dropout even if it drops nothing, because it scales what it leaves."""
         held = {} if part is None else cast("dict[str, Any]", vars(part))
-        given = tuple(
-            x if isinstance(x, int | float | str) else id(x) for name, x in held.items() if name != "forward"
-        )
+        given = tuple(x if isinstance(x, int | float | str) else id(x) for name, x in held.items() if name != "forward")
         key = like.device, like.dtype, key, given
         if key not in self._variants:
             own, kernel, variants = trial()
@@ -97,7 +120,9 @@ class _Norm(FusedForward):
             if weight.shape == (width,) and width <= kernels.WIDEST:
                 how = self._variant(part, x, width, trial)
                 if how is not None:
+                    self.fused = True
                     return kernels.normalize(x, weight, eps, *how)
+        self.fused = False
         return self._own(part, *args, **kwargs)
 
 
@@ -122,10 +147,13 @@ class _Mlp(FusedForward):
 
             gelu = self._variant(part, x, None, trial)
             if gelu is not None:
+                self.fused = True
                 gate, up = part.gate_proj(x), part.up_proj(x)
                 if _fit(gate, up) and gate.shape == up.shape:
                     return part.down_proj(kernels.gate(gate, up, gelu))
+                self.fused = False
                 return part.down_proj((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up)
+        self.fused = False
         return self._own(part, *args, **kwargs)
 
 
@@ -149,7 +177,9 @@ class _Attention(FusedForward):
             heads = q.dim() == k.dim() == 4 and q.shape[0] == k.shape[0] == 1 and q.shape[2:] == k.shape[2:]
             tables = cos.shape == sin.shape == table and not (cos.requires_grad or sin.requires_grad)
             if heads and tables and width % 2 == 0 and self._variant(None, q, width, trial):
+                self.fused = True
                 return kernels.rotate(q, k, cos, sin)
+        self.fused = False
         return self._rotate(*args, **kwargs)
 
 

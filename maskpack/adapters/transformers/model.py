@@ -197,7 +197,8 @@ def replayable(
             self-check compares them with the model as it is.
         fused: whether RMS norms, gated MLPs and the rotation of queries and keys run by kernels of maskpack instead,
             which nothing compiles for a model. Not with `compile`. They are float32, bfloat16 or float16 on a GPU;
-            parts that the kernels do not compute as their classes do stay as they are.
+            parts that the kernels do not compute as their classes do stay as they are: `fused_parts` tells which, and
+            a warning if none is left.
         invariant: whether the log-probs of a row have the same bits in every packing: alone, in any micro-batch, with
             `share_prefixes` and without, with gradients and without; and gradients of packed attention the same bits in
             every run. Passes are padded to some thousand tokens on a GPU. The first call of each path runs rows of
@@ -294,6 +295,14 @@ class Replayable:
         yet"."""
         return self._mixers.ways()
 
+    @property
+    def fused_parts(self) -> dict[str, str]:
+        """How each part that may run by a kernel of `fused=True` ran last, by its name. Empty without that option.
+
+        The values are "kernel", "own forward" (the part computes something else, or its dtype or device has no kernel),
+        or "not run yet"."""
+        return self._parts.ways() if isinstance(self._parts, FusedParts) else {}
+
     # ---------------------------------------------------------------- ReplayModel
 
     @property
@@ -373,6 +382,8 @@ class Replayable:
             )
         self._attention_cap = packed.softcap
         self._mixers.check_run(packed)
+        if isinstance(self._parts, FusedParts):
+            self._parts.check_run(type(self.model).__name__, inputs.input_ids.device)
         self._check_routed(packed, inputs.routed_experts)
         return states.squeeze(0)
 
