@@ -75,3 +75,6 @@ API i64 maskpack_size(i64 number) {
     static const i64 sizes[] = {STRUCT_SIZES};
     return sizes[number];
 }
+
+/* Whether the decode kernel reads an encoding from one place (stage.c). */
+API i64 maskpack_is_staged(i64 kind) { return ENCODINGS[kind]->stage != NULL; }

@@ -381,6 +381,10 @@ def place(
     return Placed(spots, entries[: int(ends[0])], parts, nbytes)
 
 
+STAGED = frozenset(kind for kind in range(len(abi.KINDS)) if _core.maskpack_is_staged(kind))
+"""The encodings that `stage` takes; the decode kernel does not read fields with others in them, but for columns."""
+
+
 def stage(
     table: tuple[Structs, Words, int, int],
     layouts: IntArray,

@@ -53,9 +53,10 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
     i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
-    u8 *signs = (field->mode & ~TRUSTED) == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL;
+    i64 by = field->mode & ~TRUSTED;
+    u8 *signs = by == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL; /* of no width, too */
     if (signs) memset(signs, 0, (size_t)row_pad_size(field, layout));
-    else if ((field->mode & ~TRUSTED) >= BY_ROW) pad = pad_of_row(field, layout, row);
+    else if (by >= BY_ROW && by != BY_SIGNS) pad = pad_of_row(field, layout, row);
     if (!element) return 1; /* there may be no memory to point to */
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;

@@ -61,7 +61,7 @@ def to_padded(values: Tensor, form: FieldForm, layout: RowLayout, row_pads: RowP
         return pack_torch.unpack(values, layout, cast_pad(form, values.dtype), form.ragged_dim)
     out = pack_torch.unpack(values, layout, row_pads.pads.to(values), form.ragged_dim)
     if row_pads.signs is not None:
-        out = with_signs(out, row_pads.signs)
+        out = with_signs(out, row_pads.signs, layout)
     if row_pads.edge is None:
         return out
     edges = pack_torch.unpack(values, layout, EDGE, form.ragged_dim)

@@ -29,13 +29,15 @@ def signs_of_rows(pads: Tensor, layout: RowLayout) -> Tensor | None:
     return signs_of(pads[:, None].expand(layout.num_rows, layout.width), layout.to("cpu"))
 
 
-def with_signs(x: Tensor, signs: Tensor) -> Tensor:
-    """A padded field [B, width] with -0.0 where a bit is set, in any dtype that it was cast to."""
+def with_signs(x: Tensor, signs: Tensor, layout: RowLayout) -> Tensor:
+    """A padded field [B, width] with -0.0 where a bit is set and the layout has no token, in any dtype that it was cast
+    to. What the bits of tokens are depends on who wrote them."""
     minus = pad_tensor(-0.0, x.dtype)
     assert minus is not None
     lanes = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
     bits = (signs.to(x.device, non_blocking=True)[:, :, None] >> lanes) & 1
-    return torch.where(bits.flatten(1)[:, : x.shape[1]].bool(), minus.to(x.device, non_blocking=True), x)
+    masked = bits.flatten(1)[:, : x.shape[1]].bool() & ~layout.to(x.device).to_mask(torch.bool)
+    return torch.where(masked, minus.to(x.device, non_blocking=True), x)
 
 
 def moved_signs(signs: Words, width: int, left: int, to_width: int) -> Words:

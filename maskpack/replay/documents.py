@@ -1,6 +1,6 @@
 """Rows that hold several documents: where in a row another one begins.
 
-    position_ids     0 1 2 0 1     a position that goes back, or 0 after 0, begins a document
+    position_ids     0 1 2 0 1     a position that goes back, or 0 after 0, begins a document; of M-RoPE, zeros alone
     attention_mask   1 1 1 2 2     so does another number of the mask
     cu_seqlens       0     3   5   so do the bounds of a batch of one row; seq_lens gives the lengths, 3 and 2
     documents        a a a b b
@@ -77,15 +77,17 @@ def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Ten
     """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask,
     and whether its position does not follow the one before. None without positions and masks."""
     begins = odd = None
-    if positions is not None and positions.shape[0]:
+    if positions is not None and not positions.is_meta:  # which tells nothing
         wide = positions.long()
-        step = wide[1:] - wide[:-1]
         if wide.dim() == 1:
+            step = wide[1:] - wide[:-1]
             begins = (step < 0) | ((wide[1:] == 0) & (step == 0))
             odd = (step != 1) & ~begins
-        else:  # sections of images stay, go back and jump; the first one does not go back
-            begins = (step[:, 0] < 0) | ((wide[1:] == 0) & (step == 0)).all(1)
+        else:  # sections of images and videos stay, go back and jump, but they begin with zeros
+            begins = (wide[1:] == 0).all(1)
     for number in numbers:
+        if number.is_meta:
+            continue
         changes = number[1:] != number[:-1]
         begins = changes if begins is None else begins | changes.to(begins.device)
     if begins is not None and odd is None:
@@ -107,7 +109,8 @@ def _need_steps(sequence: RowLayout, positions: Tensor, odd: IntArray, starts: S
         raise ReplayError(
             f'{call}: field "position_ids" goes from {low[at]} to {high[at]} in row {row}, from column {one[at]} to '
             f"{other[at]}; expected steps of 1, over masked columns too, or 0 where another document begins. Let each "
-            "document count from 0, or drop the field: positions then count the valid tokens of each row."
+            "document count from 0 (of M-RoPE, give all sections), or drop the field: positions then count the valid "
+            "tokens of each row."
         )
 
 

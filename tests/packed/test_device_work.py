@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
-from maskpack.core import abi
+from maskpack.core import abi, native
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.errors import LayoutError, WireFormatError
@@ -155,6 +155,29 @@ def test_pieces_and_what_refers_to_them_take_the_hosts_way() -> None:
             assert "pieces" not in " ".join(samples.kinds_of(there).values())
             assert here.encoded[-1] is None or here.names(there) == {*fields}
             oracle.assert_same_batch(decompress(there, device=DEVICE).to("cpu"), want)
+
+
+@pytest.mark.parametrize("outer", ["", "dictionary", "columns"])
+def test_an_encoding_that_kernels_do_not_read_takes_the_hosts_way_wherever_it_is(
+    outer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an encoding that was added without `stage`: alone, as rows of a dictionary, and as a column."""
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 40_000, (6, 300), generator=rng)
+    if outer == "dictionary":
+        x = x[:2].repeat(3, 1)
+    elif outer == "columns":
+        x = torch.stack([x, 7 * x.flip(0) + 1], 2)
+    batch = TensorDict({"mask": torch.ones(6, 300), "x": x}, [6])
+    packed = compress(
+        batch, registry={"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", hints=("blocks",))}
+    )
+    number = packed.numbers["x",]
+    *others, inner = packed.table.kind(number).split()
+    assert others == outer.split()
+    assert jobs.parts_of(packed, packed.table, packed.tensors[number], number, True)
+    monkeypatch.setattr(native, "STAGED", native.STAGED - {abi.KINDS.index(inner)})
+    assert not jobs.parts_of(packed, packed.table, packed.tensors[number], number, True)
 
 
 @pytest.fixture

@@ -120,8 +120,8 @@ def test_positions_over_masked_columns() -> None:
 
 
 def test_sections_of_images_are_no_documents() -> None:
-    """Of M-RoPE, the first section stays and jumps, the others go back, too."""
-    sections = [[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
+    """Of M-RoPE, they stay, jump and go back; after the frames of a video the first one does, too."""
+    sections = [[0, 1, 1, 5, 5, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
     batch = batch_of(attention_mask=[[1] * 6, [1] * 6], position_ids=[sections, sections])
     assert PackedInputs.of(batch, options=SCORED).bounds.tolist() == [0, 6, 12]
 

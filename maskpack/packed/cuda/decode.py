@@ -100,7 +100,8 @@ def _decode(
     for form in recipe.forms:
         if form.pads == (ANY_ZERO,) and not nested:
             signs = torch.from_numpy(row_pad_words(packed, form))
-            values[form.path] = with_signs(values[form.path], signs)
+            assert form.layout is not None
+            values[form.path] = with_signs(values[form.path], signs, packed.layouts[form.layout])
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
     out.pads = kept.pads(sent) if out.pads is None else out.pads

@@ -56,7 +56,7 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
     inner = _words_behind(form, items) if padded and items else items
     for one, _ in found:
         own = entries[one]
-        if _needs_host(entries, one) or own["kind"] == abi.CONCAT or own["items"] != items:
+        if _needs_host(entries, one) or own["items"] != items:
             return []
         group = _words_of_column(own)
         if own["kind"] == abi.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
@@ -68,12 +68,22 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
 
 
 def _needs_host(entries: Any, at: int) -> bool:
-    """Whether an entry is pieces, or a chain of near fields leads to some, or to columns, which have a job each."""
-    while abi.REFERENCES[entries[at]["kind"]][1] == abi.OF_NEAR and entries[at]["second"] >= 0:
-        at = entries[at]["second"]
-        if entries[at]["kind"] in (abi.COLUMNS, abi.CONCAT):
+    """Whether an entry, or one that it leads to, is of a kind that cannot be staged. Its columns have a job each."""
+    top, left, seen = at, [at], set[int]()
+    while left:
+        at = left.pop()
+        kind, first, second = (int(entries[at][name]) for name in ("kind", "first", "second"))
+        if at in seen:
+            continue
+        seen.add(at)
+        rows, near = abi.REFERENCES[kind]
+        if rows == abi.OF_COLUMNS and at == top:
+            left += range(first, first + int(entries[at]["number"]))
+        elif kind not in native.STAGED:
             return True
-    return entries[at]["kind"] == abi.PIECES
+        left += [first] * (rows == abi.OF_ROWS)
+        left += [second] * (near == abi.OF_NEAR and second >= 0)
+    return False
 
 
 def _words_of_column(entry: Any) -> int:

@@ -1,0 +1,68 @@
+"""The signs of zeros under a mask: fields of no width, and bits of other writers at tokens, which mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_same_batch
+from tensordict import TensorDict
+
+import maskpack as mp
+
+ZEROS = {"m": ("m", 0), "x": ("m", [0, mp.ANY_ZERO])}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("pads", [mp.ANY_ZERO, [mp.ANY_ZERO, 1], [0, mp.ANY_ZERO], mp.PER_ROW, mp.SIGNED_ZERO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_field_of_no_width(rows: int, pads: Any, dtype: torch.dtype) -> None:
+    batch = TensorDict({"m": torch.zeros(rows, 0).long(), "x": torch.zeros(rows, 0, dtype=dtype)}, [rows])
+    registry = {"m": ("m", 0), "x": ("m", pads)}
+    assert_same_batch(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, registry=registry)), batch)
+    packed = mp.compress(batch, registry=registry)
+    for one in (packed, mp.PackedBatch.cat([packed, packed])[:rows], mp.PackedBatch.from_bytes(packed.to_bytes())):
+        assert_same_batch(mp.decompress(one), batch)
+        assert_same_batch(mp.unnest_batch_by_mask(mp.decompress(one, format="nested")), batch)
+
+
+def by_another_writer() -> tuple[mp.PackedBatch, TensorDict]:
+    """A message in which the bits of tokens are set, too."""
+    mask = torch.zeros(2, 8).long()
+    mask[0, :3], mask[1, :4] = 1, 1
+    minus = torch.tensor([[0, 0, 0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 1, 0, 1, 1]]).bool()
+    x = torch.where(mask.bool(), torch.arange(16.0).reshape(2, 8) + 1, torch.where(minus, -0.0, 0.0))
+    batch = TensorDict({"m": mask, "x": x}, [2])
+    packed = mp.compress(batch, registry=ZEROS)
+    own = np.packbits(minus.numpy(), axis=1).tobytes()
+    theirs = np.packbits((minus | mask.bool()).numpy(), axis=1).tobytes()
+    data = packed.to_bytes()
+    assert data.count(own) == 1
+    return mp.PackedBatch.from_bytes(data.replace(own, theirs)), batch
+
+
+def test_bits_at_tokens_mean_nothing() -> None:
+    packed, batch = by_another_writer()
+    nested = mp.decompress(packed, format="nested")
+    ways = {
+        "padded": mp.decompress(packed),
+        "nested": mp.unnest_batch_by_mask(nested),
+        "nested, packed again": mp.decompress(mp.compress(nested)),
+        "nested, by another registry": mp.decompress(mp.compress(nested, registry={"m": ("m", 0), "x": ("m", 0)})),
+        "joined": mp.decompress(mp.PackedBatch.cat([packed, packed]))[2:],
+        "joined nested": mp.unnest_batch_by_mask(mp.nesting.cat([nested, nested]))[:2],
+        "taken": mp.decompress(packed[[1, 0]])[[1, 0]],
+        "taken nested": mp.unnest_batch_by_mask(mp.nesting.take(nested, [1, 0]))[[1, 0]],
+        "bytes": mp.decompress(mp.PackedBatch.from_bytes(packed.to_bytes())),
+    }
+    for way, seen in ways.items():
+        assert_same_batch(seen, batch, way)
+
+
+def test_bits_at_tokens_mean_nothing_in_another_dtype() -> None:
+    packed, batch = by_another_writer()
+    nested = mp.decompress(packed, format="nested")
+    nested["x"] = nested["x"].double()
+    assert_same_batch(mp.unnest_batch_by_mask(nested), batch.clone().set("x", batch["x"].double()))
