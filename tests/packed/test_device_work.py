@@ -167,11 +167,10 @@ def test_an_encoding_that_kernels_do_not_read_takes_the_hosts_way_wherever_it_is
     if outer == "dictionary":
         x = x[:2].repeat(3, 1)
     elif outer == "columns":
-        x = (x[..., None] % 100 + 1000 * torch.arange(40)).to(torch.int16)
+        x = (torch.randint(0, 100, (6, 300, 40), generator=rng) + 60 * torch.arange(40)).to(torch.int16)
     batch = TensorDict({"mask": torch.ones(6, 300), "x": x}, [6])
-    packed = compress(
-        batch, registry={"mask": MaskNestingSpec("mask"), "x": MaskNestingSpec("mask", hints=("blocks",))}
-    )
+    spec = MaskNestingSpec("mask", hints=(outer or "blocks",))
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": spec})
     number = packed.numbers["x",]
     *others, inner = packed.table.kind(number).split()
     assert others == outer.split()
