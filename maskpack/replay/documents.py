@@ -69,8 +69,8 @@ def row_of_document(documents: IntArray, sequence: RowLayout) -> int | None:
     """The first row that holds several documents; None if there is none."""
     if documents is sequence.row_offsets:
         return None
-    inside = np.setdiff1d(documents, sequence.row_offsets)
-    return int(np.searchsorted(sequence.row_offsets, inside[0], side="right") - 1) if inside.size else None
+    inside: IntArray = np.setdiff1d(documents, sequence.row_offsets)
+    return int(np.searchsorted(sequence.row_offsets, int(inside[0]), side="right") - 1) if inside.size else None
 
 
 def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -102,10 +102,10 @@ def _need_steps(sequence: RowLayout, positions: Tensor, odd: IntArray, starts: S
     before = np.cumsum(spans.counts) - spans.counts
     one, other = (_columns(spans.starts, before, odd + place) for place in (0, 1))
     low, high = (positions.cpu().numpy()[odd + place].astype(np.int64) for place in (0, 1))
-    wrong = np.flatnonzero(high - low != other - one)
+    wrong: IntArray = np.flatnonzero(high - low != other - one)
     if wrong.size:
         at = int(wrong[0])
-        row = int(np.searchsorted(sequence.row_offsets, odd[at], side="right") - 1)
+        row = int(np.searchsorted(sequence.row_offsets, int(odd[at]), side="right") - 1)
         raise ReplayError(
             f'{call}: field "position_ids" goes from {low[at]} to {high[at]} in row {row}, from column {one[at]} to '
             f"{other[at]}; expected steps of 1, over masked columns too, or 0 where another document begins. Let each "
