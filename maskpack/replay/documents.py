@@ -70,7 +70,11 @@ def row_of_document(documents: IntArray, sequence: RowLayout) -> int | None:
     if documents is sequence.row_offsets:
         return None
     inside: IntArray = np.setdiff1d(documents, sequence.row_offsets)
-    return int(np.searchsorted(sequence.row_offsets, int(inside[0]), side="right") - 1) if inside.size else None
+    return _row_of(int(inside[0]), sequence) if inside.size else None
+
+
+def _row_of(token: int, sequence: RowLayout) -> int:
+    return int((sequence.row_offsets <= token).sum()) - 1
 
 
 def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
@@ -105,7 +109,7 @@ def _need_steps(sequence: RowLayout, positions: Tensor, odd: IntArray, starts: S
     wrong: IntArray = np.flatnonzero(high - low != other - one)
     if wrong.size:
         at = int(wrong[0])
-        row = int(np.searchsorted(sequence.row_offsets, int(odd[at]), side="right") - 1)
+        row = _row_of(int(odd[at]), sequence)
         raise ReplayError(
             f'{call}: field "position_ids" goes from {low[at]} to {high[at]} in row {row}, from column {one[at]} to '
             f"{other[at]}; expected steps of 1, over masked columns too, or 0 where another document begins. Let each "
