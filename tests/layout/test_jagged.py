@@ -231,3 +231,10 @@ def test_a_ragged_dim_that_was_set_by_hand_is_seen() -> None:
     assert not jagged.is_regular(field)
     del field._ragged_idx
     assert jagged.is_regular(field)  # a torch without this name
+
+
+def test_jagged_tensors_know_their_shortest_and_their_longest_row() -> None:
+    for lengths in ([2, 4, 3], [0, 4], [3]):
+        layout = mp.RowLayout.from_lengths(lengths)
+        x = jagged.jagged(torch.arange(float(sum(lengths))), layout)
+        assert (x._get_min_seqlen(), x._get_max_seqlen()) == (min(lengths), max(lengths))

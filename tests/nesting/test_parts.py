@@ -10,7 +10,7 @@ from oracle import assert_same_batch
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
-from maskpack import PER_ROW, MaskNestingSpec, compress, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack import PER_ROW, MaskNestingSpec, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.errors import LayoutError
 from maskpack.nesting.schema import LAYOUTS
 
@@ -79,3 +79,25 @@ def test_rows_of_other_lengths_in_a_field_of_several_pads_are_refused(call: Any)
 def test_of_two_zeros_the_one_under_the_mask_is_the_pad(pads: list[float], pad: float) -> None:
     batch = TensorDict({"x": padded(pad, pad), "m": M}, [2])
     assert_same_batch(unnest_batch_by_mask(nest_batch_by_mask(batch, spec(pads))), batch)
+
+
+def test_an_update_with_a_field_of_another_dtype_is_refused() -> None:
+    """Its pads are the same bits: zeros."""
+    parts = [
+        nest_batch_by_mask(TensorDict({"x": (M * 3).to(dtype), "m": M, f"y{n}": torch.ones(2)}, [2]), spec(0) | more)
+        for n, dtype in enumerate((torch.float32, torch.float64))
+        for more in [{f"y{n}": MaskNestingSpec(None)}]
+    ]
+    with pytest.raises(LayoutError, match=r'"x" was nested twice, as torch.float32 with .* and as torch.float64 with'):
+        unnest_batch_by_mask(parts[0].update(parts[1]))
+
+
+def test_a_field_that_was_cast_has_its_pad_in_the_new_dtype() -> None:
+    """300 is 44 in eight bits, as for a padded tensor that is cast."""
+    batch = TensorDict({"x": torch.where(M.bool(), M * 7, 300), "m": M}, [2])
+    nested = nest_batch_by_mask(batch, spec(300))
+    nested["x"] = nested["x"].to(torch.int8)
+    batch["x"] = batch["x"].to(torch.int8)
+    assert_same_batch(unnest_batch_by_mask(nested), batch)
+    assert_same_batch(unnest_batch_by_mask(nest_batch_by_mask(nested, spec(300))), batch)
+    assert_same_batch(decompress(compress(nested, registry=spec(300))), batch)

@@ -22,7 +22,7 @@ from strategies import Case, batches, patterns
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import EDGE, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import abi
 from maskpack.fields.registry import HINTS
@@ -257,6 +257,17 @@ def test_fields_leave_and_come_together(kind: str, data: st.DataObject) -> None:
         assert_rows(part, batch.select(*names))
     order = data.draw(st.permutations([(name,) for name in homes]))
     assert_rows(merged(split, order), TensorDict({path[0]: batch[path[0]] for path in order}, batch.batch_size))
+
+
+def test_a_layout_that_is_columns_of_another_finds_it_among_those_of_other_tables() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    fields = {"attention_mask": mask, "responses": mask[:, 2:] * 5, "input_ids": mask * 7}
+    batch = TensorDict({"m": mask.flip(1), "x": mask.flip(1) * 3, **fields}, [2])
+    packed = compress(batch, registry=RL_FIELDS | {name: MaskNestingSpec("m") for name in "mx"}, pad_token_id=0)
+    parts = [packed.select("m", "x"), packed.select(*fields)]
+    assert abi.AS_PART in parts[1].table.stored["kind"]
+    order = [(name,) for name in ("m", "x", *fields)]
+    assert_rows(merged(parts, order), batch.select(*(path[0] for path in order)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

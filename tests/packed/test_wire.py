@@ -591,7 +591,18 @@ def test_zstd_frames_that_are_none() -> None:
     good = pieces("zstd").array(number)[2]
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
     streamed = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(800))
-    for frame in (b"\0", good[:-1], good[:9], good + good, good + b"\0", skippable + good, streamed, bytes(99)):
+    others = [zstandard.compress(bytes(size)) for size in (0, 8, 1 << 20)]
+    for frame in (
+        b"\0",
+        good[:-1],
+        good[:9],
+        good + good,
+        good + b"\0",
+        skippable + good,
+        streamed,
+        bytes(99),
+        *others,
+    ):
         parts = pieces("zstd")
         parts.array(number)[1:] = ["U8", frame]
         refused(parts.joined(), "zstd frame")

@@ -149,8 +149,6 @@ def _expanded(array: Words, record: Any, call: str) -> Words:
         )
     except zstandard.ZstdError as error:
         fail(call, f"a zstd frame that is damaged ({error})", "a whole one")
-    if len(line) != nbytes:
-        fail(call, f"a zstd frame of {len(line)} bytes", f"{nbytes}")
     return _unshuffled(np.frombuffer(line, np.uint8), np.dtype(name))
 
 
