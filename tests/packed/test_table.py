@@ -263,8 +263,8 @@ def test_a_layout_that_is_columns_of_another_finds_it_among_those_of_other_table
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     fields = {"attention_mask": mask, "responses": mask[:, 2:] * 5, "input_ids": mask * 7}
     batch = TensorDict({"m": mask.flip(1), "x": mask.flip(1) * 3, **fields}, [2])
-    packed = compress(batch, registry=RL_FIELDS | {name: MaskNestingSpec("m") for name in "mx"}, pad_token_id=0)
-    parts = [packed.select("m", "x"), packed.select(*fields)]
+    registry = RL_FIELDS | {name: MaskNestingSpec("m") for name in "mx"}
+    parts = [compress(batch.select(*names), registry=registry, pad_token_id=0) for names in (("m", "x"), fields)]
     assert abi.AS_PART in parts[1].table.stored["kind"]
     order = [(name,) for name in ("m", "x", *fields)]
     whole = PackedBatch.from_bytes(merged(parts, order).to_bytes())
