@@ -62,3 +62,19 @@ def test_batch_dims_behind_the_rows_are_refused():
         with pytest.raises(mp.errors.LayoutError, match=re.escape(f'widths="trim" in {where}')):
             mp.decompress(packed, widths="trim")
     assert mp.decompress(packed, "m", widths="trim")["m"].tolist() == [[1, 1], [1, 0]]
+
+
+def test_signs_of_zeros_move_with_their_columns():
+    """Columns 2 to 9 of 12 are real in some row."""
+    mask = torch.zeros(2, 12, dtype=torch.int64)
+    mask[0, 2:6], mask[1, 5:10] = 1, 1
+    minus = torch.tensor([[1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
+    x = torch.where(mask.bool(), torch.arange(24.0).reshape(2, 12) + 1, torch.where(minus, -0.0, 0.0))
+    packed = mp.compress(TensorDict({"m": mask, "x": x}, [2]), registry={"m": ("m", 0), "x": ("m", [0, mp.ANY_ZERO])})
+    assert packed.forms["x",].pads == (mp.ANY_ZERO,)
+    for seen in (
+        mp.decompress(packed, widths="trim"),
+        unnest(mp.decompress(packed, format="nested", widths="trim")),
+        mp.decompress(packed[:], widths="trim"),
+    ):
+        assert_same(seen["x"], x[:, 2:10].contiguous())
