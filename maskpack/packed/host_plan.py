@@ -388,14 +388,10 @@ def with_pads(
             forms[place] = _kept(form, schema, DIFFERENT_PADS if form.path in restored else LOSSY)
             continue
         pad = form.pads[pads[number]]
-        if isinstance(pad, Pad) and pad is not EDGE:
-            pad = (
-                PER_ROW
-                if pad is not ANY_ZERO and (by_row[number] or pad is PER_ROW)
-                else ANY_ZERO
-                if by_row[number]
-                else 0
-            )
+        if pad is ANY_ZERO:
+            pad = ANY_ZERO if by_row[number] else 0
+        elif isinstance(pad, Pad) and pad is not EDGE:
+            pad = PER_ROW
         forms[place] = replace(form, pads=(pad,))
     return replace(schema, forms=tuple(forms))
 

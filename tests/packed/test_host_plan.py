@@ -7,7 +7,7 @@ import torch
 from oracle import assert_same_batch
 from tensordict import TensorDict
 
-from maskpack import SIGNED_ZERO, MaskNestingSpec, VerifyFirst, compress, decompress, nest_batch_by_mask
+from maskpack import ANY_ZERO, SIGNED_ZERO, MaskNestingSpec, VerifyFirst, compress, decompress, nest_batch_by_mask
 from maskpack.errors import MaskpackError
 
 M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -47,3 +47,14 @@ def test_a_lossy_field_whose_width_is_not_its_first_dim(contiguous: bool) -> Non
         own = own if contiguous else own.movedim(2, 1).contiguous().movedim(1, 2)
         batch = TensorDict({"m": M, "x": own}, [2])
         assert_same_batch(decompress(compress(batch, registry=registry)), batch)
+
+
+def test_zeros_are_the_constant_unless_one_has_a_sign() -> None:
+    """In batches of one kind, one after the other."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", ANY_ZERO)}
+    for zero in (0.0, -0.0, 0.0):
+        batch = TensorDict({"m": mask, "x": torch.where(mask.bool(), 3.0, zero)}, [2])
+        packed = compress(batch, registry=registry)
+        assert packed.forms["x",].pads == ((ANY_ZERO,) if str(zero) == "-0.0" else (0,))
+        assert_same_batch(decompress(packed), batch)

@@ -109,3 +109,10 @@ def test_pads_of_joined_rows_beside_other_fields() -> None:
     both = merged([joined("x"), joined("y").select("y")], [("m",), ("x",), ("y",)])
     want = torch.cat([constant(1), constant(2)])
     assert_same_batch(decompress(both), want.set("y", want["x"]))
+
+
+def test_rows_without_padding_take_the_pad_of_the_others() -> None:
+    full = torch.ones_like(M)
+    for pad in (5, PER_ROW):
+        joined = assert_joins([constant(5, full), constant(7)], [pad, 7])
+        assert joined.forms["x",].pads == (7,)
