@@ -10,6 +10,7 @@ import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import samples
@@ -375,3 +376,34 @@ def test_fields_nested_with_different_pads_are_looked_at_whatever_verify_says(ve
     again = nest_batch_by_mask(nested, registry, verify=verify)
     for got in (decompress(packed), unnest_batch_by_mask(again)):
         oracle.assert_same_batch(got, torch.cat([edges, zeros]))
+
+
+def in_memory(x: Tensor, way: int, rng: np.random.Generator) -> Tensor:
+    """The same numbers in another place: together, with permuted dims, or with gaps between words, rows or tokens."""
+    if way == 0:
+        return x.clone()
+    if way == 1:
+        order = rng.permutation(x.dim()).tolist()
+        return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+    steps = [2 if dim == {2: x.dim() - 1, 3: 0}.get(way) else 1 for dim in range(x.dim())]
+    more = [3 * (way == 4 and dim == 1) for dim in range(x.dim())]
+    room = torch.zeros([size * step + gap for size, step, gap in zip(x.shape, steps, more, strict=True)], dtype=x.dtype)
+    there = room[tuple(slice(0, size * step, step) for size, step in zip(x.shape, steps, strict=True))]
+    return there.copy_(x)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((4, 5), 1), ((4, 5, 3), 1), ((4, 2, 5), 2), ((4, 3, 5, 2), 2)], ids=str)
+def test_batches_that_lie_in_memory_in_any_way(shape: tuple[int, ...], dim: int) -> None:
+    """One after the other, as plans are remembered."""
+    rng = np.random.default_rng(0)
+    mask = torch.ones(4, 5, dtype=torch.int64)
+    mask[1:, 3:] = 0
+    under = mask.reshape(4, *[1] * (dim - 1), 5, *[1] * (len(shape) - dim - 1))
+    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", 0, dim)}
+    for dtype in (torch.float32, torch.float64, torch.bool):
+        for _ in range(40):
+            x = (torch.from_numpy(rng.integers(0, 9, shape)) * under).to(dtype)
+            batch = TensorDict({"m": mask, "x": in_memory(x, int(rng.integers(5)), rng)}, [4])
+            oracle.assert_same_batch(
+                decompress(compress(batch, registry=registry)), TensorDict({"m": mask, "x": x}, [4])
+            )
