@@ -94,7 +94,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
         for module in (decode, device_read):
             patch.setattr(module, "_new", guarded.empty)
         if not IS_GPU:
-            for module in (decode, encode, device_read):
+            for module in (batch, decode, encode, device_read):
                 patch.setattr(module, "uses_triton", lambda device, call: True)
             patch.setattr(checks, "uses_triton", lambda device: True)
             patch.setattr(gather, "is_away", lambda x: True)

@@ -25,6 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
+from maskpack.core.backends import uses_triton
 from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of, plain
@@ -618,7 +619,8 @@ def _by_plan(
     """The table and the schema of a batch that is encoded as its plan says; None if it has none, or does not fit it."""
     plan = None if seen.signature is None else plans.get(seen.signature)
     if isinstance(plan, DevicePlan):
-        return plan.encoded(seen, batch.batch_size[0])
+        runs = uses_triton(plan.device, call="compress")  # MASKPACK_TRITON may have changed since
+        return plan.encoded(seen, batch.batch_size[0]) if runs else None
     given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
     line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
     for uniform in (True, False):

@@ -21,11 +21,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
-from maskpack.core import abi, native
+from maskpack.core import abi, backends, native
 from maskpack.core.bits import root_of
 from maskpack.core.latest import Latest
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout.jagged import jagged_all
+from maskpack.nesting import device_read
+from maskpack.packed import batch as batch_module
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import decode, device_plan, encode, job_table, jobs
 from maskpack.packed.join import table_of_rows
@@ -623,6 +625,23 @@ def test_a_batch_that_does_not_fit_its_plan(by_kernels: Place, change: Any, veri
         packed = compress(batch.to(DEVICE), pad_token_id=PAD, verify=verify)
         assert_rows(packed, batch)
     assert by_kernels.plans == [True, False]
+
+
+@kernel_test
+def test_a_plan_of_kernels_does_not_run_where_they_were_switched_off_since(
+    by_kernels: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By MASKPACK_TRITON=0, after the first batches."""
+    for seed in range(3):
+        compress(workload(seed).to(DEVICE), pad_token_id=PAD)
+    assert by_kernels.plans == [True]
+    monkeypatch.setenv("MASKPACK_TRITON", "0")
+    for module in () if IS_GPU else (batch_module, encode, device_read):
+        monkeypatch.setattr(module, "uses_triton", backends.uses_triton)
+    batch = workload(3)
+    assert_rows(compress(batch.to(DEVICE), pad_token_id=PAD), batch)
+    assert by_kernels.plans == [True]
+    assert by_kernels.encoded[-1] is None
 
 
 @kernel_test

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from maskpack.core import abi
@@ -55,6 +56,7 @@ class DevicePlan:
         mask_of: int64 [n], the mask of each unit, -1 for none.
         cuts: the name of each layout, its mask, and its first column, or WHOLE, and width.
         inputs: the number of the entry of each tensor of the recipe.
+        device: where all of them lie.
     """
 
     schema: Schema
@@ -65,6 +67,7 @@ class DevicePlan:
     mask_of: IntArray
     cuts: Sequence[tuple[str, int, int, int]]
     inputs: Sequence[int]
+    device: torch.device
 
     @classmethod
     def of(cls, found: Gathered, schema: Schema, trusted: bool, given: Mapping[str, RowLayout]) -> DevicePlan | None:
@@ -106,6 +109,7 @@ class DevicePlan:
             mask_of,
             [(name, *cut) for name, cut in zip(wholes_first(found.layouts), cuts, strict=True)],
             [numbers[tensors[number].path] for number in recipe.tensors],
+            devices.pop(),
         )
 
     def encoded(self, seen: Seen, rows: int) -> tuple[Table, Schema] | None:
