@@ -390,8 +390,8 @@ def with_pads(
         pad = form.pads[pads[number]]
         if pad is ANY_ZERO:
             pad = ANY_ZERO if by_row[number] else 0
-        elif isinstance(pad, Pad) and pad is not EDGE:
-            pad = PER_ROW
+        elif isinstance(pad, Pad) and pad not in (EDGE, PER_ROW):
+            pad = PER_ROW if by_row[number] else 0  # without rows
         forms[place] = replace(form, pads=(pad,))
     return replace(schema, forms=tuple(forms))
 
