@@ -41,7 +41,7 @@ def documents_of(
         numbers: packed masks [T].
         given: fields of BOUNDS and LENGTHS.
 
-    One synchronisation if positions or masks are on CUDA.
+    One synchronisation if positions or masks are on CUDA, and more if a row holds several documents.
 
     Raises:
         ReplayError: positions of a row neither count on nor begin anew, or bounds that are not those of its tokens.
@@ -53,7 +53,8 @@ def documents_of(
     if begins is not None and odd is not None:
         inner = np.unique(sequence.row_offsets)[1:-1] - 1
         at = torch.from_numpy(inner).to(begins.device, non_blocking=True)
-        begins[at] = odd[at] = False
+        begins.index_fill_(0, at, False)
+        odd.index_fill_(0, at, False)
         some, strange = cast("list[bool]", torch.stack([begins.any(), odd.any()]).tolist())
         if some:
             starts.append(begins.nonzero().squeeze(1).cpu().numpy() + 1)
@@ -81,7 +82,7 @@ def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Ten
     """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask,
     and whether its position does not follow the one before. None without positions and masks."""
     begins = odd = None
-    if positions is not None and not positions.is_meta:  # which tells nothing
+    if positions is not None:
         wide = positions.long()
         if wide.dim() == 1:
             step = wide[1:] - wide[:-1]
@@ -90,8 +91,6 @@ def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Ten
         else:  # sections of images and videos stay, go back and jump, but they begin with zeros
             begins = (wide[1:] == 0).all(1)
     for number in numbers:
-        if number.is_meta:
-            continue
         changes = number[1:] != number[:-1]
         begins = changes if begins is None else begins | changes.to(begins.device)
     if begins is not None and odd is None:

@@ -114,10 +114,11 @@ class PackedInputs:
         Args:
             batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
                 the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
-                Without `position_ids`, positions count the valid tokens of each row. Where they go back to 0 inside a
-                row, where the numbers of an integer mask change, or at the `cu_seqlens` or `seq_lens` of a batch of one
-                row, another document begins, which is kept apart as a row is. Images and videos are in
-                `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
+                Without `position_ids`, positions count the valid tokens of each row. Where they go back inside a row
+                (of M-RoPE, to zeros), where the numbers of the mask change, or at the `cu_seqlens` or `seq_lens` of a
+                batch of one row, another document begins, which is kept apart as a row is. One synchronisation if
+                positions or the mask are on CUDA, and more if there are several documents in a row. Images and videos
+                are in `multi_modal_inputs`, a dict of tensors for each row, or in jagged fields `pixel_values`,
                 `image_grid_thw`, `pixel_values_videos`, `video_grid_thw` and `image_sizes`.
             device: the device of the inputs; by default that of the batch. The batch itself does not move.
             options: all but `chunk` and `keep`.
@@ -430,13 +431,17 @@ def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: s
 
 
 def _decoded(packed: PackedBatch, places: Mapping[Key, Path], device: torch.device | None) -> dict[Key, _Field]:
+    """Ids and experts on a device; what is looked at here on the host, unless `device` is None."""
     paths = {name: path for name, path in places.items() if path in packed.numbers}
-    nested = decompress(packed, *paths.values(), format="nested", device=device) if paths else TensorDict()
+    far = {name for name in paths if name in ("input_ids", "routed_experts") or device is None}
     fields: dict[Key, _Field] = {}
-    for name, path in paths.items():
-        layout = packed.forms[path].layout
-        offsets = None if layout is None else packed.layouts[layout].row_offsets
-        fields[name] = _Field(path, entry_at(nested, path), offsets)
+    for names, where in ((far, device), (paths.keys() - far, _CPU)):
+        own = [paths[name] for name in paths if name in names]
+        nested = decompress(packed, *own, format="nested", device=where) if own else TensorDict()
+        for name in names:
+            layout = packed.forms[paths[name]].layout
+            offsets = None if layout is None else packed.layouts[layout].row_offsets
+            fields[name] = _Field(paths[name], entry_at(nested, paths[name]), offsets)
     return fields
 
 

@@ -373,8 +373,9 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(
 
     def fetched_and_seen(references, timeout):
         """Returns when Ray has put its error for lost rows on this node, and names it as one that holds them."""
-        found = fetched(references, timeout)
+        found, until = fetched(references, timeout), time.monotonic() + 60
         while references == [call.parts[1].packed] and not placement.nodes_of(references[0]):
+            assert time.monotonic() < until, "Ray puts no error"
             time.sleep(0.01)
         return found
 

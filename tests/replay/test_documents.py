@@ -119,6 +119,12 @@ def test_positions_over_masked_columns() -> None:
         assert inputs.bounds.tolist() == bounds
 
 
+@pytest.mark.parametrize("row", [[0, 1, 2, 3, 1, 2], [0, 4, 5, 6, 0, 1], [0, 4, 5, 6, 2, 3]])
+def test_positions_that_go_back_begin_a_document_wherever_it_counts_from(row: list[int]) -> None:
+    batch = batch_of(position_ids=[[0, 1, 2, 3, 4, 0], row], loss_mask=[[0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1]])
+    assert PackedInputs.of(batch, options=SCORED).bounds.tolist() == [0, 5, 8, 10]
+
+
 def test_sections_of_images_are_no_documents() -> None:
     """Of M-RoPE, they stay, jump and go back; after the frames of a video the first one does, too."""
     sections = [[0, 1, 1, 5, 5, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]
@@ -151,7 +157,7 @@ def test_images_belong_to_rows() -> None:
 
 def test_the_self_check_compares_documents() -> None:
     replay = replayable(pair(qwen3)[0])
-    whole = response_log_probs(replay, batch_of(**NUMBERS), options=SCORED)
+    whole = response_log_probs(replay, batch_of(**NUMBERS), options=SCORED, self_check=True)
     apart = batch_of(
         input_ids=[[11, 12, 13, 0, 0, 0], [14, 15, 0, 0, 0, 0]],
         attention_mask=[[1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0]],

@@ -307,8 +307,8 @@ def test_rotary_positions_do_not_remember_a_longer_pass(
     torch.manual_seed(0)
     model = make().eval()
     for rows in (((1, 1), (2, 3), (4, 4)), ((4, 4), (2, 3))):
-        batch, fresh = batch_of(rows), copy.deepcopy(model)
-        truth = torch.cat([truth_of(copy.deepcopy(fresh), batch[b : b + 1])[0] for b in range(len(rows))])
+        batch = batch_of(rows)
+        truth = torch.cat([truth_of(copy.deepcopy(model), batch[b : b + 1])[0] for b in range(len(rows))])
         longer = copy.deepcopy(model)
         longer(input_ids=torch.randint(3, VOCABULARY, (1, 20)))
         for self_check in (False, True):
