@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from maskpack import PackedBatch, decompress
+from maskpack import PackedBatch, decompress, unnest_batch_by_mask
 from maskpack.errors import LayoutError, WireFormatError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -261,13 +261,27 @@ def mutate_body(pieces: Pieces, rng: random.Random) -> None:
     array[2] = bytes(raw)
 
 
+def mutate_signs(pieces: Pieces, rng: random.Random) -> None:
+    """Other sign bits of zeros, also where tokens are, as another writer may leave them; nothing else may change."""
+    layouts, entries, count, *numbers = pieces.table
+    forms = [form for form in pieces.manifest["fields"] if form["kind"] not in ("node", "object")]
+    signed = [number for number, form in enumerate(forms) if form.get("pad") == {"pad": "ANY_ZERO"}]
+    if signed:
+        at, size, rows = numbers[14 * layouts + 16 * entries + count + 3 * rng.choice(signed) :][:3]
+        body = bytearray(pieces.array(1)[2])
+        body[at : at + size * rows] = rng.randbytes(size * rows)
+        pieces.array(1)[2] = bytes(body)
+
+
 def mutant(sources: Sequence[bytes], seed: str) -> bytes:
     rng = random.Random(seed)
     source = rng.choice(sources)
     if rng.random() < 0.15:
         return byte_mutation(source, rng.choice(sources), rng)
     pieces = Pieces.of(source)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+    if rng.random() < 0.05:
+        mutate_signs(pieces, rng)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         way = rng.randrange(6)
         if way <= 1:
             mutate(pieces.manifest, rng)
@@ -453,7 +467,7 @@ def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT
         return "refused, closely"
     try:
         whole = decompress(packed, max_bytes=limit)
-        decompress(packed, format="nested", max_bytes=limit)
+        nested = decompress(packed, format="nested", max_bytes=limit)
     except LayoutError:  # a nested form that torch does not have, a limit
         return "accepted, not decoded"
     assert len(packed) == whole.batch_size[0] if whole.batch_size else True
@@ -466,6 +480,10 @@ def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT
     if packed.codec or not narrow or whole.bytes() > SMALL:
         return "accepted and decoded, closely"
     assert_as_the_norm_says(data, whole, norm)
+    back = unnest_batch_by_mask(nested)
+    for path in whole.keys(True, True):
+        if isinstance(x := whole.get(path), torch.Tensor) and not x.is_nested:
+            assert bytes_of(back.get(path)) == bytes_of(x), path
     return "accepted and decoded, as the norm says"
 
 
