@@ -32,6 +32,15 @@ class Slim:
     tokens: torch.Tensor
 
 
+class Slotted:
+    """Not a dataclass; `other` is not set."""
+
+    __slots__ = ("other", "tokens")
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+
 class Plain:
     label = "a class attribute"
 
@@ -63,6 +72,7 @@ HIDING = {
     "object array": (object_array("a", torch.ones(3)), ["[1]"]),
     "dataclass": (Record("a", torch.ones(3)), ["tokens"]),
     "dataclass with slots": (Slim(torch.ones(3)), ["tokens"]),
+    "slots": (Slotted(torch.ones(3)), ["tokens"]),
     "attribute": (Plain(a=1, tokens=torch.ones(3)), ["tokens"]),
     "sub-TensorDict": ({"td": TensorDict({"x": torch.ones(3)}, batch_size=[3])}, ["td", "x"]),
     "module": (torch.nn.Linear(3, 1, bias=False), ["_parameters", "weight"]),

@@ -320,6 +320,8 @@ def test_a_response_anywhere_in_its_row(kind, mask):
         out = mp.select_and_pad_to_response(form, "input_ids", "mask", registry=registry)
         assert out["input_ids"].tolist() == [list(range(19 - len(mask), 19))]
         assert out["mask"].tolist() == [mask]
+        wide = mp.select_and_pad_to_response(form, "input_ids", registry=registry, width=10)["input_ids"]
+        assert wide[0, len(mask) :].tolist() == [0 if mask[-1] else 18] * (10 - len(mask))
 
 
 @pytest.mark.parametrize("kind", ["jagged", "packed", "one row"])

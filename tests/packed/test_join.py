@@ -68,9 +68,10 @@ def test_an_edge_that_is_one_of_two_constants() -> None:
     assert joined.forms["x",].kind == "padded"
 
 
-def test_a_constant_that_is_one_of_two_edges() -> None:
+@pytest.mark.parametrize("edges", [[7, 7, 8, 8], [7, 7, 9, 9], [9, 9, 7, 7]])
+def test_a_constant_that_is_one_of_two_edges(edges: list[int]) -> None:
     mask = torch.tensor([[0, 1, 1, 0]])
-    assert_joins([padded(mask, [[9, 5, 9, 9]]), padded(mask, [[7, 7, 8, 8]])], [9, EDGE])
+    assert_joins([padded(mask, [[9, 5, 9, 9]]), padded(mask, [edges])], [9, EDGE])
 
 
 def test_no_padding_and_a_pad_that_is_no_zero_beside_zeros() -> None:

@@ -828,6 +828,17 @@ def test_layouts_take_as_many_bytes_as_their_message_and_a_little_more() -> None
     )
 
 
+def test_spans_of_a_row_have_a_gap() -> None:
+    for second in (1, 2, 3):
+        made = Made()
+        made.layout(5, 0, 0, 0, made.put([0, second]), made.put([2, 1]), made.put([2]))
+        made.manifest["axes"] = ["l0"]
+        if second > 2:
+            assert PackedBatch.from_bytes(made.joined()).layouts["l0"].to_mask().tolist() == [[1, 1, 0, 1, 0]]
+        else:
+            refused(made.joined(), "spans that rise within its width")
+
+
 # -------------------------------------------------------------------- tables that a reader must refuse
 
 
@@ -909,6 +920,43 @@ def test_copies_of_words_that_are_not_stored() -> None:
         copy = idle.put([0, 1, number, 0], 8)
         idle.field(idle.entry("pieces", idle.put([1]), idle.put([1]), copy, layout=0, first=zeros, number=number))
         refused(idle.joined(), CANNOT, max_bytes=1 << 20)
+
+
+def test_a_stored_row_that_nothing_uses_counts_in_its_bytes() -> None:
+    for elements, fits in ((1 << 14, True), (1 << 16, False)):
+        made = of_rows(1, 1)
+        stored = made.entry("rle", made.put([1]), NONE, made.put([0]), layout=0, size=8)
+        rows = made.put([1, 2]), made.put([elements, 1, 1], 4)
+        made.field(made.entry("dictionary", *rows, layout=0, size=8, first=stored), dtype="int64")
+        if fits:
+            assert decompress(PackedBatch.from_bytes(made.joined(), max_bytes=1 << 18))["f0"].values().tolist() == [0, 0]
+        else:
+            refused(made.joined(), CANNOT, max_bytes=1 << 18)
+
+
+@pytest.mark.parametrize("kind", ["rle", "delta"])
+def test_every_stretch_has_a_word(kind: str) -> None:
+    for lengths in ((3, 1), (4, 1), (1, 4), (0, 1), (2, 3)):
+        made = of_rows(4, 4)
+        made.field(made.entry(kind, made.put([2, 2]), made.put(lengths), made.put([5, 6, 7, 8]), layout=0))
+        if max(lengths) < 4 and min(lengths) > 0:
+            PackedBatch.from_bytes(made.joined())
+        else:
+            refused(made.joined(), CANNOT)
+
+
+@pytest.mark.parametrize(("head", "tail", "fits"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_both_parts_of_joined_bools_are_bools(head: int, tail: int, fits: bool) -> None:
+    made = of_rows(2)
+    made.layout(4, 0, 0, 0, made.put([0]), made.put([4]), made.put([1]))
+    parts = [made.entry("plain", made.put([0, word]), layout=0) for word in (head, tail)]
+    for part in parts:
+        made.field(part)
+    made.field(made.entry("concat", layout=1, first=parts[0], second=parts[1]), dtype="bool")
+    if fits:
+        PackedBatch.from_bytes(made.joined())
+    else:
+        refused(made.joined(), 'field "f2"')
 
 
 def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
