@@ -415,6 +415,8 @@ def test_like_gives_the_missing_masks() -> None:
         assert_same_tensor(decompress(compress(jagged, like=like))["values"], out["values"])
     with pytest.raises(CoverageError):
         compress(out, strict_mask_nesting=True)
+    masked = compress(batch.select("attention_mask"), like=packed)  # whose split no field of its own tells
+    assert masked.layouts["sequence"].anchor == packed.layouts["sequence"].anchor == 4
 
 
 # -------------------------------------------------------------------- the wire
