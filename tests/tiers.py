@@ -86,6 +86,8 @@ TESTS = {
     "replay/test_routed_experts.py::test_compiled_parts",
     "store/test_log_faults.py::test_a_fork_can_read_and_cannot_write",
     "store/test_log_faults.py::test_a_fork_does_not_keep_the_lock",
+    "store/test_log_faults.py::test_a_log_that_nobody_closes_is_synced",
+    "store/test_log_faults.py::test_files_that_cannot_be_opened_or_mapped",
     "store/test_log_faults.py::test_random_faults",
     "store/test_log_faults.py::test_readers_beside_a_writer_that_is_killed",
     "test_imports.py::test_a_heavy_import_would_be_seen",

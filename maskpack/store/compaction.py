@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from maskpack.core.index import IntArray
 from maskpack.errors import StorageError
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.file.container import read_message
 from maskpack.store.contents import Contents, NewRecord, deletion
 from maskpack.store.records import BLOB, DELETE, PICKED
 from maskpack.store.rows import deleted_rows, spans_of, tags_of
@@ -26,10 +27,12 @@ def compact(contents: Contents, writer: Writer, least: float, most: int | None) 
     the bytes that were freed."""
     writer.sync()  # rows go when what deletes them is on the disk, and arrays that others refer to
     freed = written = 0
+    users = _users(contents)
     for place, segment in enumerate(contents.segments[:-1]):
-        if segment.damages or _dead_bytes(contents, segment) < max(least * (segment.end - START), 1):
-            continue
+        again = segment.frame.key & 1  # its small chunks are joined
         try:
+            if segment.damages or _dead_bytes(contents, segment, users) < max(least * (segment.end - START), again):
+                continue
             for chunk in segment.chunks:
                 if not chunk.record.has_rows or contents.index.live(chunk.rows).any():
                     contents.verify(chunk)
@@ -38,9 +41,10 @@ def compact(contents: Contents, writer: Writer, least: float, most: int | None) 
             continue
         frame = replace(segment.frame, key=random_number() | 1)
         new = Segment(contents.folder, frame, frame.header())
-        writer.replace(segment, new, _records(contents, segment))
+        writer.replace(segment, new, _records(contents, segment, users))
         contents.segments[place] = new
         contents.reindex()
+        users = _users(contents)
         freed += segment.end - new.end
         written += 1
         if written == most:
@@ -48,23 +52,76 @@ def compact(contents: Contents, writer: Writer, least: float, most: int | None) 
     return freed
 
 
-def _dead_bytes(contents: Contents, segment: Segment) -> int:
-    """The bytes of deleted rows."""
-    dead = 0
+_Users = dict[str, set[Segment]]
+"""The segments with rows that refer to an array of Python objects, by its digest."""
+
+
+def _users(contents: Contents) -> _Users:
+    users: _Users = {}
+    for chunk in contents.index.chunks:
+        blobs: dict[str, str] = chunk.parsed.get("blobs", {})
+        if blobs and contents.index.live(chunk.rows).any():
+            for digest in blobs.values():
+                users.setdefault(digest, set()).add(chunk.segment)
+    return users
+
+
+def _needed(users: _Users, old: Segment) -> set[str]:
+    """The arrays that rows of other segments refer to."""
+    return {digest for digest, segments in users.items() if segments != {old}}
+
+
+def _is_whole(contents: Contents) -> bool:
+    return all(segment.is_whole for segment in contents.segments)
+
+
+def _dead_bytes(contents: Contents, segment: Segment, users: _Users) -> int:
+    """The bytes of deleted rows, and of arrays that no other row refers to. Raises StorageError if the segment is
+    damaged."""
+    dead, needed = 0, _needed(users, segment)
     for chunk in segment.chunks:
         record = chunk.record
         if record.has_rows:
-            live = int(np.count_nonzero(contents.index.live(chunk.rows)))
-            dead += (record.end - record.at) * (record.count - live) // record.count
+            live = chunk.rows[contents.index.live(chunk.rows)]
+            dead += (record.end - record.at) * (record.count - live.size) // record.count
+            needed |= _arrays_of(chunk, live)
+    if _is_whole(contents):
+        blobs = [chunk for chunk in segment.chunks if chunk.record.kind == BLOB]
+        dead += sum(blob.record.end - blob.record.at for blob in blobs if blob.parsed["digest"] not in needed)
     return dead
 
 
-def _records(contents: Contents, old: Segment) -> Iterator[NewRecord]:
+def _arrays_of(chunk: Chunk, rows: IntArray) -> set[str]:
+    """The arrays that some rows of a chunk refer to."""
+    blobs: dict[str, str] = chunk.parsed.get("blobs", {})
+    if not blobs or not rows.size:
+        return set()
+    if rows.size == chunk.record.count:
+        return set(blobs.values())
+    if chunk.needed[0] != rows.size:
+        numbers: set[int] = set()
+        for said in read_message(chunk.payload(), "RolloutLog.compact").manifest["fields"]:
+            json: Any = said.get("json")
+            by_row = json is not None and said["depth"]
+            numbers.update(said.get("pickle", ()))
+            numbers.update(_numbers([json[place] for place in chunk.place(rows).tolist()] if by_row else json))
+        chunk.needed = rows.size, {digest for number, digest in blobs.items() if int(number) in numbers}
+    return chunk.needed[1]
+
+
+def _numbers(json: Any) -> Iterator[int]:
+    """The numbers of the arrays in objects that are written as JSON."""
+    if isinstance(json, list):
+        for item in cast("list[Any]", json):
+            yield from _numbers(item)
+    elif isinstance(json, dict):
+        for name, item in cast("dict[str, Any]", json).items():
+            yield from [item[0]] if name in ("tensor", "array") else _numbers(item)
+
+
+def _records(contents: Contents, old: Segment, users: _Users) -> Iterator[NewRecord]:
     """The records that are left of a segment. Where others are damaged, what their rows may need stays, too."""
-    index = contents.index
-    damaged = not all(segment.is_whole for segment in contents.segments)
-    others = [chunk for chunk in index.chunks if chunk.segment is not old and index.live(chunk.rows).any()]
-    blobs = {digest for chunk in others for digest in chunk.parsed.get("blobs", {}).values()}
+    damaged, blobs = not _is_whole(contents), _needed(users, old)
     for record in _rows(contents, old, damaged):
         blobs |= set(record.head.get("blobs", {}).values())
         yield record

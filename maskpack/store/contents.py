@@ -12,7 +12,8 @@ import json
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,18 +105,32 @@ class Contents:
 
     # ---------------------------------------------------------------- opening
 
+    @contextmanager
+    def _tail_is_true(self) -> Generator[bool]:
+        """Whether `tail` tells the end: `back_up` has written it, or a writer that lives. After a power failure it may
+        be an old one; what is on the disk tells the end then."""
+        if self.writes or isinstance(self.folder, RemoteFolder):
+            yield not self.writes
+            return
+        with self.folder.at_rest(LOCK, TAIL) as rests:
+            yield not rests
+
     def load(self) -> None:
         """Reads the indexes of the segments, and walks those without one. Raises StorageError if the writer compacts
         them faster."""
+        with self._tail_is_true() as true:
+            self._load(true)
+
+    def _load(self, true: bool) -> None:
         self._seen = tail = self._tail()
         there = {int(name[:-4]) for name in self.folder.names() if name.endswith(".seg") and name[:-4].isdigit()}
         last = max(there, default=-1) if tail is None else tail.segment
-        last = max([last, *there]) if self.writes else last
+        last = last if true else max([last, *there])
         headers = {number: self.folder.read(segment_name(number), 0, START) for number in there if number <= last}
         self.segments, self.index = [], RowIndex()
         self._forget()
         for number in range(last + 1):
-            segment = self._segment(number, last, headers, tail)
+            segment = self._segment(number, last, headers, tail, true)
             places = [(damage.begin, damage.end) for damage in segment.damages]
             places += [(chunk.record.at, chunk.record.end) for chunk in segment.chunks if chunk.head is None]
             if places:
@@ -126,11 +141,11 @@ class Contents:
         if tail is not None:
             self.index.grow(tail.next_row)
 
-    def _segment(self, number: int, last: int, headers: dict[int, bytes], tail: Tail | None) -> Segment:
+    def _segment(self, number: int, last: int, headers: dict[int, bytes], tail: Tail | None, true: bool) -> Segment:
         """A segment as it is now; its header is read again if the writer has compacted it since."""
         for _ in range(_ATTEMPTS):
             try:
-                return self._read_segment(number, last, headers, tail)
+                return self._read_segment(number, last, headers, tail, true)
             except Replaced:
                 headers[number] = self.folder.read(segment_name(number), 0, START)
         raise StorageError(
@@ -138,7 +153,9 @@ class Contents:
             "stay. Compact less often, or open it again."
         )
 
-    def _read_segment(self, number: int, last: int, headers: Mapping[int, bytes], tail: Tail | None) -> Segment:
+    def _read_segment(
+        self, number: int, last: int, headers: Mapping[int, bytes], tail: Tail | None, true: bool
+    ) -> Segment:
         row, header = self.index.next_row, headers.get(number, b"")
         try:
             index = self._all(index_name(number))
@@ -155,7 +172,7 @@ class Contents:
             size = self.folder.size(segment.name)
             known = tail if tail is not None and tail.segment == number else None
             durable = START if known is None else known.synced
-            until = known.written if known is not None and not self.writes else size
+            until = known.written if known is not None and true else size
             following = Frame.parsed(headers.get(number + 1, b""))
             if frame.key & 1 or (number < last and following is None):
                 until = durable = size
@@ -181,7 +198,7 @@ class Contents:
     def warn(self, seen: str) -> None:
         warnings.warn(
             f"RolloutLog: {self.name}: {seen}; expected the records that were written. Rows in what is damaged cannot "
-            "be read. Restore the files from a backup.",
+            "be read, and rows that were deleted there may be back. Restore the files from a backup.",
             MaskpackWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Files of a log. Everything that is written to a disk goes through the functions of this module.
 
-write, sync, cut      of an open file
-publish, remove       of a folder: a file appears whole, or not at all;  make: the folder
+write, sync, cut      of an open file;  locked, unlocked, waited: its lock
+open_file, publish    of a folder: a file appears whole, or not at all;  make: the folder
 LocalFolder           reads by mmap;  RemoteFolder: by fsspec
 """
 
@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
-from collections.abc import Iterable
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
+
+from maskpack.errors import StorageError
 
 _SMALL = 1 << 16
 """Buffers below this many bytes are written together."""
@@ -31,6 +37,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 PART = ".part"
 """The end of the name of a file that is not complete."""
+PATIENCE = 60.0
+"""The longest wait for a process that opens a log, in seconds."""
 
 
 def write(file: int, at: int, buffers: Iterable[Any]) -> int:
@@ -77,9 +85,57 @@ def make(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def open_file(path: Path, flags: int) -> int:
+    """Opens a file, without waiting. Raises StorageError for what is not a regular file, and for a link if it is to be
+    written to: the file that it names may be anyone's."""
+    link = os.O_NOFOLLOW if flags & os.O_RDWR else 0
+    cause, file = None, -1
+    try:
+        file = os.open(path, flags | link | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        cause = error
+    raise StorageError(
+        f"RolloutLog: {path} is a link, or no regular file; expected a file of the log. Remove it; restore it from a "
+        "backup if there was one."
+    ) from cause
+
+
 def create(path: Path) -> int:
-    """A new file to write to; an old one of that name is emptied."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    """A new file to write to, in the place of an old one."""
+    remove(path)
+    return open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+def locked(file: int, how: int) -> bool:
+    """Whether this process has got a lock on a file, LOCK_EX or LOCK_SH."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlocked(file: int) -> bool:
+    """Whether nobody has a file for himself."""
+    free = locked(file, fcntl.LOCK_SH)
+    if free:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    return free
+
+
+def waited(done: Callable[[], bool]) -> bool:
+    """Whether something was done within PATIENCE."""
+    end = time.monotonic() + PATIENCE
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def publish(path: Path, buffers: Iterable[Any]) -> None:
@@ -173,6 +229,33 @@ class LocalFolder:
                 raise Replaced(name)
             return os.pread(file.fileno(), end - begin, begin)
 
+    @contextlib.contextmanager
+    def at_rest(self, lock: str, tail: str) -> Iterator[bool]:
+        """Whether no process writes to the folder; then none begins to before the end of the context. A writer locks
+        `lock`, and `tail` once it has written it; one that has only the first is waited for."""
+        try:
+            file = open_file(self.root / lock, os.O_RDONLY)
+        except FileNotFoundError:  # a copy
+            yield True
+            return
+        try:
+            if not waited(lambda: locked(file, fcntl.LOCK_SH) or not self._is_unlocked(tail)):
+                raise StorageError(
+                    f"RolloutLog: {self.root} is being opened by another process, which has not ended this in "
+                    f"{PATIENCE} s; expected one that does. Look at the process, and open the log again."
+                )
+            yield locked(file, fcntl.LOCK_SH)
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may have it, too
+            os.close(file)
+
+    def _is_unlocked(self, name: str) -> bool:
+        try:
+            with _there(self.root / name, False) as file:
+                return unlocked(file.fileno())
+        except FileNotFoundError:
+            return True
+
     def forget(self) -> None:
         """Lets go of all files; views stay readable."""
         self._maps.clear()
@@ -194,7 +277,7 @@ class LocalFolder:
 
 def _there(path: Path, replaced: bool) -> Any:
     try:
-        return open(path, "rb", buffering=0)
+        return open(open_file(path, os.O_RDONLY), "rb", buffering=0)
     except FileNotFoundError as error:
         if replaced:
             raise Replaced(path.name) from error

@@ -94,7 +94,7 @@ class RolloutLog:
         remote = "://" in self.path
         if remote and mode == "a":
             raise LayoutError(f'RolloutLog: {self.path!r} is not on this machine; expected a folder. Pass mode="r".')
-        folder = RemoteFolder(self.path) if remote else LocalFolder(Path(self.path))
+        folder = RemoteFolder(self.path) if remote else LocalFolder(Path(self.path).absolute())
         try:
             if isinstance(folder, LocalFolder) and mode == "a":
                 later = None if fsync == "always" else float(interval)
@@ -161,11 +161,11 @@ class RolloutLog:
 
     def _rows(self) -> RowIndex:
         """The index, with what the writer has acknowledged."""
-        with self._turn:
+        with self._reading("rows"):
             self._contents.refresh()
             return self._contents.index
 
-    def where(self, **tags: Any) -> IntArray:
+    def where(self, /, **tags: Any) -> IntArray:
         """int64 [n], rising: the rows that have these tags. A list, range, array or tensor stands for any of its
         values: `log.where(step=range(10, 20), worker=3)`. No row has a tag whose name no append gave."""
         with self._turn:
@@ -173,7 +173,7 @@ class RolloutLog:
 
     def tags(self, rows: Any) -> dict[str, list[Any]]:
         """The tags of rows: for each name a list with one value for each row, None where a row has no such tag."""
-        with self._turn:
+        with self._reading("tags"):
             index = self._numbers(rows, "tags")
             found: dict[str, list[Any]] = {}
             for chunk, places, own in self._rows().parts(index):
@@ -199,9 +199,9 @@ class RolloutLog:
             FieldError: a row that is not there, or a field that it does not have.
             LayoutError: `rows` are no numbers, or rows of different appends have different fields or dtypes: name the
                 fields that they share.
-            StorageError: a row that was damaged.
+            StorageError: a row that was damaged, or a file that cannot be read.
         """
-        with self._turn:
+        with self._reading("take"):
             return self._again(lambda: self._taken(self._numbers(rows, "take"), fields))
 
     def _again(self, look: Callable[[], _T]) -> _T:
@@ -233,7 +233,7 @@ class RolloutLog:
 
     def damaged(self) -> IntArray:
         """int64 [n], rising: the rows that cannot be read any more. Reads the whole log."""
-        with self._turn:
+        with self._reading("damaged"):
             self._rows()
             return self._again(self._contents.damaged)
 
@@ -316,7 +316,7 @@ class RolloutLog:
     @contextmanager
     def _writing(self, call: str) -> Generator[Writer]:
         """Gives the writer to one thread. Raises StorageError if there is none."""
-        with self._turn:
+        with self._reading(call):
             writer = self._writer
             reason = 'it was opened with mode="r"' if writer is None else writer.why_not()
             if writer is None or reason is not None:
@@ -325,6 +325,18 @@ class RolloutLog:
                     'again with mode="a".'
                 )
             yield writer
+
+    @contextmanager
+    def _reading(self, call: str) -> Generator[None]:
+        """Lets one thread read. Raises StorageError for files that cannot be opened, mapped or read."""
+        with self._turn:
+            try:
+                yield
+            except OSError as error:
+                raise StorageError(
+                    f"RolloutLog.{call}: {self.path} could not be read or copied ({error}); expected a disk that "
+                    "works, and memory and open files below their limits. Look at these, and call it again."
+                ) from error
 
     # ---------------------------------------------------------------- backup
 
@@ -339,8 +351,8 @@ class RolloutLog:
         """
         if not isinstance(target, str | os.PathLike):
             raise LayoutError(f"RolloutLog.back_up: target is {said(target)}; expected a folder or a URL. Name one.")
-        to = RemoteFolder(os.fspath(target))
-        with self._turn:
+        with self._reading("back_up"):
+            to = RemoteFolder(os.fspath(target))
             self._rows()
             return self._again(lambda: self._backed_up(to))
 

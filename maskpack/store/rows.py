@@ -201,8 +201,8 @@ def plain(value: Any, name: str, call: str) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """Values that are equal in Python, such as 1 and True, are different tags."""
-    return (bool, value) if isinstance(value, bool) else value
+    """1 and True, which are equal in Python, are different tags; a NaN is the same tag as another."""
+    return (type(value), str(value)) if isinstance(value, bool) or value != value else value
 
 
 def spans_of(rows: IntArray) -> IntArray:

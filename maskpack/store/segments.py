@@ -74,12 +74,18 @@ class Damage:
 
 @dataclass(eq=False)
 class Chunk:
-    """A record, and its head as it was read; None if the head is damaged."""
+    """A record, and its head as it was read; None if the head is damaged.
+
+    Attributes:
+        verified: whether the payload is what was written.
+        needed: a number of rows that were not deleted, and the digests of the arrays that these refer to.
+    """
 
     segment: Segment
     record: Record
     head: bytes | None
     verified: bool = False
+    needed: tuple[int, set[str]] = (0, set())
 
     @cached_property
     def parsed(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import threading
 import uuid
 import weakref
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from maskpack.errors import StorageError
 from maskpack.store import disk
@@ -24,6 +26,9 @@ from maskpack.store.segments import Chunk, Frame, Segment, index_name, segment_n
 _log = logging.getLogger(__name__)
 _STEP = 1 << 24
 """Bytes that are read at a time."""
+_PART = re.compile(rf"(log\.json|tail|\d{{6,}}\.(seg|idx)){re.escape(disk.PART)}")
+"""Names of files of a log that were not completed."""
+_ASK = "Open the log again, which looks what is whole, and ask where() for the rows before they are appended again."
 
 
 class Writer:
@@ -45,11 +50,17 @@ class Writer:
         self._turn = threading.RLock()
         self._pid = os.getpid()
         self._files: dict[str, int] = {}
-        weakref.finalize(self, _close_all, self._files)
+        weakref.finalize(self, _end, self._files)
         _writers.add(self)
         disk.make(root)
-        self._lock()
         try:
+            self._files[LOCK] = lock = disk.open_file(root / LOCK, os.O_RDWR | os.O_CREAT)
+            self._take(lock)
+            self._files[TAIL] = tail = disk.open_file(root / TAIL, os.O_RDWR | os.O_CREAT)
+            if not disk.unlocked(tail):  # somebody removed the lock of another
+                self._refuse()
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
             names = set(os.listdir(root))
             if LOG not in names:
                 if any(other.endswith(".seg") for other in names):
@@ -58,26 +69,24 @@ class Writer:
                     )
                 disk.publish(root / LOG, [log_json(random_number())])
             for other in names:
-                if other.endswith(disk.PART):
+                if _PART.fullmatch(other):
                     disk.remove(root / other)
-            self._files[TAIL] = os.open(root / TAIL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except BaseException:
             _close_all(self._files)
             raise
 
-    def _lock(self) -> None:
-        self._files[LOCK] = lock = os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            who = os.pread(lock, 64, 0).decode(errors="replace")
-            _close_all(self._files)
-            raise StorageError(
-                f"RolloutLog: {self._name} is written to by another RolloutLog ({who}); expected one writer. Pass "
-                'mode="r", or close the other one.'
-            ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
+    def _take(self, file: int) -> None:
+        """Locks a file; waits for readers that open the log. Raises StorageError if another process has it."""
+        disk.waited(lambda: disk.locked(file, fcntl.LOCK_EX) or not disk.unlocked(file))
+        if not disk.locked(file, fcntl.LOCK_EX):
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        who = os.pread(self._files[LOCK], 64, 0).decode(errors="replace")
+        raise StorageError(
+            f"RolloutLog: {self._name} is written to by another RolloutLog ({who}); expected one writer. Pass "
+            'mode="r", or close the other one.'
+        )
 
     def resume(self, contents: Contents) -> None:
         """Cuts off what is torn, and opens the last segment or a new one."""
@@ -94,6 +103,7 @@ class Writer:
             self._begin_segment(0 if last is None else last.frame.number + 1)
         else:
             self._acknowledge()
+        self._take(self._files[TAIL])  # readers believe it from now on
 
     def _secure(self, segment: Segment) -> None:
         """Opens a segment to write to it, with all that is whole on the disk, and nothing else."""
@@ -111,6 +121,7 @@ class Writer:
         """Writes records behind the last one, all of them or none; syncs, acknowledges, and takes them into the index.
         Raises StorageError."""
         with self._turn:
+            self._check_names()
             segment, file = self.contents.segments[-1], self._files["segment"]
             begin = at = segment.end
             chunks: list[Chunk] = []
@@ -122,9 +133,9 @@ class Writer:
                 self._undo(file, begin)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 remedy = "Make room: delete rows and compact, or remove other files." if full else "Look at the disk."
+                remedy = _ASK if self.failed else f"Nothing was written. {remedy}"
                 raise StorageError(
-                    f"RolloutLog: {self._name} could not be written ({error}); expected room for the record. Nothing "
-                    f"was written. {remedy}"
+                    f"RolloutLog: {self._name} could not be written ({error}); expected room for the record. {remedy}"
                 ) from error
             except BaseException:  # an object that cannot be written
                 self._undo(file, begin)
@@ -151,6 +162,8 @@ class Writer:
                 self._close_segment()
 
     def _undo(self, file: int, begin: int) -> None:
+        if self._renamed() is not None:  # what is there may be another's
+            return
         try:
             disk.cut(file, begin)
         except OSError as error:
@@ -172,6 +185,7 @@ class Writer:
 
     def _acknowledge(self) -> None:
         """Tells readers, and the next writer, what is there."""
+        self._check_names()
         last = self.contents.segments[-1]
         tail = Tail(last.frame.number, last.end, self._synced, self.contents.index.next_row)
         try:
@@ -179,11 +193,32 @@ class Writer:
         except OSError as error:
             self._fail(error)
 
+    def _check_names(self) -> None:
+        """Raises StorageError if a file is no longer the one of its name: another process may write there."""
+        name = self._renamed()
+        if name is not None:
+            self.failed = f"{name} was removed or replaced"
+            raise StorageError(
+                f"RolloutLog: {self._name}: {self.failed}, and another process may write to the log; expected files "
+                f"that stay as long as the log is open. {_ASK}"
+            )
+
+    def _renamed(self) -> str | None:
+        """The name of an open file that its name does not lead to."""
+        for name, file in self._files.items():
+            name = self.contents.segments[-1].name if name == "segment" else name
+            try:
+                same = os.path.samestat(os.fstat(file), os.stat(self.root / name))
+            except OSError:
+                same = False
+            if not same:
+                return name
+        return None
+
     def _fail(self, error: OSError) -> None:
         self.failed = f"the disk failed: {error}"
         raise StorageError(
-            f"RolloutLog: {self._name} could not be synced ({error}); expected what was written on the disk. Open the "
-            "log again: it looks which records are whole."
+            f"RolloutLog: {self._name} could not be synced ({error}); expected what was written on the disk. {_ASK}"
         ) from error
 
     def _sync_later(self, interval: float) -> None:
@@ -237,7 +272,7 @@ class Writer:
 
     def _open(self, last: Segment) -> int:
         """Opens a segment to write to it."""
-        file = os.open(self.root / last.name, os.O_RDWR | os.O_CLOEXEC)
+        file = disk.open_file(self.root / last.name, os.O_RDWR)
         if "segment" in self._files:
             os.close(self._files.pop("segment"))
         self._files["segment"], self._synced = file, last.end
@@ -264,6 +299,7 @@ class Writer:
                 f"RolloutLog: {part} could not be written ({error}); expected room for the rows that are left. No row "
                 "was lost. Make room."
             ) from error
+        self._check_names()
         try:
             disk.rename(part, self.root / old.name)
         except OSError as error:  # the old one is there, or the new one
@@ -285,9 +321,11 @@ class Writer:
         with self._turn:
             try:
                 if "segment" in self._files and os.getpid() == self._pid:
-                    if self.failed is None:
+                    if self._synced == self.contents.segments[-1].end:
+                        pass
+                    elif self.failed is None:
                         self.sync()
-                    elif self._synced < self.contents.segments[-1].end:
+                    else:
                         raise StorageError(
                             f"RolloutLog: {self._name} is closed with rows that may not be on the disk: {self.failed}; "
                             "expected a disk that works. Open the log again: it looks which records are whole."
@@ -325,6 +363,16 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _end(files: dict[str, int]) -> None:
+    """Syncs and closes the files of a log that nobody has closed."""
+    try:
+        if "segment" in files:
+            disk.sync(files["segment"])
+    except OSError as error:
+        _log.error("a log that was not closed could not be synced: %s", error)
+    _close_all(files)
 
 
 def _close_all(files: dict[str, int]) -> None:

@@ -275,7 +275,7 @@ def test_missing_and_foreign_files(path, tmp_path):
     for seed in range(3):
         log.append(batch_of(seed, LINES * 10))
     log.close()
-    (path / "000001.seg").unlink()
+    (path / "000001.seg").rename(path / "kept")
     with pytest.warns(MaskpackWarning, match=r"000001.seg is missing"):
         log = opened(path)
     assert log.damaged().tolist() == [*range(30, 60)]
@@ -300,6 +300,19 @@ def test_tags_that_are_scalars_of_arrays(path):
     for wanted in (3, np.int64(3), torch.tensor(3), [3], np.array([3]), torch.tensor([3])):
         assert log.where(step=wanted).tolist() == log.rows.tolist()
     assert log.where(other=3).size == 0
+
+
+@pytest.mark.parametrize("name", ["self", "tags", "wanted", "cls", ""])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 1, True, "nan"])
+def test_rows_by_tags_of_odd_names_and_values(path, name, value):
+    log = opened(path)
+    for given in (0.0, "nan", float("nan"), True, 1, -float("inf")):
+        log.append(batch_of(0, LINES), {name: given})
+    expected = {"nan": {str: 3, float: 6}, "True": 9, "1": 12, "-inf": 15}[str(value)]
+    first = expected[type(value)] if isinstance(expected, dict) else expected
+    for held in (log, opened(path, mode="r")):
+        for wanted in (value, [value]):
+            assert held.where(**{name: wanted}).tolist() == [first, first + 1, first + 2]
 
 
 def test_a_reader_says_that_it_is_one_before_it_looks_at_the_batch(path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
+import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ from log_model import Model, assert_log, assert_read, opened, played
 
 from maskpack.errors import FieldError, MaskpackWarning, StorageError
 from maskpack.store import RolloutLog, disk
+from maskpack.store.disk import LocalFolder
+from maskpack.store.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:compress", "ignore:RolloutLog", "ignore:.*fork")
 
@@ -251,6 +258,111 @@ def test_a_backup_is_not_overwritten_by_damage(damaged: tuple[Path, Model]) -> N
 # -------------------------------------------------------------------- disks that fail
 
 
+@pytest.mark.parametrize("tail", ["old", "missing"])
+def test_a_reader_does_not_believe_an_old_tail(tmp_path: Path, tail: str) -> None:
+    """`tail` is not synced: after a power failure it may be as it was once. A copy that the reader makes is right."""
+    path = tmp_path / "log"
+    with opened(path, segment_bytes=1 << 14) as log:
+        model = append(log, append(log, Model()))
+        old = (path / "tail").read_bytes()
+        model = delete(log, model, [1, 3])
+        while log.segments < 3:
+            model = append(log, model, schema=1, count=12)
+    (path / "tail").unlink() if tail == "missing" else (path / "tail").write_bytes(old)
+    with opened(path, "r") as log:
+        assert_log(log, model)
+        assert log.next_row == model.next_row
+        log.back_up(tmp_path / "copy")
+    for mode in ("r", "a"):
+        with opened(tmp_path / "copy", mode) as log:
+            assert_log(log, model)
+
+
+def test_readers_and_a_writer_that_open_a_log_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as log:
+        model = append(log, Model())
+        old = (tmp_path / "tail").read_bytes()
+        model = append(log, model)
+    (tmp_path / "tail").write_bytes(old)
+    resume, folder = Writer.resume, LocalFolder(tmp_path)
+    readers: list[Any] = []
+
+    def refused(mode: str, message: str) -> Any:
+        """One that does not wait for long, and then one that does."""
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "PATIENCE", 0.05)
+            with pytest.raises(StorageError, match=message):
+                opened(tmp_path, mode)
+        return threads.submit(RolloutLog, tmp_path, mode=mode, pad_token_id=0)
+
+    def slowly(self: Writer, contents: Any) -> None:  # the writer has the lock, and has not written the tail
+        readers.append(refused("r", "is being opened"))
+        time.sleep(0.1)
+        assert not readers[0].done()
+        resume(self, contents)
+
+    with ThreadPoolExecutor() as threads:
+        with folder.at_rest("lock", "tail") as rests:
+            assert rests
+            writer = refused("a", "another RolloutLog")
+            time.sleep(0.1)
+            assert not writer.done()
+        writer.result(20).close()
+        (tmp_path / "tail").write_bytes(old)
+        monkeypatch.setattr(Writer, "resume", slowly)
+        with opened(tmp_path) as log:
+            for reader in (readers[0].result(20), opened(tmp_path, "r"), log):
+                assert_log(reader, model)
+            with folder.at_rest("lock", "tail") as rests:
+                assert not rests
+
+
+@pytest.mark.parametrize("end", ["dropped", "exit"])
+def test_a_log_that_nobody_closes_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    ours, theirs = os.pipe()
+    sync = disk.sync
+
+    def use() -> None:
+        log = opened(tmp_path, fsync="interval", interval=1e6, segment_bytes=1 << 20)
+        append(log, Model())
+        name = "/proc/self/fd/{}".format
+        monkeypatch.setattr(disk, "sync", lambda file: (os.write(theirs, os.readlink(name(file)).encode()), sync(file)))
+        if end == "exit":
+            atexit._run_exitfuncs()
+        else:
+            del log
+            gc.collect()
+        os.write(theirs, b".")
+
+    assert os.waitpid(forked(use), 0)[1] == 0
+    assert os.read(ours, 1000) == f"{tmp_path}/000000.seg.".encode()
+    with opened(tmp_path) as log:
+        assert len(log) == 2
+
+
+def test_an_append_whose_errors_cannot_be_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there when the log is opened again, so the error says to ask."""
+    log = opened(tmp_path)
+    model = append(log, Model())
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync", fails)
+        patch.setattr(disk, "cut", fails)
+        with pytest.raises(StorageError, match=r"Open the log again.* ask where\(\)"):
+            append(log, model)
+        with pytest.raises(StorageError, match=r"the disk failed.*Open it again"):
+            append(log, model)
+    log.close()
+    with opened(tmp_path) as log:
+        assert log.where(own=[2, 3]).tolist() == [2, 3]  # so it is not appended again
+        assert_log(log, model.after({"do": "append", "schema": 0, "count": 2, "style": 2, "key": 2}))
+
+
 def test_a_sync_that_fails(tmp_path: Path) -> None:
     """What raised is not there; what is acknowledged after it is on the disk, though pages count as written."""
     path, device = tmp_path / "log", Disk(tmp_path / "log")
@@ -330,6 +442,35 @@ def test_a_reader_sees_nothing_before_it_is_synced(tmp_path: Path, monkeypatch: 
         model = append(log, model)
         assert looks == [[2, 2, 2]]
         assert_log(reader, model)
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_NOFILE])
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_files_that_cannot_be_opened_or_mapped(tmp_path: Path, limit: int, mode: str) -> None:
+    """They are no damage; the call succeeds when there is room."""
+    with opened(tmp_path, segment_bytes=1 << 14) as log:
+        model = append(log, append(log, Model(), schema=1, count=12), count=40)
+        model = delete(log, model, [*range(8)])
+
+    def use() -> None:
+        log, limits = opened(tmp_path, mode), resource.getrlimit(limit)
+        reads: list[Any] = [lambda: log.take([9]), log.damaged, lambda: log.back_up(tmp_path / "copy")]
+        reads += [log.compact] if mode == "a" else [lambda: log.rows, lambda: log.where(step=0), lambda: log.tags([9])]
+        for call in reads[:1] if limit == resource.RLIMIT_AS else reads:
+            log._contents._forget()
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(limit, ((pages << 12) + (1 << 24) if limit == resource.RLIMIT_AS else 3, limits[1]))
+            try:
+                with pytest.raises(StorageError, match=r"RolloutLog.*(Cannot allocate memory|Too many open files)"):
+                    call()
+            finally:
+                resource.setrlimit(limit, limits)
+        assert_log(log, model)
+        assert log.damaged().size == 0
+        for call in reads:
+            call()
+
+    assert os.waitpid(forked(use), 0)[1] == 0
 
 
 @pytest.mark.parametrize("call", ["append", "delete", "compact"])
@@ -419,6 +560,113 @@ def test_the_folders_of_a_new_log_are_synced(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(disk, "sync_folder", lambda folder: (synced.append(folder), sync_folder(folder)))
     with opened(tmp_path / "one" / "two"):
         assert synced[:2] == [tmp_path, tmp_path / "one"]
+
+
+# -------------------------------------------------------------------- files of others
+
+
+@pytest.mark.parametrize("name", ["lock", "tail", "000000.seg", "lock and tail", "the folder"])
+@pytest.mark.parametrize("call", ["append", "delete", "compact", "sync"])
+def test_a_file_that_is_replaced_under_a_writer(tmp_path: Path, name: str, call: str) -> None:
+    """Another process may write there: nothing is acknowledged, and what the other one wrote stays."""
+    path = tmp_path / "log"
+    log = opened(path, segment_bytes=1 << 20)
+    model = append(log, Model())
+    path.rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", path)
+    for stays in {"lock", "tail", "000000.seg"} - set(name.split(" and ")) if name != "the folder" else ():
+        (tmp_path / "old" / stays).replace(path / stays)
+    other = None
+    if name in ("lock and tail", "the folder"):
+        other = opened(path, segment_bytes=1 << 20)
+        model = append(other, model)
+    else:
+        with pytest.raises(StorageError, match="another RolloutLog"):
+            opened(path)
+    op = {"do": call, "rows": [0], "least": 0.0, "schema": 0, "width": 6, "style": 1, "count": 3, "key": 50}
+    with pytest.raises(StorageError, match=r"was removed or replaced.*Open the log again.* ask where\(\)"):
+        played(log, op)
+    with pytest.raises(StorageError, match="was removed or replaced"):
+        played(log, op)
+    log.close()
+    if other is not None:
+        model = append(other, model)
+        other.close()
+    with opened(path) as log:
+        assert_log(log, model)
+        append(log, model)
+
+
+def test_a_folder_that_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = opened(path, fsync="interval", interval=1e6)
+    model = append(log, Model())
+    shutil.rmtree(path)
+    for call in (lambda: append(log, model), lambda: append(log, model)):
+        with pytest.raises(StorageError, match="was removed"):
+            call()
+    with pytest.raises(StorageError, match="may not be on the disk"):
+        log.close()
+
+
+def test_only_own_parts_are_removed(tmp_path: Path) -> None:
+    own = {"log.json.part", "tail.part", "000000.seg.part", "000012.idx.part", "1000000.seg.part"}
+    others = {"film.mkv.part", ".part", "log.part", "x000000.seg.part", "000000.seg.parts", "lock.part", "00.seg.part"}
+    for name in own | others:
+        (tmp_path / name).write_text(name)
+    opened(tmp_path).close()
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.part*")} == {name: name for name in others}
+
+
+@pytest.mark.parametrize("name", ["lock", "tail", "log.json.part", "000000.seg", "000000.seg.part", "000000.idx.part"])
+def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
+    """Whoever may write to the folder cannot have files elsewhere overwritten."""
+    path, victim = tmp_path / "log", tmp_path / "victim"
+    with opened(path) as log:
+        model = append(log, Model(), count=12, schema=1) if name.endswith("part") else append(log, Model())
+    for stay in (name, "log.json") if name == "log.json.part" else ():
+        (path / stay).unlink(missing_ok=True)
+    if name == "log.json.part":
+        shutil.rmtree(path)
+        path.mkdir()
+        model = Model()
+    kept = (path / name).read_bytes() if (path / name).exists() else None
+    victim.write_bytes(kept or b"of the user")
+    before = victim.read_bytes()
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(victim)
+    if not name.endswith("part"):
+        with pytest.raises(StorageError, match=rf"{name} is a link.*Remove it"):
+            opened(path)
+        (path / name).unlink()
+        if kept is not None and name.endswith("seg"):
+            (path / name).write_bytes(kept)
+    with opened(path) as log:
+        assert_log(log, model)
+        model = append(log, model, count=40, schema=1)
+        log.compact(0.0)
+        assert_log(log, model)
+    assert victim.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["lock", "tail", "log.json", "000000.seg", "000000.idx"])
+@pytest.mark.parametrize("mode", ["r", "a"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file(tmp_path: Path, name: str, mode: str, make: Any) -> None:
+    """Nobody waits for the other end of a FIFO."""
+    path = tmp_path / "log"
+    with opened(path) as log:
+        model = append(log, Model(), count=40, schema=1)
+    assert (path / "000000.idx").exists()
+    (path / name).rename(tmp_path / "kept")
+    make(path / name)
+    for _ in range(2):
+        with pytest.raises(StorageError, match=rf"{name} is a link, or no regular file.*Remove it; restore it"):
+            opened(path, mode)
+    (path / name).rename(tmp_path / "fifo")
+    (tmp_path / "kept").rename(path / name)
+    with opened(path, mode) as log:
+        assert_log(log, model)
 
 
 # -------------------------------------------------------------------- processes
