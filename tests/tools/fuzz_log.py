@@ -1,7 +1,8 @@
 """Faults of a RolloutLog, of four kinds (`--kind`), one after the other by seed:
 
 kill      processes that write are killed at random times, ROUNDS of them on the same folder, one after the other
-power     power failures at every operation on the disk, with what was not synced there or not; full and failing disks
+power     power failures at every operation on the disk, with what was not synced there or not; full and failing disks;
+          a reader looks before any writer
 bits      flipped bits, and files that end early or are missing
 readers   processes read while others append, delete, compact and are killed
 
@@ -133,9 +134,7 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
         if flight is not None:
             seen["in flight"] += 1
             copied = None if flight["do"] == "back_up" else copied
-        if (root / "log" / "tail").exists():
-            with opened(root / "log", "r") as log:
-                assert_log(log, later if log.rows.tolist() == sorted(later.live) else model)
+        seen["readers first"] += _read_first(root / "log", [model, later], rng)
         with opened(root / "log") as log:
             if later is not model and log.rows.tolist() == sorted(later.live):
                 seen["whole"] += 1
@@ -182,6 +181,29 @@ def _assert_result(model: Model, op: dict[str, Any], result: Any) -> None:
         assert result == len(op["rows"])
 
 
+def _read_first(path: Path, there: list[Model], rng: random.Random) -> int:
+    """A reader opens what is there before any writer, and shows what the next writer will go on with; so does a copy
+    that it makes. Whether there was a log."""
+    if not (path / "log.json").exists():
+        return 0
+    copy = path.with_name("copy")
+    with opened(path, "r") as log:
+        if rng.random() < 0.2 and log.segments:
+            log.back_up(copy)
+        numbers = log.rows.tolist()
+        following = log.next_row
+        fits = [model for model in there if sorted(model.live) == numbers and model.next_row <= following]
+        assert fits, (numbers, following, [(sorted(model.live), model.next_row) for model in there])
+        assert_log(log, fits[-1])
+    if copy.exists():
+        with opened(copy, rng.choice(["r", "a"])) as log:
+            assert_log(log, fits[-1])
+        shutil.rmtree(copy)
+    with opened(path) as log:
+        assert (log.rows.tolist(), log.next_row) == (numbers, following)
+    return 1
+
+
 # -------------------------------------------------------------------- power failures
 
 
@@ -209,9 +231,9 @@ def power(rng: random.Random, root: Path, generations: int = 3, points: int = 60
                 going = kept if going is None and rng.random() < 0.05 else going
                 if going is kept and not kept.exists():
                     shutil.copytree(found, kept)
-                    model = _found(found, there, rng, key)
+                    model = _found(found, there, rng, key, seen)
                 else:
-                    _found(found, there, rng, key)
+                    _found(found, there, rng, key, seen)
                 seen["crash points"] += 1
                 seen[how] += 1
                 shutil.rmtree(found)
@@ -316,13 +338,9 @@ def _candidates(history: list[Step], at: int, policy: str, how: str) -> list[Mod
     return [model for _, _, model, _ in history[low : high + 1]]
 
 
-def _found(path: Path, there: list[Model], rng: random.Random, key: int) -> Model:
+def _found(path: Path, there: list[Model], rng: random.Random, key: int, seen: Counter[str]) -> Model:
     """Opens what a crash left behind, compares, and appends a row. Returns the model that fits."""
-    if (path / "log.json").exists() and rng.random() < 0.3:
-        with opened(path, "r") as log:
-            numbers = log.rows.tolist()
-            known = {number: row for model in there for number, row in model.live.items()}
-            assert_read(log, {number: known[number] for number in numbers if number in known})
+    seen["readers first"] += _read_first(path, there, rng)
     with opened(path) as log:
         numbers, following = log.rows.tolist(), log.next_row
         matching = [model for model in there if sorted(model.live) == numbers and model.next_row <= following]
