@@ -1,6 +1,6 @@
 """What a log has: its segments, the index of their rows, and chunks as packed batches.
 
-folder   log.json   lock   tail (what the writer acknowledged)   000000.seg 000000.idx   000001.seg
+folder   log.json   lock   tail (what the writer has acknowledged; not synced)   000000.seg 000000.idx   000001.seg
 
 batch --records--> arrays of Python objects that the log does not have yet, rows --packed--> PackedBatch, mapped
 """

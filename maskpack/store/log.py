@@ -41,16 +41,18 @@ _STEP = 1 << 24
 class RolloutLog:
     """An append-only log of packed rows in a folder. One process writes, many read.
 
-    Rows are numbered from 0 in the order in which they are appended; a number is never used again. What `append`,
-    `delete` and `compact` have returned from is there after `kill -9` and, with fsync="always", after a power failure:
-    each row once, bit for bit. An append that had not returned is there as a whole, or not at all.
+    Rows are numbered from 0 in the order in which they are appended. What `append`, `delete` and `compact` have
+    returned from is there after `kill -9` and, with fsync="always", after a power failure: each row once, bit for bit.
+    An append that had not returned is there as a whole, or not at all. A number is never used again, but for those of
+    rows that a power failure took with fsync="interval".
 
     Args:
         path: a folder of this machine, which is made if it is missing; or, to read only, a URL of fsspec with what
             `back_up` wrote.
         mode: "a" to append, "r" to read. Readers see what the writer has acknowledged.
         fsync: "always" syncs before a call returns. "interval" syncs at most `interval` seconds after it: a power
-            failure may lose these seconds, a killed process loses nothing.
+            failure may lose these seconds, a killed process loses nothing. A log that is dropped or whose process exits
+            is synced then.
         interval: seconds.
         segment_bytes: a segment is closed when it is larger.
         allow_pickle: as for `PackedBatch.to_bytes` and `from_bytes`.
@@ -249,7 +251,9 @@ class RolloutLog:
         Raises:
             LayoutError: the batch or the tags are wrong; or as `compress`.
             MaskpackError: a Python object is no plain data, and `allow_pickle` is false.
-            StorageError: the disk is full or fails. Nothing was appended; after a disk that was full, appends go on.
+            StorageError: the disk is full: nothing was appended, and appends go on. Or the disk fails, or the files
+                were removed: then the rows may be there all the same. Open the log again and ask `where` before you
+                append them again.
         """
         with self._writing("append"):
             pass  # a reader is told so, whatever the batch is
@@ -293,8 +297,9 @@ class RolloutLog:
             writer.sync()
 
     def compact(self, least: float = 0.5, segments: int | None = None) -> int:
-        """Writes segments again without deleted rows, if these are at least a share `least` of their bytes; joins small
-        chunks. Returns the number of bytes that were freed. The last segment is left as it is. `segments` is the most
+        """Writes segments again without deleted rows, and arrays of Python objects that no other row has, if these are
+        at least a share `least` of their bytes; joins small chunks. With least=0, each segment is written at least
+        once. Returns the number of bytes that were freed. The last segment is left as it is. `segments` is the most
         that it writes, for a call that is short; by default all.
 
         Readers go on. A crash leaves the old segment or the new one. Raises StorageError as `append`; a MaskpackWarning

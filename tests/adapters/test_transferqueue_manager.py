@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 from needs import needs
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
@@ -17,8 +18,9 @@ needs("transfer_queue")
 
 from transfer_queue import StorageKeyNotFoundError
 
-from maskpack.adapters.transferqueue.chunk import LARGE
+from maskpack.adapters.transferqueue.chunk import LARGE, packed
 from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, StorageUnits
+from maskpack.adapters.transferqueue.server import ANSWER, REQUEST, SOCKET, Seal, StorageUnit, message
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import StorageError
 
@@ -55,6 +57,29 @@ class Direct(MaskpackStorageManager):
 
 def units(count=2):
     return [Samples() for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["__init__", "_state", "rows", "__class__", "_add", ["put"], None])
+def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
+    unit, secret = StorageUnit(b"secret"), b"secret"
+    unit._samples.put([3], packed(TensorDict({"x": torch.tensor([5])}, [1]), "put")[0])
+    before = dict(vars(unit._samples))
+    with zmq.Context.instance().socket(zmq.DEALER) as member:
+        member.linger, member.rcvtimeo = 0, 20_000
+        member.connect(unit.address().to_addr(SOCKET))
+
+        def said(request):
+            nonce = next(_nonces).to_bytes(16, "little")
+            member.send_multipart(Seal(secret, REQUEST).frames((request, (), unit.address().id), nonce))
+            received = member.recv_multipart(copy=False)
+            assert Seal(secret, ANSWER).nonce(received) == nonce
+            return message(received)
+
+        kind, error = said(name)
+        assert kind == "failed"
+        assert "expected one of ['clear', 'fetch', 'figures', 'get'," in error
+        assert vars(unit._samples) == before
+        assert said("figures")[1]["samples"] == 1
 
 
 def put(manager, samples, fields):

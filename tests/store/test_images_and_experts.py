@@ -67,6 +67,38 @@ def counts(folder: Path) -> list[int]:
     return [data.count(image.tobytes()) for image in images()]
 
 
+@pytest.mark.parametrize("deleted", ["all", "half of each append", "all but the last append"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_images_of_deleted_rows_are_freed(deleted: str, shared: bool, pickled: bool, tmp_path: Path) -> None:
+    """Their bytes are all but all of the log, so they decide which segments are written again, and how much is freed.
+    Appends of four rows with an image each; if they share one, the last append has it, too."""
+    own = [np.random.default_rng(row).bytes(1 << 16) for row in range(48)]
+    common = np.frombuffer(np.random.default_rng(48).bytes(1 << 16), np.uint8)
+    with RolloutLog(tmp_path, segment_bytes=1 << 20, pad_token_id=PAD, allow_pickle=True) as log:
+        for begin in range(0, 48, 4):
+            held = [{"image": np.frombuffer(own[row], np.uint8)} for row in range(begin, begin + 4)]
+            for one in held:
+                one |= ({"common": common} if shared else {}) | ({"set": {1}} if pickled else {})
+            log.append(TensorDict({"row": torch.arange(begin, begin + 4), "o": per_row(held)}, [4]))
+        assert log.segments == 4  # the last has no image
+        log.append(TensorDict({"row": torch.arange(48, 49), "o": per_row([{"common": common}])}, [1]))
+        gone = {
+            "all": range(48),
+            "half of each append": [row for row in range(48) if row % 4 < 2],
+            "all but the last append": range(44),
+        }[deleted]
+        log.delete(gone)
+        freed = log.compact(0.0 if pickled else 0.25)  # in a pickle, nothing tells the images of a row
+        data = b"".join(file.read_bytes() for file in sorted(tmp_path.glob("*.seg")))
+        assert [data.count(image) for image in own] == [int(row not in gone) for row in range(48)]
+        assert data.count(common.tobytes()) == 1
+        assert len(gone) << 16 <= freed < (len(gone) + 1) << 16
+        assert log.compact(0.0) == log.compact(0.25) == 0
+        for row in log.rows.tolist()[:-1]:
+            assert decompress(log[[row]])["o"].tolist()[0]["image"].tobytes() == own[row]
+
+
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 30])
 def test_an_image_is_stored_once(segment_bytes: int, tmp_path: Path) -> None:
     rows = [batch(seed, images=shown(seed)).exclude("routed_experts") for seed in range(3)]

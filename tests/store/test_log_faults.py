@@ -239,6 +239,40 @@ def test_compaction_keeps_what_a_damaged_segment_needs(tmp_path: Path) -> None:
         assert_log(log, model)
 
 
+def test_rows_whose_deletion_is_lost_are_back_and_the_warning_says_so(tmp_path: Path) -> None:
+    path, model = tmp_path / "log", Model()
+    with opened(path) as log:
+        while log.segments < 2:
+            model = append(log, model, count=12)
+        lost = model.next_row
+        model = delete(log, model, [3, 5])
+        while log.segments < 3:
+            model = append(log, model, count=12)
+    (path / "000001.seg").rename(tmp_path / "kept")
+    with pytest.warns(MaskpackWarning, match=r"000001\.seg is missing.*deleted there may be back.*Restore the files"):
+        log = RolloutLog(path, mode="r")
+    assert log.rows.tolist() == [*range(lost)]
+    (tmp_path / "kept").rename(path / "000001.seg")
+    with opened(path, "r") as log:
+        assert_log(log, model)
+
+
+def test_small_appends_are_joined_once(tmp_path: Path) -> None:
+    """Of segments in which nothing is deleted, too; only what was acknowledged is needed for it."""
+    with opened(tmp_path) as log:
+        model = Model()
+        while log.segments < 5:
+            model = append(log, model, count=1, style=3)
+        assert log.compact(0.01) == 0
+        before = log.nbytes
+        freed = log.compact(0.0)
+        assert before - log.nbytes == freed > before / 3
+        assert (log.compact(0.0), len(log.chunks())) == (0, 4)
+        assert_log(log, model)
+    with opened(tmp_path, "r") as log:
+        assert_log(log, model)
+
+
 def test_a_backup_is_not_overwritten_by_damage(damaged: tuple[Path, Model]) -> None:
     path, model = damaged
     target = path.parent / "backup"

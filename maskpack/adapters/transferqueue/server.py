@@ -28,12 +28,31 @@ from maskpack.adapters.transferqueue.library import (
     zmq,
 )
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
+from maskpack.errors import StorageError
 
 SOCKET = "put_get_socket"
 NAMESPACE = "transfer_queue"
 REQUEST, ANSWER = b"request", b"answer"
 DONE, NO_SAMPLE, FAILED = "done", "no sample", "failed"
 NONCE, _MAC = 16, 32
+_REQUESTS = frozenset(
+    (
+        "put",
+        "get",
+        "clear",
+        "hold",
+        "store",
+        "fetch",
+        "release",
+        "recount",
+        "holds",
+        "figures",
+        "save",
+        "load",
+        "switch",
+    )
+)
+"""The methods of Samples and DurableSamples that a client may call."""
 REFUSAL: list[Any] = [b""]
 """The answer to those who do not know the secret, or mean another storage unit."""
 
@@ -105,6 +124,8 @@ class StorageUnit:
             name, given, unit = message(received)
             if unit != self._info.id:  # another unit, which had this port
                 return REFUSAL
+            if not isinstance(name, str) or name not in _REQUESTS:
+                raise StorageError(f"there is no request {name!r}; expected one of {sorted(_REQUESTS)}. Send one.")
             self._samples.request = nonce
             found = getattr(self._samples, name)(*given)
             if name == "figures":
