@@ -101,9 +101,9 @@ def _arrays_of(chunk: Chunk, rows: IntArray) -> set[str]:
     if chunk.needed[0] != rows.size:
         numbers: set[int] = set()
         for said in read_message(chunk.payload(), "RolloutLog.compact").manifest["fields"]:
-            json: Any = said.get("json")
-            by_row = json is not None and said["depth"]
+            json: Any = said.get("json", ())
             numbers.update(said.get("pickle", ()))
+            by_row = json and said["depth"]
             numbers.update(_numbers([json[place] for place in chunk.place(rows).tolist()] if by_row else json))
         chunk.needed = rows.size, {digest for number, digest in blobs.items() if int(number) in numbers}
     return chunk.needed[1]

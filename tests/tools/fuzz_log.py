@@ -107,12 +107,12 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
         seed, key = rng.random(), 1000 * number
         child = forked(lambda seed=seed, key=key, end=theirs: _write(random.Random(seed), root, key, end))
         os.close(theirs)
+        lines = b""
         if rng.random() < 0.8:
             if rng.random() < 0.7:
-                os.read(ours, 1)  # it has opened the log
+                lines = os.read(ours, 1)  # it has opened the log
             time.sleep(rng.random() ** 2 * 0.08)
             os.kill(child, signal.SIGKILL)
-        lines = b""
         while more := os.read(ours, 1 << 16):
             lines += more
         os.close(ours)
@@ -121,7 +121,7 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
         seen["rounds"] += 1
         seen["killed"] += status != 0
         flight: dict[str, Any] | None = None
-        for op, result in _messages(lines.lstrip(b"+")):
+        for op, result in _messages(lines[1:]):
             if flight is None:
                 flight = op
                 continue
