@@ -98,8 +98,8 @@ TESTS = {
     "testing/test_pytest_plugin.py::test_the_header_says_it_and_the_variable_is_put_back",
     "testing/test_pytest_plugin.py::test_with_the_option_every_call_is_strict",
     "testing/test_pytest_plugin.py::test_without_it_nothing_is",
-    "tools/test_cli.py::test_demo_fails_on_one_changed_value",
-    "tools/test_cli.py::test_demo_runs_from_any_directory",
+    "examples/test_demo.py::test_demo_fails_on_one_changed_value",
+    "examples/test_demo.py::test_demo_runs_from_any_directory",
 }
 """Functions of the second tier, in files that have others."""
 FIRST = {

@@ -1,11 +1,9 @@
-"""The command `maskpack doctor`: what padding costs a batch, which fields stay padded, and the registry line for each;
-whether the registry of a trainer takes fewer bytes.
+"""The command `maskpack doctor`: where the bytes of a batch go, and the registry that strict mode and replay need.
 
-batch -- compress ----> sizes as it is --------------------.
-      -- compress ----> sizes by the best preset ----------+
-      -- found_axes --> axes, if the registry lacks them --+--> Diagnosis --> text, JSON, or a registry in a file
-      -- Suggester ---> a spec for each padded field ------+
-      -- with_hints, strict compress --> sizes with these -'
+some rows         -- RL_FIELDS, each preset, guessed masks --> the registry that fits best
+all, in parts     -- strict compress --> the bytes of each field
+                  -- decompress -------> the same bits?
+                  -- PackedInputs -----> the tokens that replay scores, or why it refuses
 """
 
 from __future__ import annotations
@@ -13,406 +11,387 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path as FilePath
-from typing import Any, NamedTuple, cast
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import numpy as np
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.keys import path_of, plain, show
-from maskpack.core.pads import PAD_TOKEN_ID, Pad
-from maskpack.core.tree import flatten
-from maskpack.errors import LayoutError, MaskpackError
-from maskpack.fields.options import reading
+from maskpack.core.difference import difference
+from maskpack.core.keys import Key, show
+from maskpack.core.pads import Pad
+from maskpack.core.tree import flatten, has
+from maskpack.errors import LayoutError, MaskpackError, MaskpackWarning
+from maskpack.fields.options import not_strict, reading
 from maskpack.fields.presets import PRESETS
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
+from maskpack.nesting.coverage import DenseField
+from maskpack.nesting.nest import unnest_batch_by_mask
+from maskpack.nesting.response import RESPONSE, SEQUENCE
+from maskpack.nesting.rows import take
 from maskpack.nesting.schema import LAYOUTS
-from maskpack.packed.batch import PackedBatch, decompress
-from maskpack.packed.decode import MAX_BYTES
-from maskpack.packed.sizes import Figures, TokenCounts, figures, printable, to_json, token_counts
-from maskpack.tools.cover import NONE, Cover, axes_of, base_of, checked, compressed, cover, uncovered
-from maskpack.tools.files import Unusable, one_line, saved_batch, saved_registry, write_registry
-from maskpack.tools.suggest import Suggester, Suggestion, line_of
+from maskpack.packed.batch import PackedBatch, compress, decompress
+from maskpack.packed.sizes import Figures, figures, printable, to_json
+from maskpack.packed.table import forget
+from maskpack.replay import PackedInputs, ReplayOptions
+from maskpack.replay.documents import BOUNDS, LENGTHS
+from maskpack.tools import files, inspector
+from maskpack.tools.suggest import FoundAxes, Suggester, Suggestion, found_axes, is_integer, is_mask, is_padded, line_of
 
-_LARGEST = 5
+_CALL = "maskpack doctor"
 _NAMES = ("RL_FIELDS", "MaskNestingRegistry", "MaskNestingSpec", "MaskAxis", *Pad.__members__)
-_WORTH = 0.95
-"""A preset is named if it takes less than this share of the bytes."""
-
-
-class Preset(NamedTuple):
-    """A registry of `maskpack.fields` by its name, the bytes of the batch packed with it, and the pad token seen."""
-
-    name: str
-    wire_bytes: int
-    pad_token_id: int | None
+_IDS: tuple[Key, ...] = ("input_ids", "sequences", "tokens", "token_ids")
+"""The names that token ids have in presets."""
+_PART, _PARTS = 1 << 23, 32
+"""A batch is packed in parts of so many bytes, or in so many parts, if these are larger."""
+_ROWS = 128
+"""The rows that registries are tried on."""
+_CLOSE = 1.05
+"""A registry with fewer lines is named, unless its fields take more bytes than those of another by this factor."""
+_T = TypeVar("_T", bound=Any)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `diagnose`.
+    """A registry with which strict mode takes a batch.
 
     Attributes:
-        sizes: of the batch as it is.
-        covered: sizes with the registry of `cover`; None if it adds nothing to the one given, or the batch was packed.
-        cover: the registry that covers the batch; of a batch that was packed, without new axes and unchecked.
-        preset: the one that takes the fewest bytes, if it is worth its name; None if the batch was packed.
-        note: about a pad_token_id that was not given; empty if none is needed.
-        refusal: why `compress` refuses the batch with the registry given; `sizes` are those with the axes of `cover`.
-            Empty if it does not.
+        name: of the base that lines and axes are added to; "registry" for one that was given, empty for none.
+        pad_token_id: the one given, or the one seen under the masks.
+        sizes: of the batch packed with the registry.
+        ids: the field of the token ids.
+        scored: the response tokens that replay finds; None if it does not take the batch.
+        why: why it does not.
+        before: sizes with the registry given, or with RL_FIELDS; None if that refuses the batch.
+        refusal: why it does.
+        padded: the fields that stay padded with that.
+        packed_rows: that rows hold several documents, and what to do; empty if they do not.
     """
 
+    name: str
+    registry: MaskNestingRegistry
+    found: FoundAxes
+    suggestions: tuple[Suggestion, ...]
+    pad_token_id: int | None
     sizes: Figures
-    covered: Figures | None
-    cover: Cover
-    preset: Preset | None
-    note: str
-    refusal: str
+    ids: Key
+    scored: int | None
+    why: str
+    before: Figures | None = None
+    refusal: str = ""
+    padded: tuple[DenseField, ...] = ()
+    packed_rows: str = ""
 
     @property
-    def suggestions(self) -> tuple[Suggestion, ...]:
-        """One for each field that stays padded."""
-        return self.cover.suggestions
-
-    @property
-    def counts(self) -> TokenCounts | None:
-        """Tokens of the batch, and those that rows share; None without token ids."""
-        return token_counts(self.cover.packed)
-
-    @property
-    def padding(self) -> int:
-        """Bytes of the padded batch that are padding, as far as masks are known."""
-        fields = (self.covered or self.sizes).fields
-        return sum(field.padded_bytes - field.real_bytes for field in fields if field.kind == "padded")
+    def adds(self) -> bool:
+        """Whether it is another registry than the one given."""
+        return bool(self.suggestions or self.found.axes or self.name in PRESETS)
 
 
 def diagnose(
-    batch: TensorDictBase | PackedBatch,
-    registry: MaskNestingRegistry = RL_FIELDS,
-    pad_token_id: int | None = None,
-    max_bytes: int | None = MAX_BYTES,
+    batch: TensorDictBase | PackedBatch, registry: MaskNestingRegistry | None = None, pad_token_id: int | None = None
 ) -> Diagnosis:
-    """Looks at a batch.
+    """Looks at a batch, padded, jagged, nested or packed, which is not changed.
 
     Args:
-        batch: padded, nested or packed. It is not changed.
-        registry: as for `compress`.
+        registry: as for `compress`; None for RL_FIELDS, a preset or guessed masks, whatever fits best.
         pad_token_id: the tokenizer's; by default the value under the masks of the token fields.
-        max_bytes: as for `decompress`, if the batch is packed.
 
     Raises:
-        LayoutError: a field fits none of its masks or has no plain bits, or the batch takes more than `max_bytes`. It
-            names the preset that takes the batch, if there is one.
+        LayoutError: no registry fits the batch.
     """
-    saved = cast("PackedBatch | None", batch if isinstance(batch, PackedBatch) else None)
-    tensors: Any = batch if saved is None else decompress(saved, max_bytes=max_bytes)
-    known = Suggester(tensors, registry, pad_token_id)
-    preset = None if saved is not None else _preset_of(tensors, registry, pad_token_id)
-    axes = NONE if saved is not None else axes_of(tensors, known)
-    base, refusal = base_of(registry, known, axes), ""
+    batch = decompress(batch, max_bytes=None) if isinstance(batch, PackedBatch) else batch
+    batch = unnest_batch_by_mask(batch) if has(batch, LAYOUTS) else batch
+    given = RL_FIELDS if registry is None else registry
+    known, before, refusal = Suggester(batch, given, pad_token_id), None, ""
     try:
-        packed = compressed(tensors, registry, known.pad_token_id) if saved is None else saved
+        before = _sizes(batch, given, known.pad_token_id)
     except LayoutError as error:
-        fits = f" maskpack.fields.{preset.name} takes this batch, in {preset.wire_bytes:,} bytes." if preset else ""
-        refusal = f"{error}{fits}"
+        refusal = str(error)
+    rows = _some_rows(batch)
+    packed_rows, remedy, blind = _packed_rows(rows)
+    bases = (
+        {"RL_FIELDS": RL_FIELDS, **PRESETS, "": MaskNestingRegistry({})} if registry is None else {"registry": given}
+    )
+    fits: dict[tuple[str, bool], Diagnosis] = {}
+    for name, base in bases.items():
+        for axes in (False,) if name in PRESETS else (False, True):
+            try:
+                fits[name, axes] = _fit(rows, name, base, axes, pad_token_id, blind)
+            except MaskpackError as error:
+                refusal = refusal or str(error)
+    fits = {key: fit for key, fit in fits.items() if key[0] not in PRESETS or fit.scored is not None}
+    if not fits:
+        raise LayoutError(refusal)
+    some = [fit for fit in fits.values() if fit.scored is not None] or [*fits.values()]
+    least = min(_payload(fit.sizes) for fit in some)
+    wide = [path for path, x in flatten(rows) if isinstance(x, Tensor) and x.dim() > 1]
+
+    def rank(key: tuple[str, bool]) -> tuple[Any, ...]:
+        fit = fits[key]
+        knows = SEQUENCE not in fit.found.axes and any(RL_FIELDS.find(path) for path in wide)
+        foreign = key[0] == "RL_FIELDS" and bool(fit.suggestions) and not knows
+        large = _payload(fit.sizes) > _CLOSE * least
+        return fit.scored is None, large, foreign, len(fit.suggestions) + len(fit.found.axes)
+
+    name, axes = min(fits, key=rank)
+    out = _fit(batch, name, bases[name], axes, pad_token_id, blind)
+    if packed_rows:
+        packed_rows += " Replay keeps them apart." if out.scored is not None else f" {remedy}"
+    padded = () if before is None else (*_dense(before, known), *known.hidden())
+    return replace(out, before=before, refusal="" if before else refusal, padded=padded, packed_rows=packed_rows)
+
+
+def _fit(
+    batch: TensorDictBase, name: str, base: MaskNestingRegistry, axes: bool, pad_token_id: int | None, blind: bool
+) -> Diagnosis:
+    """A base with the lines that a batch needs, tried: packed in strict mode, compared with what comes back, and given
+    to replay, unless that is `blind` to the documents in a row. `axes`: with those that the fields show."""
+    known, found = Suggester(batch, base, pad_token_id), FoundAxes({}, None, "")
+    if axes and not blind and not known.gives(SEQUENCE, RESPONSE):
+        found = found_axes(known.tensors, known.pad_token_id)
+        ways = {
+            key: tuple(dict.fromkeys([*(base.axes.get(key, ()) if name == "registry" else ()), *own]))
+            for key, own in found.axes.items()
+        }
+        known = Suggester(batch, base | MaskNestingRegistry({}, ways), pad_token_id)
+    token = known.pad_token_id
+    lines = tuple(map(known.suggest, [*_dense(_sizes(batch, known.registry, token), known), *known.hidden()]))
+    registry = known.registry | {one.key: one.spec for one in lines}
+    ids = found.ids or next((key for key in _IDS if (key,) in known.tensors), "input_ids")
+    options = ReplayOptions(registry=registry, input_ids=ids, no_prompt="skip")
+    sizes, scored, why = list[Figures](), 0, ""
+    for part, packed in _packed(batch, registry, token, strict=True):
+        back = dict(flatten(decompress(packed, max_bytes=None)))
+        for path, x in flatten(part):
+            if isinstance(x, Tensor) and not _same(x, back[path].to(x.device)):
+                raise LayoutError(
+                    f'{_CALL}: field "{show(path)}" does not come back with its bits. Please report this.'
+                )
+        sizes.append(figures(packed, left=False))
         try:
-            packed = compressed(tensors, base | MaskNestingRegistry({}, axes.axes), known.pad_token_id)
-        except LayoutError:
-            raise LayoutError(refusal) from error
-    sizes = figures(packed, left=False)
-    if saved is not None:
-        found, covered = uncovered(saved, base, known, sizes), None
-    else:
-        found = cover(tensors, base, axes, known, sizes, pad_token_id)
-        covered = figures(found.packed, left=False) if found.adds else None
-    if preset is not None and preset.wire_bytes > _WORTH * sizes.wire_bytes and not (refusal or found.adds):
-        preset = None
-    note = "" if pad_token_id is not None else _note(found, packing=saved is None)
-    return Diagnosis(sizes, covered, found, preset, note, refusal)
+            scored += 0 if why or blind else PackedInputs.of(part, options=options).response.num_tokens
+        except MaskpackError as error:
+            why = str(error)
+    tokens = None if why or blind else scored
+    return Diagnosis(name, registry, found, lines, token, _sum(sizes), ids, tokens, why)
 
 
-def _preset_of(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Preset | None:
-    """The smallest of the presets that know every tensor of two or more dims, and otherwise than the registry does."""
-    tensors = [path for path, of in flatten(batch, without=LAYOUTS) if isinstance(of, Tensor) and of.dim() > 1]
-    found: list[Preset] = []
-    for name, preset in PRESETS.items():
-        specs = [preset.find(path) for path in tensors]
-        if None in specs or (preset.axes == registry.axes and specs == [registry.find(path) for path in tensors]):
-            continue
-        with suppress(MaskpackError):  # what it refuses it does not fit
-            token = Suggester(batch, preset, pad_token_id).pad_token_id
-            found.append(Preset(name, figures(compressed(batch, preset, token), left=False).wire_bytes, token))
-    return min(found, key=lambda preset: preset.wire_bytes, default=None)
+def _same(x: Tensor, y: Tensor) -> bool:
+    if x.is_nested:
+        return difference(x.offsets(), y.offsets()) is None and _same(x.values(), y.values())
+    return difference(x, y) is None
 
 
-def _note(found: Cover, packing: bool) -> str:
-    """The note about a pad_token_id that was not given."""
-    token, registry = found.pad_token_id, found.registry
-    if token is not None:
-        return (
-            f"pad_token_id was not given; {token} is the value under the masks of the token fields. Pass it to "
-            f"compress as pad_token_id={token}."
-        )
-    specs = [registry.find(form.path) for form in found.packed.schema.forms if form.kind == "padded" and packing]
-    if any(spec is not None and PAD_TOKEN_ID in spec.pads for spec in specs):
-        return "pad_token_id was not given, and no padding shows it. Pass that of the tokenizer to compress."
-    return ""
+def _packed_rows(rows: TensorDictBase) -> tuple[str, str, bool]:
+    """That rows hold several documents, what to do, and whether replay is blind to it."""
+    tensors = {path: x for path, x in flatten(rows) if isinstance(x, Tensor)}
+    flat = not any(x.dim() > 1 for x in tensors.values())
+    remedy = 'Replay keeps them apart beside a mask of all tokens: batch["attention_mask"] = torch.ones_like(ids).'
+    remedy = f"Give each field of tokens a row, x[None]. {remedy}" if flat else remedy
+    for path, x in tensors.items():
+        if is_padded(x) and x.dim() == 2 and x.shape[1] > 2 and is_integer(x) and not is_mask(x):
+            step = x.diff()
+            counts = ((step == 1) | (step == 0) | (x[:, 1:] == 0)).all(1)
+            again = (x[:, :-2] > 0) & (x[:, 1:-1] == 0) & (x[:, 2:] == 1)
+            if bool((counts & again.any(1)).any()):
+                seen = f"Packed rows: {show(path)} starts again inside a row, so that rows hold several documents."
+                blind = path != ("position_ids",)
+                return seen, "Replay reads position_ids alone: give the field that name." if blind else remedy, blind
+    for name in (*BOUNDS, *LENGTHS):
+        documents = tensors[name,].numel() - (name in BOUNDS) if (name,) in tensors else 0
+        if documents > 1 and (flat or any(x.dim() > 1 and len(x) == 1 for x in tensors.values())):
+            return f"Packed rows: {name} says that one row holds {documents:,} documents.", remedy, False
+    return "", "", False
+
+
+# -------------------------------------------------------------------- parts
+
+
+def _packed(
+    batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None, strict: bool = False
+) -> Iterator[tuple[TensorDictBase, PackedBatch]]:
+    """Parts of a batch, and as `compress` packs them in a process that has packed nothing else, without warnings."""
+    forget()  # encodings that were chosen for another registry
+    rows, size = batch.batch_size[0] if batch.batch_dims else 1, files.nbytes_of(batch)
+    count = max(1, min(rows, size // max(_PART, size // _PARTS)))
+    for number in range(count):
+        bounds = slice(rows * number // count, rows * (number + 1) // count)
+        part = batch if count == 1 else take(batch, bounds)
+        with warnings.catch_warnings(), not_strict():
+            warnings.simplefilter("ignore", MaskpackWarning)  # the suggestions say it
+            packed = compress(part, registry=registry, pad_token_id=pad_token_id or 0, strict_mask_nesting=strict)
+        yield part, packed
+
+
+def _sizes(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Figures:
+    return _sum([figures(packed, left=False) for _, packed in _packed(batch, registry, pad_token_id)])
+
+
+def _some_rows(batch: TensorDictBase) -> TensorDictBase:
+    rows = batch.batch_size[0] if batch.batch_dims else 0
+    most = max(1, min(_ROWS, rows * _PART // max(files.nbytes_of(batch), 1)))
+    return take(batch, np.linspace(0, rows - 1, most).astype(np.int64)) if most < rows else batch
+
+
+def _sum(parts: list[Figures]) -> Figures:
+    out, *more = parts
+    for part in more:
+        same = [
+            replace(_plus(x, y, "padded_bytes", "real_bytes", "wire_bytes"), reason=x.reason or y.reason)
+            for x, y in zip(out.fields, part.fields, strict=True)
+        ]
+        out = replace(_plus(out, part, "rows", "layouts", "objects", "header"), fields=tuple(same))
+    return out
+
+
+def _payload(sizes: Figures) -> int:
+    return sum(field.wire_bytes for field in sizes.fields)
+
+
+def _plus(x: _T, y: _T, *names: str) -> _T:
+    return replace(x, **{name: getattr(x, name) + getattr(y, name) for name in names})
+
+
+def _dense(sizes: Figures, known: Suggester) -> list[DenseField]:
+    return [DenseField.of(of.path, known.tensors[of.path], of.reason) for of in sizes.fields if of.reason]
 
 
 # -------------------------------------------------------------------- the command
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
-    """The command; returns what to print and the exit status."""
-    if len(args.file) > 1 and not args.strict and args.write is None:
-        several = "Give one file, check several with --strict, or write a registry for all with --write"
-        raise Unusable(f"{len(args.file)} files; expected one. {several}")
-    registry = saved_registry(args.registry)
-    base = "RL_FIELDS" if args.registry is None else "registry"
-
-    def diagnosed(file: str) -> Diagnosis:
-        batch = saved_batch(file, args.allow_pickle, args.max_bytes)
-        return diagnose(batch, registry, args.pad_token_id, max_bytes=None)
-
-    if args.strict:
-        if args.write is not None:
-            raise Unusable("--write and --strict do not go together. Write the registry first, then check with it")
-        return _strict(args.file, diagnosed, base, args.json)
-    if len(args.file) > 1:
-        return _written(args, registry, base)
-    (file,) = args.file
-    diagnosis = diagnosed(file)
+    """The command; returns what to print and the exit status. Several files share the registry of the first and what
+    each other one adds to it; with `--strict` each is looked at by itself."""
     if args.write is not None:
-        write_registry(diagnosis.cover.registry, args.write)
-    out = json.dumps(as_json(diagnosis, file, base), indent=2) if args.json else text(diagnosis, file, base)
-    if args.write is not None and not args.json:
-        out = "\n".join([out, "", *map(printable, _written_to(args.write))])
-    return out, int(args.write is None and bool(diagnosis.suggestions or diagnosis.refusal))
-
-
-def _written(args: argparse.Namespace, registry: MaskNestingRegistry, base: str) -> tuple[str, int]:
-    """Writes a registry that takes all files: that of the first, with what each other file adds to it. Raises Unusable
-    if there is none."""
-    token = args.pad_token_id
+        if args.strict:
+            raise files.Unusable("--write and --strict do not go together. Write the registry, then check with it")
+        files.need_writable(args.write)
+    registry = None if args.registry is None else files.saved_registry(args.registry)
+    token, several, status = args.pad_token_id, len(args.file) > 1, 0
+    found: list[Mapping[str, Any]] = []
     out: list[str] = []
-    found: list[dict[str, Any]] = []
     for file in args.file:
-        batch: Any = saved_batch(file, args.allow_pickle, args.max_bytes)
-        with _refusal_names(file):
-            diagnosis = diagnose(batch, registry, token, max_bytes=None)
-        found.append(as_json(diagnosis, file, base))
-        out += _short(diagnosis, file)
-        cover, base = diagnosis.cover, "registry"
-        token = cover.pad_token_id if token is None else token
-        registry = cover.extended if cover.adds else registry
-    for file in args.file:
-        batch = saved_batch(file, args.allow_pickle, args.max_bytes)
-        with _refusal_names(file):
-            checked(decompress(batch, max_bytes=None) if isinstance(batch, PackedBatch) else batch, registry, token)
-    write_registry(registry, args.write)
-    given = "" if token is None else f", with pad_token_id={token}"
-    out += ["", f"Checked: strict mode takes all {len(args.file)} files{given}, and every bit comes back."]
-    out += _written_to(args.write)
-    return json.dumps(found, indent=2) if args.json else "\n".join(map(printable, out)), 0
-
-
-@contextmanager
-def _refusal_names(file: str) -> Generator[None]:
-    """Raises Unusable that names the file in place of a MaskpackError."""
-    try:
-        yield
-    except MaskpackError as error:
-        raise Unusable(
-            f"no registry was found for all files; write one without {file}. It is refused: {error}"
-        ) from error
-
-
-def _written_to(file: str) -> list[str]:
-    return [f"written to {file}, for --registry. In Python:", f"registry = {reading(file)}"]
-
-
-def _strict(files: Sequence[str], diagnosed: Callable[[str], Diagnosis], base: str, in_json: bool) -> tuple[str, int]:
-    """The check of several files, each by itself: a line for each, the registry line for each field that stays padded,
-    and a pad token that was not given. The status is 1 if a field stays padded, and 2 if a file cannot be read or
-    `compress` refuses its batch."""
-    out: list[str] = []
-    found: list[dict[str, Any]] = []
-    status = 0
-    for file in files:
         try:
-            diagnosis = diagnosed(file)
-            if diagnosis.refusal:
-                raise Unusable(diagnosis.refusal)
-        except (Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
-            status = 2
-            found.append({"file": file, "error": one_line(error)})
-            out.append(f"{file}: {one_line(error)}")
+            batch, note = files.saved_batch(file, args.allow_pickle, args.max_bytes)
+            one = diagnose(batch, registry, token)
+            if one.refusal and args.strict:
+                raise files.Unusable(one.refusal)
+        except (files.Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
+            if not args.strict:
+                raise
+            found.append({"file": file, "error": files.one_line(error)})
+            out, status = [*out, f"{file}: {files.one_line(error)}"], 2
             continue
-        found.append(as_json(diagnosis, file, base))
-        status = max(status, min(len(diagnosis.suggestions), 1))
-        out += _short(diagnosis, file)
-    return json.dumps(found, indent=2) if in_json else "\n".join(map(printable, out)), status
+        found.append(as_json(one, file, note))
+        out += _short(one, file) if several or args.strict else text(one, file, note).split("\n")
+        status = max(status, int(bool(one.padded or one.refusal)))
+        if not args.strict:
+            registry, token = one.registry, one.pad_token_id if token is None else token
+    if several and not args.strict:
+        for file in args.file:
+            again = diagnose(files.saved_batch(file, args.allow_pickle, args.max_bytes)[0], registry, token)
+            if again.suggestions:
+                raise files.Unusable(
+                    f"no registry takes all files. Leave {file} out: it needs {again.suggestions[0].line}"
+                )
+        padded, wire = (sum(one[name] for one in found) for name in ("padded_bytes", "wire_bytes"))
+        out += ["", f"All files: {padded:,} bytes padded, {wire:,} packed, {padded / wire:,.1f} times fewer."]
+        out += ["Checked: strict mode takes all of them with one registry, and every bit comes back."]
+    if args.write is not None and registry is not None:
+        files.write_registry(registry, args.write)
+        out += ["", f"written to {args.write}, for --registry. In Python:", f"registry = {reading(args.write)}"]
+        status = 0
+    shown: Any = found if several or args.strict else found[0]
+    return json.dumps(shown, indent=2) if args.json else "\n".join(map(printable, out)), status
 
 
-def _short(diagnosis: Diagnosis, file: str) -> list[str]:
+def _short(one: Diagnosis, file: str) -> list[str]:
     """The lines about one of several files."""
-    padded = len(diagnosis.suggestions)
-    out = [
-        f"{file}: {_stay_padded(padded) if padded else f'{len(diagnosis.sizes.fields):,} fields, none stays padded'}"
-    ]
-    for one in diagnosis.suggestions:
-        out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
-    return out + ([f"  note: {diagnosis.note}"] if diagnosis.note else [])
+    named = f"; maskpack.fields.{one.name} fits" if one.name in PRESETS else ""
+    fields = f"{len(one.sizes.fields):,} fields, {len(one.padded) or 'none'} of them padded"
+    return [f"{file}: {fields}{named}", *_lines(one), *(f"  {note}" for note in _notes(one))]
 
 
-def _stay_padded(fields: int) -> str:
-    return "1 stays padded" if fields == 1 else f"{fields:,} stay padded"
+def _lines(one: Diagnosis) -> list[str]:
+    return [line for of in one.suggestions for line in (f"  {of.field}", f"    {of.seen}", f"    {of.line}")]
 
 
-def text(diagnosis: Diagnosis, file: str, base: str) -> str:
-    """The diagnosis as text; the lines go on top of the registry `base`, a name in Python, unless they stand alone."""
-    sizes, covered = diagnosis.sizes, diagnosis.covered
-    sample = " (a sample)" if "://" in file or FilePath(file).is_dir() else ""
-    out = [f"{file}: {sizes.rows:,} rows{sample}, {len(sizes.fields):,} fields", ""]
-    for name, mask in diagnosis.cover.packed.layouts.items():
-        fill = mask.num_tokens / ((mask.num_rows * mask.width) or 1)
-        out.append(f"  {name}: {mask.width:,} wide, {fill:.1%} valid ({mask.num_tokens:,} tokens)")
-    share = diagnosis.padding / (sizes.padded_bytes or 1)
-    ratio = f"{sizes.ratio:,.1f} times fewer" if sizes.ratio >= 1 else f"more: its header takes {sizes.header:,}"
-    preset, fits = diagnosis.preset, list[str]()
-    if preset is not None:
-        fewer, token = 1 - preset.wire_bytes / sizes.wire_bytes, preset.pad_token_id
-        fits = [
-            f"preset:    {preset.wire_bytes:,} bytes{f', {fewer:.1%} fewer' if fewer > 0 else ''}, with "
-            f"maskpack.fields.{preset.name}",
-            f"           compress(batch, registry={preset.name}{'' if token is None else f', pad_token_id={token}'})",
-        ]
-    largest = sorted(sizes.fields, key=lambda field: -field.wire_bytes)[:_LARGEST]
-    objects = [f"Python objects {sizes.objects:,}"] if sizes.objects else []
-    shown = [*(f"{show(field.path)} {field.wire_bytes:,}" for field in largest if field.wire_bytes), *objects]
-    out += [
-        "",
-        f"padded:    {sizes.padded_bytes:,} bytes, {share:.1%} of them padding",
-        f"maskpack:  {sizes.wire_bytes:,} bytes, {ratio}",
-        *fits,
-        f"largest on the wire: {', '.join(shown) or 'nothing'}",
-    ]
-    counts = diagnosis.counts
-    if counts is not None and counts.shared_tokens:
-        out.append(
-            f"prefixes: {counts.shared_tokens / counts.tokens:.1%} of {counts.tokens:,} tokens repeat another row; "
-            "ReplayOptions(share_prefixes=True) skips them"
-        )
+def _notes(one: Diagnosis) -> list[str]:
+    """About packed rows, and the pad token."""
+    specs = [one.registry.find(of.path) for of in one.sizes.fields if of.kind == "padded"]
+    needed = any(spec is not None and Pad.PAD_TOKEN_ID in spec.pads for spec in specs)
+    seen = "no padding shows the pad token" if one.pad_token_id is None else f"the pad token is {one.pad_token_id}"
+    note = f"note: {seen}. Pass that of the tokenizer to compress as pad_token_id" if needed else ""
+    return [line for line in (one.packed_rows, note) if line]
+
+
+def text(one: Diagnosis, file: str, note: str = "") -> str:
+    """The diagnosis as text."""
+    sizes, base = one.sizes, "the registry" if one.name == "registry" else "RL_FIELDS"
+    out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
+    out += [*inspector.table(sizes), "", f"padded:  {sizes.padded_bytes:,} bytes"]
+    for found, which in ((one.before, base), (sizes if one.adds else None, "the registry below")):
+        if found is not None:
+            out.append(f"packed:  {found.wire_bytes:,} bytes, {found.ratio:,.1f} times fewer, with {which}")
     out.append("")
-    padded = {one.field.path for one in diagnosis.suggestions}
-    if diagnosis.refusal:
-        out += [f"refused with {base}: {diagnosis.refusal}", ""]
-    if padded:
-        sent = sum(field.wire_bytes for field in sizes.fields if field.path in padded)
-        number = len(diagnosis.suggestions)
-        all_the_same = f"{'it is' if number == 1 else 'they are'} compressed all the same, to {sent:,} bytes:"
-        out.append(f"{_stay_padded(number)}; {all_the_same}")
-        for one in diagnosis.suggestions:
-            out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
+    if one.refusal:
+        out.append(f"{base} refuses the batch: {one.refusal}")
+    elif not one.padded:
+        out.append(f"Every tensor of two or more dims is covered by {base}.")
     else:
-        out.append("Every tensor of two or more dims is covered.")
-    found = diagnosis.cover
-    if found.added.axes:
-        out += ["", "Replay needs the axes sequence and response. The fields show them:"]
-        out += [f"  {clause}" for clause in found.found.seen]
-    if found.added.fields or found.added.axes:
-        if covered is None:
-            out += ["", "Pack it again with this registry:"]
-        else:
-            if found.scored is not None:
-                scored = f", replay scores {found.scored:,} response tokens"
-            elif found.found.apart is not None:
-                scored = ""
-            else:
-                scored = ", replay finds no response axis (name its masks as the axes sequence and response)"
-            more = covered.wire_bytes - sizes.wire_bytes
-            gain = f"{more:,} more than now" if more > 0 else f"{covered.ratio:,.1f} times fewer than padded"
-            out += ["", f"With this registry {covered.wire_bytes:,} bytes travel, {gain}."]
-            out += [f"Checked: strict mode takes the batch, every bit comes back{scored}."]
-        out += _side_by_side(diagnosis)
-        out += ["", *snippet(diagnosis, base).split("\n")]
-    if diagnosis.note:
-        out += ["", f"note: {diagnosis.note}"]
-    return "\n".join(map(printable, out))
+        out.append(f"{len(one.padded):,} of the fields stay padded with {base}, and are compressed all the same.")
+    if one.adds:
+        out += ["Strict mode and replay need a registry; for bytes alone nothing is needed.", *_lines(one)]
+        out += [f"  {one.found.seen}"] if one.found.seen else []
+        out += ["", *snippet(one).split("\n")]
+    out += ["", "Checked: strict mode takes the batch, and every bit comes back."]
+    if one.scored is None:
+        out.append(f"Not checked: replay, which does not take the batch. {one.why}".strip())
+    else:
+        out += [
+            f"Replay finds {one.scored:,} response tokens.",
+            "Not checked: that the masks mean this, and log-probs.",
+        ]
+        out[-1] += " The first response_log_probs of a model compares a row with that row alone."
+    return "\n".join(map(printable, "\n".join([*out, *_notes(one)]).split("\n")))
 
 
-def _side_by_side(diagnosis: Diagnosis) -> list[str]:
-    """The remedy for prompts and responses that are padded apart."""
-    apart = diagnosis.cover.found.apart
-    if apart is None:
-        return []
-    (prompts, _), (responses, _) = apart
-    parent = path_of(prompts)[:-1]
-    fields = {form.path for form in diagnosis.cover.packed.schema.forms}
-    names = ("input_ids", "attention_mask")
-    if any((*parent, name) in fields for name in names):
-        names = ("sequence_ids", "sequence_mask")
-    return [
-        "",
-        f"Replay needs one sequence. If {show(prompts)} and {show(responses)} are prompts and their responses, put",
-        "them side by side into the batch, and run the doctor again; with the hint concat the ids cost almost nothing:",
-        *(
-            f"  batch[{plain((*parent, name))!r}] = torch.cat([batch[{head!r}], batch[{tail!r}]], 1)"
-            for name, head, tail in zip(names, *apart, strict=True)
-        ),
-    ]
-
-
-def snippet(diagnosis: Diagnosis, base: str) -> str:
+def snippet(one: Diagnosis) -> str:
     """Python code of a registry with which `compress(batch, registry=registry)` covers every field."""
-    found = diagnosis.cover
-    lines = [line_of(key, spec) for key, spec in found.added.items()]
-    onto = f"{base} | " if found.base.fields else ""
-    if not found.added.axes:
-        begin, end = ("{", "}") if onto else ("MaskNestingRegistry({", "})")
-        code = [f"registry = {onto}{begin}", *(f"    {line}" for line in lines), end]
-    else:
-        axes = [line_of(name, way) for name, ways in found.added.axes.items() for way in ways]
-        code = [f"registry = {onto}MaskNestingRegistry(", "    {"]
-        code += [*(f"        {line}" for line in lines), "    },", "    axes={"]
-        code += [*(f"        {line}" for line in axes), "    },", ")"]
-    named = re.sub(r"'.*?'", "", " ".join(code))  # without the names of fields and masks
-    names = {name for name in re.findall(r"\w+", named) if name in _NAMES}
-    imported = ", ".join(sorted(names, key=lambda name: (not name.isupper(), name)))
-    token = "" if found.pad_token_id is None else f", pad_token_id={found.pad_token_id}"
-    code += [f"# compress(batch, registry=registry{token})"]
-    if found.found.ids is not None and found.scored is not None:
-        ids = "" if found.found.ids == "input_ids" else f", input_ids={found.found.ids!r}"
-        code.append(f"# ReplayOptions(registry=registry{ids})")
-    return "\n".join([f"from maskpack import {imported}", "", *code])
+    lines = [f"    {of.line}" for of in one.suggestions]
+    ways = [f"    {line_of(name, way)}" for name, own in one.found.axes.items() for way in own]
+    code = ["MaskNestingRegistry({", *lines, *(["}, axes={", *ways] if ways else []), "})"]
+    if one.name:
+        code = [f"{one.name} | {code[0]}", *code[1:]] if lines or ways else [one.name]
+    code[0] = f"registry = {code[0]}"
+    words = re.findall(r"\w+", re.sub(r"'.*?'", "", " ".join(code)))  # without the names of fields and masks
+    imported = sorted({*_NAMES} & {*words}, key=lambda word: (not word.isupper(), word))
+    head = [f"from maskpack import {', '.join(imported)}"] if imported else []
+    head += [f"from maskpack.fields import {one.name}"] if one.name in PRESETS else []
+    token = "" if one.pad_token_id is None else f", pad_token_id={one.pad_token_id}"
+    code.append(f"# compress(batch, registry=registry{token})")
+    if one.scored is not None:
+        code.append(f"# ReplayOptions(registry=registry, input_ids={one.ids!r})")
+    return "\n".join([*head, "", *code])
 
 
-def as_json(diagnosis: Diagnosis, file: str, base: str) -> dict[str, Any]:
+def as_json(one: Diagnosis, file: str, note: str = "") -> dict[str, Any]:
     """The diagnosis as plain values."""
-    covered, found, counts = diagnosis.covered, diagnosis.cover, diagnosis.counts
     return {
         "file": file,
-        **to_json(diagnosis.sizes),
-        "padding_bytes": diagnosis.padding,
-        "wire_bytes_with_lines": None if covered is None else covered.wire_bytes,
-        "preset": None if diagnosis.preset is None else diagnosis.preset._asdict(),
-        **(dict.fromkeys(TokenCounts._fields) if counts is None else counts._asdict()),
-        "masks": {
-            name: {"rows": mask.num_rows, "width": mask.width, "num_tokens": mask.num_tokens}
-            for name, mask in found.packed.layouts.items()
-        },
-        "stay_padded": [
-            {**asdict(one.field), "dtype": str(one.field.dtype)[6:], "seen": one.seen, "line": one.line}
-            for one in diagnosis.suggestions
-        ],
-        "refusal": diagnosis.refusal or None,
-        "axes": list(found.found.seen),
-        "apart": None if found.found.apart is None else [[*map(show, part)] for part in found.found.apart],
-        "response_tokens": found.scored,
-        "registry": snippet(diagnosis, base) if found.added.fields or found.added.axes else None,
-        "note": diagnosis.note or None,
+        "note": note,
+        **to_json(one.sizes),
+        "wire_bytes_before": None if one.before is None else one.before.wire_bytes,
+        "stay_padded": [list(field.path) for field in one.padded],
+        "lines": [of.line for of in one.suggestions],
+        "base": one.name,
+        "registry": snippet(one),
+        "response_tokens": one.scored,
+        **{name: getattr(one, name) or None for name in ("why", "refusal", "packed_rows")},
+        "pad_token_id": one.pad_token_id,
     }

@@ -14,6 +14,7 @@ from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.sizes import Figures, aligned, dtype_name, figures, printable, to_json
 from maskpack.store.log import RolloutLog
 from maskpack.tools.files import saved_batch, saved_log, saved_registry
+from maskpack.tools.suggest import Suggester
 
 _LONGEST = 80
 
@@ -26,16 +27,17 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         log = saved_log(args.file, args.allow_pickle)
     if log is not None:
         return _of_log(log, [str(damage.message) for damage in damages], args.json), 0
-    batch = saved_batch(args.file, args.allow_pickle, args.max_bytes)
+    batch, note = saved_batch(args.file, args.allow_pickle, args.max_bytes)
     if not isinstance(batch, PackedBatch):
+        token = Suggester(batch, registry, args.pad_token_id).pad_token_id
         with warnings.catch_warnings(), not_strict():
             warnings.simplefilter("ignore", MaskpackWarning)  # the table lists the fields that stay padded
-            batch = compress(batch, registry=registry, pad_token_id=args.pad_token_id)
+            batch = compress(batch, registry=registry, pad_token_id=token or 0)
     sizes = figures(batch)
     if args.json:
-        return json.dumps({"file": args.file, **to_json(sizes)}, indent=2), 0
-    codec = "no codec" if sizes.codec is None else f"codec {sizes.codec}"
-    return f"{printable(args.file)}: {sizes.rows:,} rows, {len(sizes.fields):,} fields, {codec}\n\n{_table(sizes)}", 0
+        return json.dumps({"file": args.file, "note": note, **to_json(sizes)}, indent=2), 0
+    head = f"{args.file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields, codec {sizes.codec or 'none'}"
+    return "\n".join([printable(f"{head} ({note})" if note else head), "", *_with_padded(sizes)]), 0
 
 
 def _of_log(log: RolloutLog, damages: list[str], in_json: bool) -> str:
@@ -46,34 +48,23 @@ def _of_log(log: RolloutLog, damages: list[str], in_json: bool) -> str:
         for name, values in log.tags(log.rows).items()
     }
     sizes = figures(log[chunks[-1]]) if chunks else None
+    found: dict[str, Any] = {"file": log.path, "rows": len(log), "gone": gone, "chunks": len(chunks)}
+    found |= {"segments": log.segments, "bytes": log.nbytes, "damages": damages}
+    found |= {"tags": {name: {"rows": rows, "values": values} for name, (rows, values) in tags.items()}}
     if in_json:
-        found: dict[str, Any] = {
-            "file": log.path,
-            "rows": len(log),
-            "gone": gone,
-            "chunks": len(chunks),
-            "segments": log.segments,
-            "bytes": log.nbytes,
-            "tags": {name: {"rows": rows, "values": values} for name, (rows, values) in tags.items()},
-            "damages": damages,
-            "last_chunk": None if sizes is None else to_json(sizes),
-        }
-        return json.dumps(found, indent=2)
+        return json.dumps(found | {"last_chunk": None if sizes is None else to_json(sizes)}, indent=2)
     left = f"{gone:,} rows were deleted{' or damaged' if damages else ''}"
-    out = [
-        f"{printable(log.path)}: {len(log):,} rows in {len(chunks):,} chunks; {left}",
-        f"{log.nbytes:,} bytes in {log.segments:,} segments",
-        *map(printable, damages),
-    ]
+    out = [f"{printable(log.path)}: {len(log):,} rows in {len(chunks):,} chunks; {left}"]
+    out += [f"{log.nbytes:,} bytes in {log.segments:,} segments", *map(printable, damages)]
     out += [f"tag {_cell(name)}: {values:,} values in {rows:,} rows" for name, (rows, values) in tags.items()]
     if sizes is not None:
         rows = chunks[-1]
-        out += ["", f"The last chunk, {rows.size:,} rows from {rows[0]:,} to {rows[-1]:,}:", "", _table(sizes)]
+        out += ["", f"The last chunk, {rows.size:,} rows from {rows[0]:,} to {rows[-1]:,}:", "", *_with_padded(sizes)]
     return "\n".join(out)
 
 
-def _table(sizes: Figures) -> str:
-    """The figures as aligned text: a line for each field, the totals, and the fields that stay padded."""
+def table(sizes: Figures) -> list[str]:
+    """The figures as aligned lines: one for each field, and the totals."""
     lines = [("field", "dtype", "encoding", "padded", "real", "wire", "padded/wire", "left to gain")]
     for field in sizes.fields:
         amounts = _amounts(field.padded_bytes, field.real_bytes, field.wire_bytes)
@@ -83,7 +74,13 @@ def _table(sizes: Figures) -> str:
     lines.append(("header", "", "", "", "", f"{sizes.header:,}", "", ""))
     total = _amounts(sizes.padded_bytes, sizes.real_bytes, sizes.wire_bytes)
     lines.append(("total", "", "", *total, _left(sizes.left)))
-    out = aligned(lines, 3)
+    known = sizes.left is not None
+    return aligned([line if known else line[:-1] for line in lines], 3)
+
+
+def _with_padded(sizes: Figures) -> list[str]:
+    """The table, and the fields that stay padded."""
+    out = table(sizes)
     if sizes.left is None:
         out.append("What is left to gain needs zstandard: pip install zstandard")
     padded = [field for field in sizes.fields if field.kind == "dense"]
@@ -92,7 +89,7 @@ def _table(sizes: Figures) -> str:
     for field in padded:
         name, reason = printable(show(field.path)), printable(field.reason or "by design")
         out.append(f"  {name} {field.shape} {dtype_name(field)}, {field.padded_bytes:,} bytes: {reason}")
-    return "\n".join(line.rstrip() for line in out)
+    return out
 
 
 def _cell(name: str) -> str:

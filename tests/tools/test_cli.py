@@ -1,12 +1,9 @@
-"""The command line: the demo runs, its comparison can fail, and a missing extra is one line; inspect shows the figures
-of every kind of file, and what it cannot read is one line."""
+"""The command line: inspect shows the figures of every kind of file, and what it cannot read is one line."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,156 +11,30 @@ from pathlib import Path
 import pytest
 import samples
 import torch
-import warm_workers
 from needs import needs, without
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 import maskpack
-import maskpack.tools
-from maskpack.dispatch import WorkerGroup
 from maskpack.packed.sizes import report
 from maskpack.store import RolloutLog
-from maskpack.tools import cli, demo, files
+from maskpack.tools import cli, files
 from maskpack.tools.files import saved_batch
-
-
-@pytest.fixture(scope="module")
-def batch():
-    return demo.rollout_batch(2, responses=3, seed=5)
-
-
-# -------------------------------------------------------------------- the run
-
-
-ROWS = {"to the workers": "trimmed", "back": "trimmed", "the model": "maskpack", "all but the model": "trimmed"}
-ROWS |= {"whole": "maskpack"}
-"""The rows of the table, and the way without a ratio: it runs the same code as padded."""
-
-
-def test_demo_runs_from_any_directory(tmp_path):
-    """In a process of its own, with a row count that the ranks cannot share evenly."""
-    command = [
-        *warm_workers.python(),
-        "-m",
-        "maskpack.tools.cli",
-        "demo",
-        "--prompts",
-        "3",
-        "--responses",
-        "3",
-        "--seed",
-        "1",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split(" s  ")[1] for line in lines if " s  round 1 of 3" in line] == [
-        f"round 1 of 3, {way} ..." for way in demo.WAYS
-    ]
-    for name, same in ROWS.items():
-        (number,) = (number for number, line in enumerate(lines) if line.startswith(f"{name}, "))
-        cells = [lines[number + 1][22 + 14 * column :][:14].strip() for column in range(4)]
-        assert [way for way, cell in zip(demo.WAYS, cells, strict=True) if not cell] == ["padded", same]
-        assert all(re.fullmatch(r"[\d,]+\.\d x", cell) for cell in cells if cell)
-    assert {line[:10].rstrip() for line in lines if line.endswith(("#", "-"))} == {*demo.WAYS}
-    outputs = 9 * demo.RESPONSE_WIDTH * 2 + sum(weights.numel() for weights in demo.tiny_model(1).parameters())
-    assert f"bitwise equal to padded: {3 * outputs:,} values in 3 rounds." in done.stdout
-    assert re.search(r"At 10 Gbit/s, .* ms -> .* ms \(calculated\)", done.stdout)
-    assert re.fullmatch(r"maskpack sent \d+ times fewer bytes to the workers \(\d+ times .*, the same bits;", lines[-2])
-    assert re.fullmatch(r"with replay, the model ran [\d.]+ times as .* \(log-probs within \de-\d\d\)\.", lines[-1])
-    assert "Warning" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("called", "message"),
-    [
-        ("step", '"entropys" differs in 1 of 3072 values, first in (3, 0): '),
-        ("replayed_step", '"entropys" differs by more than rounding in 1 of 3072 values, first in (3, 0): '),
-    ],
-)
-def test_demo_fails_on_one_changed_value(called, message, monkeypatch, capsys):
-    class Changing(WorkerGroup):
-        def call(self, method, batch, /, *args, **kwargs):
-            output = super().call(method, batch, *args, **kwargs)
-            if method == called:
-                output["entropys"].view(torch.int32)[-1, 0] ^= 1 if method == "step" else 1 << 13
-            return output
-
-    monkeypatch.setattr(demo, "WorkerGroup", Changing)
-    assert cli.main(["demo", "--prompts", "2", "--responses", "2", "--ranks", "1"]) == 1
-    shown = capsys.readouterr().out
-    assert "THE OUTPUTS DIFFER" in shown
-    assert message in shown
-    assert "bitwise equal" not in shown
-
-
-# -------------------------------------------------------------------- the comparison
-
-
-def test_compare_allows_rounding_of_the_largest_value():
-    padded = {"a": torch.tensor([4.0, 1e-3])}
-    demo.compare(padded, {"a": padded["a"] + 3e-5}, "replay", rounding=1e-5)
-    message = r'"a" differs by more than rounding in 1 of 2 values, first in \(1,\): .* through replay'
-    for far in (5e-5, -5e-5, float("nan")):
-        with pytest.raises(demo.OutputsDiffer, match=message):
-            demo.compare(padded, {"a": padded["a"] + torch.tensor([0.0, far])}, "replay", rounding=1e-5)
-
-
-def test_wire_bytes_counts_the_stream_and_the_buffers(batch):
-    payload = batch["input_ids"].numel() * 8
-    assert payload < demo.wire_bytes(batch.select("input_ids")) < payload + 4096
-    array = batch["input_ids"].numpy()
-    assert payload < demo.wire_bytes(array) < payload + 512
-    assert demo.wire_bytes(maskpack.compress(batch, pad_token_id=demo.PAD)) < demo.wire_bytes(batch) / 3
-
-
-# -------------------------------------------------------------------- what it works on
-
-
-def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
-    mask, lengths = batch["response_mask"].bool(), batch["response_mask"].sum(1)
-    prompts, responses = batch["prompts"], batch["responses"]
-    assert torch.equal(batch["input_ids"], torch.cat([prompts, responses], 1))
-    assert torch.equal(batch["attention_mask"][:, demo.PROMPT_WIDTH :], batch["response_mask"])
-    assert torch.equal(mask, torch.arange(mask.shape[1]) < lengths[:, None])
-    assert (responses[~mask] == demo.PAD).all()
-    assert (responses[mask] != demo.PAD).all()
-    for row in range(6):
-        assert torch.equal(prompts[row], prompts[row // 3 * 3])
-        padding = (prompts[row] == demo.PAD).long()
-        assert padding.diff().max() <= 0, "left padded"
-    assert (prompts == demo.PAD).any()
-    assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
-
 
 # -------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize("name", ["ray", "transformers"])
 def test_missing_extra_is_one_line(name, monkeypatch, capsys):
-    monkeypatch.delattr(maskpack.tools, "demo")
-    for module in [known for known in sys.modules if known.startswith((f"{name}.", "maskpack.tools.demo"))]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(cli, "is_installed", lambda package: package != name)
     assert cli.main(["demo"]) == 2
-    shown = capsys.readouterr()
-    assert shown.err == f"maskpack demo: {name} is not installed; run: pip install 'maskpack[demo]'\n"
-
-
-def test_other_missing_modules_are_not_blamed_on_the_extra(monkeypatch):
-    monkeypatch.delattr(maskpack.tools, "demo")
-    monkeypatch.delitem(sys.modules, "maskpack.tools.demo")
-    monkeypatch.setitem(sys.modules, "maskpack.dispatch.group", None)
-    with pytest.raises(ModuleNotFoundError, match="maskpack"):
-        cli.main(["demo"])
+    assert capsys.readouterr().err == f"maskpack demo: {name} is not installed; run: pip install 'maskpack[demo]'\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         ([], "required: command"),
-        (["demo", "--prompts", "0"], "0 is less than 1"),
-        (["demo", "--prompts", "1", "--responses", "1"], "1 rows for 2 ranks"),
+        (["doctor", "b", "--colour"], "unrecognized arguments: --colour"),
         (["inspect"], "required: FILE"),
         (["inspect", "b", "--pad-token-id", "x"], "invalid int value"),
     ],
@@ -187,9 +58,6 @@ class Own:
         return isinstance(other, Own)
 
     __hash__ = None
-
-
-NEITHER = "neither a torch.save file, a pickle, a packed batch, a memory-mapped TensorDict nor a log"
 
 
 def rollout():
@@ -264,7 +132,7 @@ def test_inspect_shows_a_table(tmp_path, capsys):
     out = inspected([tmp_path / "b"], capsys)
     found = report(rollout(), packed())
     lines = out.splitlines()
-    assert lines[0] == f"{tmp_path / 'b'}: 7 rows, {len(rollout().keys())} fields, no codec"
+    assert lines[0] == f"{tmp_path / 'b'}: 7 rows, {len(rollout().keys())} fields, codec none"
     rows = {line.split()[0]: line for line in lines[2:] if line.strip("- ") and line[0] != " "}
     for name in rollout().keys():  # noqa: SIM118  (TensorDict iterates over rows)
         cells = [f"{found[f'maskpack/field/{name}/{kind}_bytes']:,}" for kind in ("padded", "real", "wire")]
@@ -340,11 +208,15 @@ def test_inspect_takes_a_registry(kind, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", f"b is empty: {NEITHER}"),
-        *((data, f"b is {NEITHER}") for data in (b"hello, this is text", b'{"rows":{"a": 1}}', b"\x07" * 5000)),
-        (b"PK\x03\x04 no zip", "cannot be read: RuntimeError"),
+        (b"", "b is empty: torch.save, pickle, "),
+        *((data, "b is none of the files that are read: ") for data in (b"hello, this is text", b"\x07" * 5000)),
+        (b'{"rows":{"a": 1}}', "b holds a dict without tensors"),
+        (b"{\"a\": 1", "b cannot be read: JSONDecodeError"),
+        (b"PK\x03\x04 no zip", "b begins as a file of torch.save or NumPy, and ends early. Save or copy it again"),
         (b"\x80\x02 no pickle", "cannot be read: UnpicklingError: it is a pickle. Give --allow-pickle"),
         (b"\x18" + bytes(7) + b'{"__metadata__": {}}    ', "a safetensors file without our metadata"),
+        (b"\x08" + bytes(7) + b'{"a": }}', "the header is"),
+        (b"\x08" + bytes(7) + b'{"a": 1}', "cannot be read: TypeError"),
     ],
 )
 def test_inspect_refuses_other_files(data, message, tmp_path, capsys):
@@ -373,7 +245,7 @@ def test_what_any_tensordict_saved_is_read(change, tmp_path):
     safe = torch.serialization.get_safe_globals()
     try:
         torch.serialization.clear_safe_globals()
-        samples.assert_same(saved_batch(tmp_path / "b", allow_pickle=False).select(*batch.keys()), batch)
+        samples.assert_same(saved_batch(tmp_path / "b")[0].select(*batch.keys()), batch)
     finally:
         torch.serialization.add_safe_globals(safe)
 
@@ -391,11 +263,10 @@ def test_inspect_reads_pickles_of_a_packed_batch_only_when_told(tmp_path, capsys
     inspected([tmp_path / "b", "--allow-pickle"], capsys)
 
 
-def test_inspect_guesses_no_pad(tmp_path, capsys):
+def test_inspect_guesses_the_pad_of_the_doctor(tmp_path, capsys):
     as_torch(tmp_path / "b")
-    said = refused([tmp_path / "b"], capsys)
-    assert 'field "prompts" is padded with PAD_TOKEN_ID, and no pad_token_id was given' in said
-    assert "Pass --pad-token-id N" in said
+    said = [json.loads(inspected([tmp_path / "b", "--json", *pad], capsys))["fields"] for pad in ([], PAD)]
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
@@ -530,7 +401,7 @@ def test_a_log_gives_a_sample_of_its_rows(tmp_path, monkeypatch):
         log.delete([0])
 
     def rows(**limits):
-        return maskpack.decompress(saved_batch(tmp_path / "log", False, **limits))["reward_baselines"].tolist()
+        return maskpack.decompress(saved_batch(tmp_path / "log", **limits)[0])["reward_baselines"].tolist()
 
     there = [row for row in range(1, 42) if row not in range(14, 21)]
     assert rows() == there

@@ -1,47 +1,37 @@
-"""The doctor on batches with known answers: what it prints is executed, and must cover the field. Files of a DataProto
-are read without verl, and run no code."""
+"""The doctor on batches with known answers. The registry that it prints is executed: strict mode takes the batch, every
+bit comes back, and replay finds the tokens that a naive loop finds."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import pickle
+import random
 import re
+import subprocess
 import sys
-import types
-import zipfile
-from fractions import Fraction
 
-import numpy as np
 import pytest
 import samples
 import test_presets
+import tiny_models
 import torch
-from fuzz_wire import Pieces
-from golden import make_torch
-from needs import needs
-from tensordict import NonTensorData, TensorDict
+import yaml
+from tensordict import TensorDict
 
 import maskpack
-import maskpack.store
-from maskpack import RL_FIELDS, MaskNestingSpec
+from maskpack import RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack.adapters.transformers import replayable
+from maskpack.errors import MaskpackWarning, RegistryError
 from maskpack.fields.presets import PRESETS
 from maskpack.packed.sizes import report
 from maskpack.packed.table import forget
-from maskpack.tools import cli, inspector
-from maskpack.tools import doctor as doctor_module
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
+from maskpack.tools import cli, doctor, inspector
 from maskpack.tools.doctor import diagnose, snippet
-from maskpack.tools.files import saved_batch
+from maskpack.tools.files import saved_registry
 
 B, P, R = len(samples.ROWS), samples.PROMPT, samples.RESPONSE
-WIDTHS = {"prompt": P, "response": R, "sequence": P + R}
-REAL = {
-    "prompt": sum(p for p, _ in samples.ROWS),
-    "response": sum(r for _, r in samples.ROWS),
-    "sequence": sum(p + r for p, r in samples.ROWS),
-}
+PAD = ["--pad-token-id", str(samples.PAD)]
 
 
 def rollout(**fields):
@@ -52,658 +42,584 @@ def rollout(**fields):
 
 
 def saved(batch, path):
-    torch.save({name: batch.get(name) for name in batch.keys()}, path)  # noqa: SIM118  (a TensorDict iterates over rows)
-    return path
+    torch.save(dict(batch.items()) if isinstance(batch, TensorDict) else batch, path)
+    return str(path)
 
 
-def doctor(argv, capsys, status):
-    """What the command prints."""
+def said(argv, capsys, status):
+    """What the command prints: its result, or one line of error."""
     assert cli.main(["doctor", *map(str, argv)]) == status
     shown = capsys.readouterr()
-    assert shown.err == ""
-    return shown.out
+    assert (shown.out == "") == (shown.err != "") == (status == 2 and "--strict" not in argv)
+    assert shown.err.count("\n") <= 1
+    return shown.out or shown.err
 
 
-def refused(argv, capsys):
-    assert cli.main(["doctor", *map(str, argv)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("maskpack doctor: ")
-    assert shown.err.count("\n") == 1
-    return shown.err
+def executed(code):
+    """The registry, and the options of replay if there are any, of the code that is printed."""
+    names = {"ReplayOptions": ReplayOptions}
+    exec(code.replace("# ReplayOptions(", "options = ReplayOptions("), names)
+    return names["registry"], names.get("options")
 
 
-def executed(shown):
-    """The registry of the lines that were printed."""
-    code = re.search(r"^from maskpack import .*?^(}|\)|}\))$", shown, re.DOTALL | re.MULTILINE)
-    names = {}
-    exec(code[0], names)
-    return names["registry"]
-
-
-def covers(registry, batch, *names, pad_token_id=samples.PAD):
-    """Whether strict mode takes the batch, the fields are packed under a mask, and every bit comes back."""
-    packed = maskpack.compress(batch, registry=registry, pad_token_id=pad_token_id, strict_mask_nesting=True)
+def strict(batch, registry, token=samples.PAD):
+    """The batch packed in strict mode; every bit comes back."""
+    forget()
+    packed = maskpack.compress(batch, registry=registry, pad_token_id=token or 0, strict_mask_nesting=True)
     samples.assert_same(maskpack.decompress(packed), batch)
-    forms = {form.path: form for form in packed.schema.forms}
-    return [forms[name if isinstance(name, tuple) else (name,)].kind for name in names] == ["padded"] * len(names)
+    return packed
 
 
-# -------------------------------------------------------------------- a batch that is covered
+def wire_bytes(batch, registry, token=samples.PAD):
+    return report(None, strict(batch, registry, token))["maskpack/wire_bytes"]
 
 
-def test_a_covered_batch_exits_with_0_and_its_figures_are_right(tmp_path, capsys):
-    file = saved(rollout(), tmp_path / "b.pt")
-    said = json.loads(doctor([file, "--json", "--pad-token-id", samples.PAD], capsys, 0))
-    found = report(None, maskpack.compress(rollout(), pad_token_id=samples.PAD))
-    assert said["stay_padded"] == []
-    assert said["registry"] is said["wire_bytes_with_lines"] is None
-    assert said["wire_bytes"] == found["maskpack/wire_bytes"]
-    padded = real = 0
-    for name in rollout().keys():  # noqa: SIM118
-        tensor = rollout()[name]
-        padded += tensor.numel() * tensor.element_size()
-        axis = next((axis for axis, width in WIDTHS.items() if tensor.dim() > 1 and tensor.shape[1] == width), None)
-        real += tensor.numel() * tensor.element_size() if axis is None else REAL[axis] * tensor.element_size()
-    assert said["padded_bytes"] == padded
-    assert said["padding_bytes"] == padded - real
-    assert said["masks"] == {name: {"rows": B, "width": WIDTHS[name], "num_tokens": REAL[name]} for name in WIDTHS}
+def scored_ids(ids, valid, response):
+    """The ids of the response tokens that have a token before them in their row, row by row."""
+    out = []
+    for row in range(len(ids)):
+        columns = [at for at in range(ids.shape[1]) if valid[row, at]]
+        out += [int(ids[row, at]) for at in columns[1:] if response[row, at]]
+    return out
 
 
-def test_a_covered_batch_in_words(tmp_path, capsys):
-    file = saved(rollout(), tmp_path / "b.pt")
-    shown = doctor([file], capsys, 0)
-    assert shown.startswith(f"{file}: {B} rows, {len(rollout().keys())} fields\n")
-    assert f"  response: 6 wide, {REAL['response'] / (B * R):.1%} valid ({REAL['response']} tokens)" in shown
-    assert "Every tensor of two or more dims is covered." in shown
-    assert f"pad_token_id was not given; {samples.PAD} is the value under the masks" in shown
-    assert "from maskpack import" not in shown
+# -------------------------------------------------------------------- names of its own
 
 
-def test_prefixes_that_rows_share(tmp_path, capsys):
-    alone = saved(rollout(), tmp_path / "alone.pt")
-    assert "prefixes:" not in doctor([alone], capsys, 0)
-    said = json.loads(doctor([alone, "--json"], capsys, 0))
-    assert (said["tokens"], said["shared_tokens"]) == (REAL["sequence"], 0)
+def own(rows=12, prompt=10, answer=30, seed=3):
+    """A trainer of its own: prompts padded on the left, answers on the right, tool tokens are holes."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    on_prompt = torch.arange(prompt) >= prompt - torch.tensor([[rng.randint(2, prompt)] for _ in range(rows)])
+    on = torch.arange(answer) < torch.tensor([[rng.randint(4, answer)] for _ in range(rows)])
+    on[0] = True
+    attn = torch.cat([on_prompt, on], 1)
+    loss = on & (torch.arange(answer) // 3 % 3 != 1)
+    toks = torch.randint(5, 30_000, attn.shape, generator=generator).masked_fill(~attn, 7)
 
-    batch = samples.rollout([(30, 20), (30, 10)], 32, 32, objects=False)
-    ids = batch["input_ids"]
-    ids[:, 2:32] = torch.arange(1, 31)
-    batch["prompts"], batch["labels"] = ids[:, :32].clone(), ids.clone()
-    batch["labels"][batch["attention_mask"] == 0] = -100
-    file = saved(batch, tmp_path / "b.pt")
-    line = "prefixes: 33.3% of 90 tokens repeat another row; ReplayOptions(share_prefixes=True) skips them\n"
-    assert line in doctor([file], capsys, 1)
-    said = json.loads(doctor([file, "--json"], capsys, 1))
-    assert (said["tokens"], said["shared_tokens"]) == (90, 30)
+    def floats(mask):
+        return torch.randn(mask.shape, generator=generator).masked_fill(~mask, 0)
 
-    said = json.loads(doctor([saved(rollout().exclude("input_ids"), tmp_path / "c"), "--json"], capsys, 0))
-    assert said["tokens"] is said["shared_tokens"] is None
+    fields = {"toks": toks, "attn": attn.long(), "pos": (attn.cumsum(1) - 1).clamp(min=0), "logp": floats(on)}
+    fields |= {"question": toks[:, :prompt].clone(), "answer": toks[:, prompt:].clone(), "learn": loss.long()}
+    fields |= {"labels": toks.masked_fill(~attn, -100), "adv": floats(on) * loss, "score": torch.randn(rows)}
+    fields["turn"] = (torch.arange(answer) // 3).expand(rows, -1).masked_fill(~on, -1)
+    return TensorDict(fields, batch_size=[rows]), attn, torch.cat([torch.zeros_like(on_prompt), on], 1)
 
 
-# -------------------------------------------------------------------- lines that cover
+def split():
+    return own()
+
+
+def masks():
+    """No ids but those of the sequence: the response is what a mask in its last columns says."""
+    batch, attn, response = own()
+    response = torch.cat([torch.zeros_like(batch["question"]), batch["learn"]], 1).bool()
+    return batch.exclude("question", "answer"), attn, response
+
+
+def whole():
+    """The loss mask is as wide as the sequence."""
+    batch, attn, response = own()
+    fields = batch.select("toks", "attn", "labels").set("learn", response)
+    return fields.set("logp", torch.randn(attn.shape).masked_fill(~attn, 0)), attn, response
+
+
+def nested():
+    batch, attn, response = whole()
+    return TensorDict({"rollout": batch}, batch_size=batch.batch_size), attn, response
+
+
+AXES = {
+    split: {
+        "sequence": (MaskAxis("attn"),),
+        "prompt": (MaskAxis("attn", part="head", tail=("answer",)),),
+        "response": (MaskAxis("attn", part="tail", tail=("answer",)),),
+    },
+    masks: {
+        "sequence": (MaskAxis("attn"),),
+        "response": (MaskAxis("learn"),),
+        "columns": (MaskAxis("attn", part="tail", tail=("learn",)),),
+    },
+    whole: {"sequence": (MaskAxis("attn"),), "response": (MaskAxis("learn"),)},
+    nested: {"sequence": (MaskAxis(("rollout", "attn")),), "response": (MaskAxis(("rollout", "learn")),)},
+}
+
+
+@pytest.mark.parametrize("case", AXES)
+@pytest.mark.parametrize("parts", [1, 5])
+def test_the_registry_as_printed_covers_a_batch_of_own_names(case, parts, monkeypatch):
+    batch, attn, response = case()
+    before = samples.freeze(batch)
+    if parts > 1:
+        monkeypatch.setattr(doctor, "_PART", 1)
+        monkeypatch.setattr(doctor, "_PARTS", parts)
+        monkeypatch.setattr(doctor, "_some_rows", lambda batch: batch)
+    found = diagnose(batch)
+    assert samples.freeze(batch) == before
+    assert dict(found.registry.axes) == AXES[case]
+    assert found.pad_token_id == 7
+    registry, options = executed(snippet(found))
+    assert registry.told == found.registry.told
+    packed = strict(batch, registry, 7)
+    assert all(spec.mask is not None for spec in registry.values())
+    assert found.sizes.padded_bytes == sum(x.numel() * x.element_size() for x in batch.values(True, True))
+    assert (found.sizes.wire_bytes == report(None, packed)["maskpack/wire_bytes"]) == (parts == 1)
+    ids = batch[options.input_ids]
+    for rows in (batch, packed):  # a packed batch has its axes, too
+        assert PackedInputs.of(rows, options=options).targets.tolist() == scored_ids(ids, attn, response)
+    assert found.scored == int(response.sum())
+
+
+def test_the_registry_of_one_batch_takes_later_ones():
+    registry = diagnose(own()[0]).registry
+    for seed in range(10):
+        strict(own(seed=seed)[0], registry, 7)
+
+
+@pytest.mark.parametrize("name", ["attn", "learn"])
+def test_a_float_field_is_never_a_mask_by_guess(name):
+    batch, *_ = whole()
+    batch["temperature"] = torch.ones(batch["toks"].shape)
+    batch[name] = batch[name].float()
+    found = diagnose(batch)
+    assert not {"temperature", name} & {way.source for ways in found.registry.axes.values() for way in ways}
+    assert not {"temperature", name} & {mask for spec in found.registry.values() for mask in spec.masks}
+    assert found.scored is None
+
+
+def test_prompts_and_completions_that_are_padded_apart_show_no_sequence():
+    """A prompt mask may lie within the last columns of a completion mask by chance."""
+    prompts, answers = torch.tensor([[0, 3, 4], [5, 6, 7]]), torch.tensor([[8, 9, 1, 2, 0, 0], [3, 4, 5, 6, 7, 8]])
+    prompts[0, 1:] = 0
+    batch = TensorDict({"q": prompts, "q_mask": prompts != 0, "a": answers, "a_mask": answers != 0}, batch_size=[2])
+    found = diagnose(batch)
+    assert (found.registry.axes, found.scored) == ({}, None)
+    assert {key: spec.mask for key, spec in found.registry.items()} == {
+        **dict.fromkeys(("q", "q_mask"), "q_mask"),
+        **dict.fromkeys(("a", "a_mask"), "a_mask"),
+    }
+
+
+@pytest.mark.parametrize("field", ["answer", "toks"])
+def test_one_bit_that_differs_shows_no_split(field):
+    batch, *_ = own()
+    batch = batch.select("toks", "attn", "answer", "logp")
+    batch[field][0, -1] += 1
+    assert "prompt" not in diagnose(batch).registry.axes
+
+
+# -------------------------------------------------------------------- lines
 
 
 def per_row(axis):
-    """Floats, each row padded with its own number."""
-    out = samples.of(axis, torch.float32, seed=3)
     mask = samples.of(axis, torch.bool)
-    return torch.where(mask, out, torch.arange(B, dtype=torch.float32)[:, None] + 0.5)
+    return torch.where(mask, samples.of(axis, torch.float32, seed=3), torch.arange(B)[:, None] + 0.5)
 
 
-def signed(axis):
-    out = samples.of(axis, torch.float32, seed=4)
-    return torch.where(samples.of(axis, torch.bool), out, torch.tensor([0.0, -0.0] * B)[:B, None])
-
-
-ANY = "MaskNestingSpec('response', pad=[0, SIGNED_ZERO, ANY_ZERO])"
-"""The line of floats whose pads are zeros."""
-UNCOVERED = [
-    (samples.of("response", torch.float32), ANY, "0.0"),
+ZEROS = "MaskNestingSpec('response', pad=[0, SIGNED_ZERO, ANY_ZERO])"
+LINES = [
+    (samples.of("response", torch.float32), ZEROS, "0.0"),
     (samples.of("prompt", torch.int32, -100), "MaskNestingSpec('prompt', pad=-100)", "-100"),
     (samples.of("response", torch.float32, math.nan), "MaskNestingSpec('response', pad=float(\"nan\"))", "nan"),
-    (samples.of("sequence", torch.int64, -100), "MaskNestingSpec('sequence', pad=-100)", "-100"),
-    (
-        samples.of("response", torch.int64, samples.PAD),
-        "MaskNestingSpec('response', pad=PAD_TOKEN_ID)",
-        "the pad token",
-    ),
-    (
-        samples.of("sequence", torch.int64, samples.EDGE),
-        "MaskNestingSpec('sequence', pad=EDGE)",
-        "the nearest valid value",
-    ),
-    (samples.of("response", torch.bool), "MaskNestingSpec('response', pad=False)", "False"),
-    (per_row("response"), "MaskNestingSpec('response', pad=PER_ROW)", "one value a row (PER_ROW)"),
-    (signed("response"), ANY, "0.0 in some rows and -0.0 in others"),
+    (samples.of("response", torch.int64, samples.PAD), "MaskNestingSpec('response', pad=PAD_TOKEN_ID)", "the pad to"),
+    (samples.of("sequence", torch.int64, samples.EDGE), "MaskNestingSpec('sequence', pad=EDGE)", "EDGE"),
+    (samples.of("response", torch.bool), "MaskNestingSpec('response')", "False"),
+    (per_row("response"), "MaskNestingSpec('response', pad=PER_ROW)", "PER_ROW"),
+    (torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool), ZEROS, "ANY_ZERO"),
     (
         samples.of("sequence", torch.int64, samples.EDGE, (4,)).movedim(1, 2).contiguous(),
         "MaskNestingSpec('sequence', pad=EDGE, ragged_dim=-1)",
-        "the nearest valid value (EDGE)",
+        "EDGE",
     ),
 ]
 
 
-@pytest.mark.parametrize(("value", "spec", "pad"), UNCOVERED, ids=[pad for _, _, pad in UNCOVERED])
+@pytest.mark.parametrize(("value", "spec", "pad"), LINES, ids=[pad for _, _, pad in LINES])
 def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
-    batch = rollout(mine=value)
-    file = saved(batch, tmp_path / "b")
-    shown = doctor([file], capsys, 1)
-    spec = spec.replace(", pad=False", "")  # 0, the default
+    batch = rollout(mine=value, sub=TensorDict({"mine": value}, [B]))
+    torch.save(batch, tmp_path / "b")
+    shown = said([tmp_path / "b"], capsys, 1)
     assert f"    'mine': {spec},\n" in shown
+    assert f"    ('sub', 'mine'): {spec},\n" in shown
     assert f" it is padded with {pad}" in shown
-    assert '"mine" ' in shown
-    assert "the registry does not know it" in shown
-    assert covers(executed(shown), batch, "mine")
-    said = json.loads(doctor([file, "--json"], capsys, 1))
-    assert [(one["path"], one["shape"], one["nbytes"]) for one in said["stay_padded"]] == [
-        (["mine"], list(value.shape), value.numel() * value.element_size())
-    ]
-    assert said["stay_padded"][0]["line"] == f"'mine': {spec},"
-    again = maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD)
-    assert said["wire_bytes_with_lines"] == report(None, again)["maskpack/wire_bytes"]
+    registry, _ = executed(re.search(r"^from maskpack import .*?^}\)$", shown, re.DOTALL | re.MULTILINE)[0])
+    kinds = {form.path: form.kind for form in strict(batch, registry).schema.forms}
+    assert kinds["mine",] == kinds["sub", "mine"] == "padded"
 
 
-def test_several_fields_have_one_snippet(tmp_path, capsys):
-    batch = rollout(a=UNCOVERED[1][0], b=UNCOVERED[5][0], sub=rollout(c=UNCOVERED[0][0]))
-    torch.save(batch, tmp_path / "b")
-    shown = doctor([tmp_path / "b"], capsys, 1)
-    assert "3 stay padded; they are compressed all the same, to " in shown
-    assert f"('sub', 'c'): {ANY}," in shown
-    assert "from maskpack import ANY_ZERO, EDGE, RL_FIELDS, SIGNED_ZERO, MaskNestingSpec\n" in shown
-    assert covers(executed(shown), batch, "a", "b", ("sub", "c"))
+def stays(value):
+    return rollout(mine=value)
 
 
-def test_a_known_field_with_another_pad_keeps_its_spec(tmp_path, capsys):
-    batch = rollout()
-    batch["rollout_log_probs"] = samples.of("response", torch.float32, 1)
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    spec = "MaskNestingSpec(['response', 'sequence'], pad=[1.0, 0, SIGNED_ZERO, ANY_ZERO], hints="
-    assert f"'rollout_log_probs': {spec}" in shown
-    registry = executed(shown)
-    assert covers(registry, batch, "rollout_log_probs")
-    assert covers(registry, rollout(), "rollout_log_probs")  # what was right before still is
+def under(**values):
+    """A field of the response with these values under the mask, in turn."""
+    out = samples.of("response", torch.float32)
+    places = (~samples.of("response", torch.bool)).nonzero()
+    out[tuple(places.T)] = torch.tensor([*values.values()]).repeat(len(places))[: len(places)]
+    return out
 
 
-def test_two_masks_on_two_axes(tmp_path, capsys):
-    """TRL's batch: no attention mask over both; the fields that are called masks serve."""
-    batch = TensorDict(
-        {
-            "prompt_ids": samples.of("prompt", torch.int64, 7),
-            "prompt_mask": samples.of("prompt", torch.int64).ne(0).long(),
-            "completion_ids": samples.of("response", torch.int64, 7),
-            "completion_mask": samples.of("response", torch.int64).ne(0).long(),
-            "advantages": torch.randn(B),
-        },
-        batch_size=[B],
-    )
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    assert "'prompt_ids': MaskNestingSpec('prompt_mask', pad=PAD_TOKEN_ID)," in shown
-    assert "# compress(batch, registry=registry, pad_token_id=7)\n" in shown
-    assert "'completion_mask': MaskNestingSpec('completion_mask')," in shown
-    registry = executed(shown)
-    names = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask"]
-    assert covers(registry, batch, *names, pad_token_id=7)
-    assert [*registry] == names  # and none of RL_FIELDS
-    assert registry.axes == {}
-
-
-def test_a_pad_token_that_ends_each_row_is_no_edge():
-    """As that of a tokenizer whose pad is the end of the text; rows of a later batch are cut off before it."""
-    mask = samples.of("response", torch.bool).long()
-    ids = samples.of("response", torch.int64, 7)
-    ends = mask.bool() & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    batch = TensorDict({"toks": ids.masked_fill(ends, 7), "on": mask}, batch_size=[B])
-    found = diagnose(batch).cover
-    assert found.registry["toks"].pads == (maskpack.PAD_TOKEN_ID,)
-    assert found.pad_token_id == 7
-    assert covers(found.registry, batch.set("toks", ids), "toks", pad_token_id=7)
-
-
-def test_a_registry_means_what_it_means_to_compress(tmp_path, capsys):
-    """A name that RL_FIELDS knows is not known to a registry that has it not."""
-    batch = TensorDict({"m": samples.of("response", torch.bool).long()}, batch_size=[B])
-    batch["values"] = samples.of("response", torch.float32)
-    file = saved(batch, tmp_path / "b")
-    registry = maskpack.MaskNestingRegistry({"m": MaskNestingSpec("m")})
-    (tmp_path / "r.json").write_text(json.dumps(registry.to_dict()))
-    with pytest.raises(maskpack.errors.CoverageError, match=r'"values".*the registry does not know it'):
-        maskpack.compress(batch, registry=registry, strict_mask_nesting=True)
-    shown = doctor([file, "--registry", tmp_path / "r.json"], capsys, 1)
-    assert '"values" (7, 6) float32, 168 bytes: the registry does not know it' in shown
-    assert "'values': MaskNestingSpec('m', pad=[0, SIGNED_ZERO, ANY_ZERO])," in shown
-    whole = registry | {"values": MaskNestingSpec("m")}
-    (tmp_path / "r.json").write_text(json.dumps(whole.to_dict()))
-    doctor([file, "--registry", tmp_path / "r.json"], capsys, 0)
-    maskpack.compress(batch, registry=whole, strict_mask_nesting=True)
-
-
-def test_a_full_mask_shows_no_pad(tmp_path, capsys):
-    batch = TensorDict(
-        {"attention_mask": torch.ones(3, 4, dtype=torch.int64), "mine": torch.randn(3, 4)}, batch_size=[3]
-    )
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    assert "nothing is padded in this batch, so its pad is not seen; 0 is assumed" in shown
-    assert covers(executed(shown), batch, "mine")
-
-
-def gae(seed):
-    """A batch of own names whose pads have the sign of what `x * mask` had there, and the mean of what it whitened."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.arange(20) < torch.randint(3, 20, (16, 1), generator=generator)
-    own = torch.randn(16, 20, generator=generator).cumsum(1)
-    mean, std = own[mask].mean(), own[mask].std()
-    own = own.masked_fill(~mask, 0)
-    fields = {"on": mask.long(), "adv": (own - mean) / std * mask, "white": (own - mean) / std, "rets": own * mask}
-    fields["loss_on"] = mask.float()
-    return TensorDict(fields, batch_size=[16])
-
-
-def test_the_registry_of_one_batch_takes_later_ones():
-    """For no byte more than the pad of the batch."""
-    found = diagnose(gae(0)).cover
-    for seed in range(10):
-        assert covers(found.registry, gae(seed), *gae(seed).keys(), pad_token_id=None)
-    assert found.registry["adv"].pads == (0, maskpack.SIGNED_ZERO, maskpack.ANY_ZERO)
-    assert found.registry["loss_on"].pads == (0,)
-    plain = found.registry | {
-        name: MaskNestingSpec("on", found.registry[name].pads[0 if name == "white" else 1], hints=spec.hints)
-        for name, spec in found.registry.items()
-        if name in ("adv", "white", "rets")
-    }
-    assert wire_bytes(gae(0), found.registry) <= wire_bytes(gae(0), plain)
-
-
-# -------------------------------------------------------------------- what no line covers
-
-
-def stray(axis):
-    """A value under the mask, three of another, and zeros."""
-    out = samples.of(axis, torch.float32)
-    mask = samples.of(axis, torch.bool)
-    places = (~mask).nonzero().tolist()
-    for place in places[:3]:
-        out[tuple(place)] = 2.5
-    out[tuple(places[3])] = -7.0
-    return out, len(places)
-
-
-def test_several_values_under_a_mask_are_counted(tmp_path, capsys):
-    value, masked = stray("response")
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        (
+            under(a=0.0, b=2.5, c=-7.0),
+            r'under mask "response" it holds (0.0|2.5|-7.0), .*\. No pad covers that: x\.mas',
+        ),
+        (torch.randn(B, 3, 2), r'has its size; mask "sequence" is \(7, 11\); mask "prompt" is \(7, 5\); mask "resp'),
+        (samples.per_row([{"x": torch.zeros(b + 1)} for b in range(B)]), r"no mask reaches into a Python object"),
+    ],
+)
+def test_what_no_mask_covers_is_declared_to_stay_padded(value, seen):
     batch = rollout(mine=value)
-    batch["old_log_probs"] = value.clone()
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    held = f"{masked} positions hold 0.0 ({masked - 4} times), 2.5 (3 times), -7.0 (1 times). No pad covers that"
-    assert shown.count(f'under mask "response", {held}') == 2
-    assert "'mine': MaskNestingSpec(None),  # stays padded\n" in shown
-    assert "it has non-pad values under its mask" in shown
-    packed = maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
-    samples.assert_same(maskpack.decompress(packed), batch)
+    (line,) = diagnose(batch, pad_token_id=samples.PAD).suggestions
+    assert (line.key, line.spec.mask) == ("mine", None)
+    assert re.search(seen, line.seen)
+    strict(batch, executed(snippet(diagnose(batch)))[0])
 
 
-def test_mixed_zeros_have_a_remedy(tmp_path, capsys):
-    batch = rollout()
-    batch["advantages"] = torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool)
-    doctor([saved(batch, tmp_path / "b")], capsys, 0)
-    batch["own"] = batch["advantages"]
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    assert "0.0 and -0.0 in one row, as x * mask leaves them (ANY_ZERO)" in shown
-    assert covers(executed(shown), batch, "own")
-    batch["own"] = batch["advantages"][:, :, None].expand(B, R, 2).contiguous()
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    assert "0.0 and -0.0 in one row, as x * mask leaves them. No pad covers that: x.masked_fill(mask == 0, 0)" in shown
+def test_the_remedy_for_several_values():
+    batch = rollout(mine=under(a=0.0, b=2.5))
+    batch["mine"] = batch["mine"].masked_fill(batch["response_mask"] == 0, 0)
+    assert diagnose(batch).registry["mine"].mask == "response"
 
 
-def test_fields_of_no_masks_size(tmp_path, capsys):
-    batch = rollout(odd=torch.randn(B, 3, 2))
-    shown = doctor([saved(batch, tmp_path / "b")], capsys, 1)
-    sizes = 'mask "sequence" is (7, 11); mask "prompt" is (7, 5); mask "response" is (7, 6)'
-    assert f"no mask of the batch has its size; {sizes}" in shown
-    maskpack.compress(batch, registry=executed(shown), pad_token_id=samples.PAD, strict_mask_nesting=True)
+def test_a_known_field_with_another_pad_keeps_its_spec():
+    batch = rollout(rollout_log_probs=samples.of("response", torch.float32, 1))
+    found = diagnose(batch)
+    spec = found.registry["rollout_log_probs"]
+    assert (spec.masks, spec.pads[0], spec.hints) == (
+        ("response", "sequence"),
+        1.0,
+        RL_FIELDS["rollout_log_probs"].hints,
+    )
+    for one in (batch, rollout()):  # what was right before still is
+        strict(one, found.registry)
 
 
-def test_tensors_inside_python_objects_are_one_finding(tmp_path, capsys):
-    batch = rollout()
-    batch.set("extra", samples.per_row([{"tokens": torch.zeros(b + 1)} for b in range(B)]))
-    torch.save(batch, tmp_path / "b")
-    shown = doctor([tmp_path / "b", "--allow-pickle"], capsys, 1)
-    assert "1 stays padded; it is compressed all the same, to " in shown
-    assert f"{4 * sum(range(1, B + 1))} bytes: with {B - 1} more, tensors inside Python objects" in shown
-    registry = executed(shown)
-    maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD, strict_mask_nesting=True)
+def test_a_wrong_pad_token_is_put_right():
+    found = diagnose(rollout(), pad_token_id=3)
+    assert found.registry["responses"].pads == (samples.PAD, maskpack.PAD_TOKEN_ID)
+    strict(rollout(), found.registry, 3)
 
 
-# -------------------------------------------------------------------- what is given
+def test_a_full_mask_shows_no_pad():
+    mask = torch.ones(3, 4, dtype=torch.int64)
+    batch = TensorDict({"attention_mask": mask, "mine": torch.randn(3, 4)}, batch_size=[3])
+    (line,) = diagnose(batch).suggestions
+    assert "nothing is padded in this batch, so its pad is not seen; 0 is assumed" in line.seen
+    strict(batch, diagnose(batch).registry)
 
 
-def test_a_wrong_pad_token_is_put_right(tmp_path, capsys):
-    shown = doctor([saved(rollout(), tmp_path / "b"), "--pad-token-id", 3], capsys, 1)
-    assert f"'responses': MaskNestingSpec('response', pad=[{samples.PAD}, PAD_TOKEN_ID])," in shown
-    assert covers(executed(shown), rollout(), "responses", "prompts", "input_ids", pad_token_id=3)
+def test_a_nan_of_other_bits_is_a_pad_of_rows():
+    """0 / 0 is no float("nan") on every processor."""
+    nan = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32)
+    batch = rollout(odd=torch.where(samples.of("response", torch.bool), 1.0, nan))
+    strict(batch, executed(snippet(diagnose(batch)))[0])
 
 
-def test_the_batch_is_not_changed():
-    batch = rollout(mine=UNCOVERED[3][0])
-    before = samples.freeze(batch)
-    diagnose(batch)
-    assert samples.freeze(batch) == before
+def test_the_pad_token_is_that_of_most_token_fields():
+    batch, mask = rollout(), samples.of("sequence", torch.bool)
+    for name, pad in (("input_ids", 50), ("teacher_ids", 50), ("prompts", 60), ("responses", 50)):
+        columns = {"prompts": slice(P), "responses": slice(P, None)}.get(name, slice(None))
+        batch[name] = torch.where(mask[:, columns], 1, pad)
+    assert diagnose(batch).pad_token_id == 50
+
+
+def test_a_mask_of_the_registry_or_of_more_tokens_comes_first():
+    some = samples.of("response", torch.bool) & (torch.arange(R) % 2 == 0)
+    batch = rollout(one=torch.randn(B, R).where(some, 0.0), two=torch.randn(B, R).where(some, 0.0), some=some)
+    assert diagnose(batch).registry["one"].mask == "response"
+    wide = torch.arange(12) < torch.tensor([[9], [5], [12]])
+    narrow = wide & (torch.arange(12) > 1)
+    fields = {"a": torch.randn(3, 12).where(wide, 0.0), "b": torch.randn(3, 12).where(narrow, 0.0)}
+    found = diagnose(TensorDict({"wide": wide, "narrow": narrow, **fields}, batch_size=[3]))
+    assert (found.registry["a"].mask, found.registry["b"].mask) == ("wide", "wide")
 
 
 def test_no_rows_and_no_masks():
     assert diagnose(rollout()[:0], pad_token_id=1).suggestions == ()
-    found = diagnose(TensorDict({"x": torch.ones(2, 3)}, [2]))
-    assert [one.seen for one in found.suggestions] == ["no mask of the batch has its size; there is no mask"]
-    assert "'x': MaskNestingSpec(None),  # stays padded" in snippet(found, "RL_FIELDS")
+    (line,) = diagnose(TensorDict({"x": torch.ones(2, 3)}, [2])).suggestions
+    assert line.seen == "no mask of the batch has its size; there is no mask"
 
 
-# -------------------------------------------------------------------- files
+def test_packed_and_nested_batches_are_those_that_were_packed():
+    batch = rollout(mine=LINES[1][0])
+    with pytest.warns(MaskpackWarning):
+        forms = maskpack.compress(batch, pad_token_id=7), maskpack.nest_batch_by_mask(batch, pad_token_id=7)
+    for form in (batch, *forms):
+        assert [one.line for one in diagnose(form).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
 
 
-def test_a_packed_batch_and_a_nested_one(tmp_path, capsys):
-    batch = rollout(mine=UNCOVERED[1][0])
-    with pytest.warns(maskpack.errors.MaskpackWarning):
-        packed = maskpack.compress(batch, pad_token_id=samples.PAD)
-    packed.save(tmp_path / "packed")
-    assert covers(executed(doctor([tmp_path / "packed"], capsys, 1)), batch, "mine")
-    said = json.loads(doctor([tmp_path / "packed", "--json"], capsys, 1))
-    assert said["wire_bytes"] == report(None, packed)["maskpack/wire_bytes"]
-    assert said["wire_bytes_with_lines"] is None
-    with pytest.warns(maskpack.errors.MaskpackWarning):
-        nested = maskpack.nest_batch_by_mask(batch, pad_token_id=samples.PAD)
-    assert [one.line for one in diagnose(nested).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
+# -------------------------------------------------------------------- presets
 
 
-@pytest.mark.parametrize("version", ["0.10.0", "0.14.3"])
-def test_files_of_torch_save_with_other_versions_of_tensordict(version, capsys):
-    """The maker is tests/golden/make_torch.py."""
-    file = make_torch.HERE / f"tensordict-{version}.pt"
-    samples.assert_same(saved_batch(file, False), make_torch.batch())
-    assert "'sub', 'x'" in doctor([file, "--pad-token-id", 0], capsys, 1)
+def of_trainer(case):
+    return test_presets.made(case, count=40, most=120, empty=False)
 
 
-def test_a_class_that_is_refused_is_named_and_damage_is_told(tmp_path, capsys):
-    torch.save({"x": torch.ones(2, 3), "y": Fraction(1, 2)}, tmp_path / "class.pt")
-    said = refused([tmp_path / "class.pt"], capsys)
-    assert "cannot be read: UnpicklingError: it names fractions.Fraction, which is no plain data. Give --allow" in said
-    torch.save({"x": torch.ones(2, 3)}, tmp_path / "whole.pt")
-    with zipfile.ZipFile(tmp_path / "whole.pt") as whole, zipfile.ZipFile(tmp_path / "cut.pt", "w") as cut:
-        for name in whole.namelist():
-            data = whole.read(name)
-            cut.writestr(name, data.replace(b"ctorch._utils", b"\xff torch._utils") if name.endswith(".pkl") else data)
-    assert "UnpicklingError: it is damaged: Unsupported operand 255" in refused([tmp_path / "cut.pt"], capsys)
+@pytest.mark.parametrize("case", ["skyrl", "nemo_rl", "openrlhf", "slime", "slime jagged", "areal rollout", "prime_rl"])
+def test_the_preset_that_fits_is_named_alone(case, tmp_path, capsys):
+    """After strict mode and replay took it. Its bytes are those that are printed."""
+    batch, name = of_trainer(case), case.partition(" ")[0]
+    torch.save(batch, tmp_path / "b")
+    shown = said([tmp_path / "b"], capsys, cli.main(["doctor", str(tmp_path / "b"), *PAD, "--json"]))
+    assert shown.count("registry = ") == 1
+    code = shown[shown.index("from maskpack.fields import") : shown.index("Checked")]
+    registry, options = executed(code)
+    assert registry.told == PRESETS[name].told
+    token = diagnose(batch).pad_token_id
+    assert f"packed:  {wire_bytes(batch, registry, token):,} bytes, " in shown
+    assert "Strict mode and replay need a registry; for bytes alone nothing is needed." in shown
+    tokens = PackedInputs.of(
+        batch, options=ReplayOptions(registry=registry, input_ids=options.input_ids, no_prompt="skip")
+    )
+    assert f"Replay finds {tokens.response.num_tokens:,} response tokens." in shown
+    assert (
+        cli.main(
+            ["doctor", str(tmp_path / "b"), "--registry", name, *(["--pad-token-id", str(token)] if token else [])]
+        )
+        == 0
+    )
 
 
-def test_a_folder_of_a_memory_mapped_tensordict(tmp_path, capsys):
-    batch = rollout(mine=UNCOVERED[1][0], sub=TensorDict({"half": torch.ones(B, 2, dtype=torch.bfloat16)}, [B]))
-    batch["none"] = torch.zeros(B, 0)
-    batch["names"] = samples.per_row([f"row {b}" for b in range(B)])
-    batch.set("info", NonTensorData({"step": 1}, batch_size=[B]))
-    batch.clone().memmap(str(tmp_path / "m"))
-    read = saved_batch(tmp_path / "m", False)
-    assert set(read.keys()) == set(batch.keys())
-    samples.assert_same(read.select(*batch.keys()), batch)
-    shown = doctor([tmp_path / "m"], capsys, 1)
-    assert "'mine': MaskNestingSpec('prompt', pad=-100)," in shown
-    (tmp_path / "m" / "mine.memmap").write_bytes(b"")
-    assert "m cannot be read: RuntimeError: " in refused([tmp_path / "m"], capsys)
-    about = json.loads((tmp_path / "m" / "meta.json").read_text())
-    (tmp_path / "m" / "meta.json").write_text(json.dumps({"../m/mine": about["mine"], "shape": [B]}))
-    assert "which is no name of a file" in refused([tmp_path / "m"], capsys)
-    (tmp_path / "m" / "meta.json").write_text(json.dumps({"thing": {"type": "Thing"}, "shape": [B]}))
-    (tmp_path / "m" / "thing").mkdir()
-    (tmp_path / "m" / "thing" / "meta.json").write_text("{}")
-    assert "field 'thing' is a Thing that is no plain data" in refused([tmp_path / "m"], capsys)
+def test_a_preset_has_lines_for_what_it_does_not_know():
+    batch = of_trainer("skyrl").set("images", samples.per_row([{"pixels": torch.ones(2)}] * 40))
+    found = diagnose(batch)
+    assert found.name == "skyrl"
+    assert [one.line for one in found.suggestions] == ["'images': MaskNestingSpec(None),  # stays padded"]
+    strict(batch, executed(snippet(found))[0])
 
 
-# -------------------------------------------------------------------- --strict
+def test_a_batch_that_rl_fields_refuses(tmp_path, capsys):
+    file = saved(of_trainer("openrlhf"), tmp_path / "b.pt")
+    shown = said([file], capsys, 1)
+    assert 'RL_FIELDS refuses the batch: compress: field "rollout_log_probs" is ' in shown
+    assert 'b.pt: compress: field "rollout_log_probs" is ' in said(["--strict", file], capsys, 2)
+    only = saved(of_trainer("openrlhf").select("rollout_log_probs", "attention_mask"), tmp_path / "c")
+    assert '"rollout_log_probs" is' in said([only, "--registry", "verl"], capsys, 2)
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-def test_a_log(tmp_path, capsys):
-    """A sample of its rows is what the doctor says of these rows, packed."""
-    with maskpack.store.RolloutLog(tmp_path / "log", pad_token_id=samples.PAD) as log:
-        assert log.append(rollout(), {"step": 0}) == range(B)
-        log.append(rollout(own=torch.zeros(B, R)), {"step": 1})
-        shown = doctor([tmp_path / "log"], capsys, 1)
-        assert shown.startswith(f"{tmp_path / 'log'}: {B} rows (a sample), ")
-        assert "'own': MaskNestingSpec(" in shown
-        maskpack.compress(rollout(own=torch.zeros(B, R)), pad_token_id=samples.PAD).save(tmp_path / "b")
-        assert doctor([tmp_path / "b"], capsys, 1).splitlines()[1:] == shown.splitlines()[1:]
-        strict = doctor(["--strict", tmp_path / "log", tmp_path / "b"], capsys, 1)
-        assert strict.count("1 stays padded\n") == 2
+def test_a_covered_batch(tmp_path, capsys):
+    shown = said([saved(rollout(), tmp_path / "b.pt")], capsys, 0)
+    assert shown.startswith(f"{tmp_path / 'b.pt'}: {B} rows, {len(rollout().keys())} fields\n")
+    assert "Every tensor of two or more dims is covered by RL_FIELDS." in shown
+    assert f"note: the pad token is {samples.PAD}. Pass that of the tokenizer to compress as pad_token_id" in shown
+    assert "registry = " not in shown
+    ids, mask = torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    file = saved(TensorDict({"attention_mask": mask, "input_ids": ids}, batch_size=[2]), tmp_path / "full")
+    assert "note: no padding shows the pad token" in said([file], capsys, 0)
 
 
-def test_a_log_whose_appends_have_other_fields(tmp_path, capsys):
-    with maskpack.store.RolloutLog(tmp_path / "log", pad_token_id=samples.PAD) as log:
-        with pytest.warns(maskpack.errors.MaskpackWarning):
-            log.append(rollout(own=torch.zeros(B, R)))
-        log.append(rollout())
-    with pytest.warns(maskpack.errors.MaskpackWarning, match="1 of 2 appends .* left out: own"):
-        doctor([tmp_path / "log"], capsys, 0)
+# -------------------------------------------------------------------- packed rows
 
 
-def test_a_dict_with_a_tensor_without_dims(tmp_path, capsys):
-    """As num_items_in_batch in the inputs of TRL's loss."""
-    batch = {**rollout().exclude("global_token_num").to_dict(), "num_items": torch.tensor(7)}
-    batch = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    shown = doctor([saved(batch, tmp_path / "b.pt"), "--pad-token-id", samples.PAD], capsys, 0)
-    assert f": {B} rows, " in shown
+def documents():
+    """A micro-batch [1, T] of rows one after another, as prime-rl makes it, and its rows."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, tiny_models.VOCABULARY, (n,), generator=generator) for n in (5, 9, 4)]
+    learn = [torch.arange(len(row)) > 1 for row in rows]
+    batch = {"input_ids": torch.cat(rows)[None], "loss_mask": torch.cat(learn)[None]}
+    batch["position_ids"] = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    batch["logp"] = torch.where(batch["loss_mask"], -0.5, 0)
+    batch["temperatures"] = torch.ones(batch["logp"].shape)
+    return batch, rows, learn
+
+
+LENGTHS = torch.tensor([5, 9, 4])
+AGAIN, MASK = "starts again inside a row", "Replay keeps them apart beside a mask of all tokens"
+PACKED = {
+    "position_ids": ({}, AGAIN),
+    "seq_lens": ({"seq_lens": LENGTHS, "position_ids": None}, "seq_lens says that one row holds 3 documents"),
+    "cu_seqlens": (
+        {"cu_seqlens": torch.tensor([0, 5, 14, 18], dtype=torch.int32), "position_ids": None},
+        "cu_seqlens says that one row holds 3 documents",
+    ),
+    "flat": ({"seq_lens": LENGTHS}, "seq_lens says that one row holds 3 documents"),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_rows_are_named_and_replay_right_after_the_remedy(case, tmp_path, capsys):
+    """Beside a mask of all tokens, log-probs are those of each row alone."""
+    batch, rows, learn = documents()
+    more, seen = PACKED[case]
+    batch = {name: x for name, x in {**batch, **more}.items() if x is not None}
+    if case == "flat":
+        batch = {name: x if name == "seq_lens" else x[0] for name, x in batch.items()}
+    found = diagnose(TensorDict(batch, batch_size=[]))
+    assert (found.registry.axes, found.scored) == ({}, None) if found.name != "RL_FIELDS" else found.scored is None
+    shown = said([saved(batch, tmp_path / "b")], capsys, cli.main(["doctor", str(tmp_path / "b")]))[0:]
+    assert "Packed rows: " in shown
+    assert seen in shown
+    assert MASK in shown
+    assert "Not checked: replay" in shown
+    if case == "flat":
+        assert "Give each field of tokens a row, x[None]." in shown
+        batch = {name: x if name == "seq_lens" else x[None] for name, x in batch.items()}
+    exec(
+        re.search(r'batch\["attention.*ones_like\(ids\)', shown)[0],
+        {**globals(), "batch": batch, "ids": batch["input_ids"]},
+    )
+    found = diagnose(TensorDict(batch, batch_size=[]))
+    assert found.scored == sum(int(mask.sum()) for mask in learn)
+    assert found.packed_rows.endswith("Replay keeps them apart.")
+    model, plain = tiny_models.pair(tiny_models.qwen3)
+    _, options = executed(snippet(found))
+    with torch.no_grad():
+        ours = response_log_probs(replayable(model), TensorDict(batch, batch_size=[]), options=options)
+        alone = [plain(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
+    truth = [scores[at - 1, row[at]] for scores, row in zip(alone, rows, strict=True) for at in range(2, len(row))]
+    assert torch.allclose(ours.values(), torch.stack(truth), atol=1e-5)
+
+
+def test_positions_that_replay_does_not_read_are_named():
+    """Of another name: replay would score the rows as one. After the remedy it keeps them apart."""
+    batch, _, learn = documents()
+    batch["attn"] = torch.ones_like(batch["input_ids"])
+    batch["pos"] = batch.pop("position_ids")
+    found = diagnose(TensorDict(batch, batch_size=[1]))
+    assert found.packed_rows.startswith("Packed rows: pos starts again inside a row")
+    assert found.packed_rows.endswith("Replay reads position_ids alone: give the field that name.")
+    assert (found.scored, found.registry.axes) == (None, {})
+    batch["position_ids"] = batch.pop("pos")
+    found = diagnose(TensorDict(batch, batch_size=[1]))
+    assert found.scored == sum(int(mask.sum()) for mask in learn)
+    _, options = executed(snippet(found))
+    assert PackedInputs.of(TensorDict(batch, [1]), options=options).cu_seqlens.tolist() == [0, 5, 14, 18]
+
+
+@pytest.mark.parametrize("positions", ["left", "zeros", "edge"])
+def test_padding_starts_no_document(positions):
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]]) != 0
+    mask = mask if positions == "left" else mask.flip(1)
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    counted = counted.masked_fill(~mask, 0) if positions == "zeros" else counted
+    assert diagnose(TensorDict({"attn": mask, "pos": counted}, [2])).packed_rows == ""
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(("name", "as_dict"), [("r.json", True), ("r.yaml", False)])
+def test_the_registry_that_is_written_is_read_back_and_covers_the_batch(name, as_dict, tmp_path, capsys):
+    batch = own()[0].set("odd", torch.full((12, 3), 1.5))
+    torch.save(batch.to_dict() if as_dict else batch, tmp_path / "b.pt")
+    file, written = str(tmp_path / "b.pt"), str(tmp_path / name)
+    *_, told, line = said([file, "--write", written], capsys, 0).splitlines()
+    assert told == f"written to {written}, for --registry. In Python:"
+    names = {"json": json, "yaml": yaml, "MaskNestingRegistry": MaskNestingRegistry}
+    exec(line, names)
+    registry = saved_registry(written)
+    assert names["registry"].told == registry.told == diagnose(batch).registry.told
+    with pytest.raises(RegistryError, match=re.escape(line.partition(" = ")[2])):
+        maskpack.compress(batch, registry=written)
+    strict(batch, registry, 7)
+    shown = said([file, "--registry", written, "--pad-token-id", 7], capsys, 0)
+    assert "Every tensor of two or more dims is covered by the registry." in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.pt", name]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--write", "r.json"], "r.json: the file exists. Give another name, or remove it"),
+        (["--write", "r.txt"], "expected a file that ends in .json, .yaml or .yml\n"),
+        (["--write", "none/r.json"], "there is no such folder. Make it, or give another name"),
+        (["--write", "s.json", "--strict"], "--write and --strict do not go together"),
+    ],
+)
+def test_what_cannot_be_written_fails_before_a_file_is_read(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.json").write_text("mine")
+    assert message in said(["no batch", *argv], capsys, 2)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "mine")]
+
+
+def shards(tmp_path):
+    """Files of a trainer: the rollout, the update with fields and pads of its own, and a batch of other fields."""
+    update = own(seed=4)[0].exclude("logp", "labels")
+    update["turn"] = update["turn"].masked_fill(update["answer"] == 7, -7)
+    update["kl"] = -torch.rand(12, 30) * (update["answer"] != 7)
+    other = TensorDict({"seen": torch.eye(3) * 2, "seen_on": torch.eye(3).long()}, batch_size=[3])
+    batches = {"rollout": own()[0], "update": update, "other": other}
+    return [*batches.values()], [saved(batch, tmp_path / name) for name, batch in batches.items()]
+
+
+def test_the_registry_of_several_files_takes_them_all(tmp_path, capsys):
+    batches, files = shards(tmp_path)
+    written = str(tmp_path / "r.yaml")
+    shown = said([*files, "--write", written], capsys, 0)
+    registry = saved_registry(written)
+    assert registry["turn"].pads == (-7, -1)
+    assert registry.axes == diagnose(own()[0]).registry.axes
+    for batch in batches:
+        strict(batch, registry, 7)
+    sizes = [[line["padded_bytes"], line["wire_bytes"]] for line in json.loads(said([*files, "--json"], capsys, 1))]
+    padded, wire = map(sum, zip(*sizes, strict=True))
+    assert padded == sum(x.numel() * x.element_size() for batch in batches for x in batch.values())
+    assert f"All files: {padded:,} bytes padded, {wire:,} packed, {padded / wire:,.1f} times fewer." in shown
+    said(["--strict", *files, "--registry", written], capsys, 0)
+
+
+def test_files_that_no_registry_takes_write_none(tmp_path, capsys):
+    """The mask of all tokens has the name of that of the loss. Without the file that is named, there is one."""
+    _, files = shards(tmp_path)
+    odd = own()[0]
+    odd["turn"] = odd["toks"]
+    odd = saved(odd, tmp_path / "odd")
+    shown = said([files[0], odd, "--write", tmp_path / "r.yaml"], capsys, 2)
+    assert re.search(rf"no registry takes all files. Leave ({odd}|{files[0]}) out: it needs 'turn': ", shown)
+    assert not (tmp_path / "r.yaml").exists()
+    said([files[0], "--write", tmp_path / "r.yaml"], capsys, 0)
 
 
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, batch in (("good", rollout()), ("also", rollout()), ("bad", rollout(mine=UNCOVERED[1][0]))):
-        saved(batch, tmp_path / name)
-    fields = len(rollout().keys())
-    given = ["--strict", "--pad-token-id", samples.PAD]
-    assert doctor([*given, "good"], capsys, 0) == f"good: {fields} fields, none stays padded\n"
-    shown = doctor([*given, "good", "bad", "also"], capsys, 1)
-    lines = shown.splitlines()
-    assert lines[:2] == [f"good: {fields} fields, none stays padded", "bad: 1 stays padded"]
-    assert lines[2].startswith('  "mine" ')
-    assert lines[2].endswith("bytes: the registry does not know it")
-    assert lines[3:] == [
-        '    under mask "prompt" it is padded with -100',
-        "    'mine': MaskNestingSpec('prompt', pad=-100),",
-        f"also: {fields} fields, none stays padded",
-    ]
-    own = {"mine": MaskNestingSpec("prompt", -100)}
-    (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | own).to_dict()))
-    doctor(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
-    saved(rollout(responses=torch.zeros(B, 99)), tmp_path / "odd")
+    (
+        saved(rollout(), "good"),
+        saved(rollout(mine=LINES[1][0]), "bad"),
+        saved(rollout(responses=torch.zeros(B, 99)), "odd"),
+    )
     (tmp_path / "text").write_text("no batch")
-    shown = doctor([*given, "text", "none", "odd", "bad", "good"], capsys, 2)
-    starts = ["text: text is neither", "none: none: No such", "odd: compress: ", "bad: 1 stays", "good: "]
-    lines = [line for line in shown.splitlines() if line[0] != " "]
-    assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
+    fields = len(rollout().keys())
+    shown = said(["--strict", *PAD, "text", "none", "odd", "bad", "good"], capsys, 2)
+    assert [line.partition(" (")[0][:40] for line in shown.splitlines() if not line.startswith("  note")] == [
+        "text: text is none of the files that are",
+        "none: none: No such file or directory",
+        shown.splitlines()[2][:40],
+        f"bad: {fields + 1} fields, 1 of them padded",
+        '  "mine"',
+        '    under mask "prompt" it is padded wit',
+        "    'mine': MaskNestingSpec('prompt', pa",
+        f"good: {fields} fields, none of them padded",
+    ]
+    assert shown.splitlines()[2].startswith("odd: compress: ")
+    (tmp_path / "r.json").write_text(json.dumps((RL_FIELDS | {"mine": MaskNestingSpec("prompt", -100)}).to_dict()))
+    said(["--strict", "good", "bad", "--registry", "r.json"], capsys, 0)
 
 
-def test_a_pad_token_that_no_padding_shows(tmp_path, capsys):
-    ids, mask = torch.arange(6).view(2, 3), torch.ones(2, 3, dtype=torch.int64)
-    file = saved(TensorDict({"attention_mask": mask, "input_ids": ids}, batch_size=[2]), tmp_path / "b")
-    note = "note: pad_token_id was not given, and no padding shows it. Pass that of the tokenizer to compress.\n"
-    assert doctor(["--strict", file], capsys, 0) == f"{file}: 2 fields, none stays padded\n  {note}"
-    assert note in doctor([file], capsys, 0)
-    assert "note" not in doctor(["--strict", file, "--pad-token-id", "0"], capsys, 0)
-    alone = saved(TensorDict({"attention_mask": mask}, batch_size=[2]), tmp_path / "alone")
-    assert "note" not in doctor(["--strict", alone], capsys, 0)
-
-
-# -------------------------------------------------------------------- a DataProto
-
-
-class Running:
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.mark),)
-
-
-@pytest.fixture
-def data_proto(monkeypatch):
-    """A class of that name which gives the same state to a file; it is gone when the file is read."""
-
-    def written(file, batch, arrays, info, *, form):
-        module = types.ModuleType("verl.protocol")
-
-        class DataProto:
-            def __getstate__(self):
-                held = io.BytesIO()
-                torch.save(batch, held)
-                return held.getvalue(), arrays, info
-
-        DataProto.__module__, DataProto.__qualname__ = "verl.protocol", "DataProto"
-        module.DataProto = DataProto
-        monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
-        monkeypatch.setitem(sys.modules, "verl.protocol", module)
-        with open(file, "wb") as opened:
-            (torch.save if form == "torch" else pickle.dump)(DataProto(), opened)
-        monkeypatch.setitem(sys.modules, "verl", None)
-        monkeypatch.delitem(sys.modules, "verl.protocol")
-        return file
-
-    return written
-
-
-FORMS = [("torch", []), ("torch", ["--allow-pickle"]), ("pickle", ["--allow-pickle"])]
-
-
-def arrays(**more):
-    names = np.array([f"row-{b}" for b in range(B)], dtype=object)
-    return {"uid": names, "index": np.arange(B), "kind": np.array(["x"] * B), **more}
-
-
-@pytest.mark.parametrize(("form", "flags"), FORMS)
-def test_a_data_proto_is_read_without_verl(form, flags, data_proto, tmp_path, capsys):
-    """With its objects and numbers."""
-    images = np.array([{"pixel_values": torch.full((b + 1, 2), float(b))} for b in range(B)], dtype=object)
-    info = {"temperature": 0.7, "global_token_num": list(range(B)), "uid": "not a row"}
-    batch = rollout(mine=UNCOVERED[3][0])
-    file = data_proto(tmp_path / "b", batch, arrays(multi_modal_inputs=images), info, form=form)
-    read = saved_batch(file, bool(flags))
-    samples.assert_same(read.select(*batch.keys()), batch)
-    assert f": {B} rows, " in doctor([file, *flags], capsys, 1)
-    assert read["uid"] == [f"row-{b}" for b in range(B)]
-    assert [int(number) for number in read["index"]] == list(range(B))
-    assert read["temperature"] == 0.7
-    assert read["global_token_num"] == list(range(B))
-    for b, inputs in enumerate(read.get("multi_modal_inputs").tolist()):
-        assert torch.equal(inputs["pixel_values"], torch.full((b + 1, 2), float(b)))
-
-
-@pytest.mark.parametrize(
-    ("form", "reason"),
-    [
-        ("pickle", "it is a pickle"),
-        ("torch", "is no plain data"),
-        ("inside", "is no plain data"),
-    ],
-)
-def test_it_runs_no_code_unless_told(form, reason, data_proto, tmp_path, capsys):
-    mark = tmp_path / "mark"
-    batch = {"x": Running(mark)} if form == "inside" else rollout()
-    evil = {} if form == "inside" else {"evil": np.array([Running(mark)] * B, dtype=object)}
-    file = data_proto(tmp_path / "b", batch, evil, {}, form="pickle" if form == "pickle" else "torch")
-    said = refused([file], capsys)
-    assert re.search(f"cannot be read: UnpicklingError: .*{reason}", said)
-    assert "Give --allow-pickle if you trust the file" in said
-    assert not mark.exists()
-    if form != "inside":
-        doctor([file, "--allow-pickle"], capsys, 0)
-        assert mark.exists()
-
-
-def test_damaged_files_are_one_line(data_proto, tmp_path, capsys):
-    for form, flags in FORMS:
-        whole = data_proto(tmp_path / "whole", rollout(), arrays(), {}, form=form).read_bytes()
-        for end in range(0, len(whole), len(whole) // 20):
-            (tmp_path / "b").write_bytes(whole[:end])
-            refused([tmp_path / "b", *flags], capsys)
-
-
-def test_arrays_of_no_bytes_and_of_other_rows(data_proto, tmp_path, capsys):
-    file = data_proto(tmp_path / "a", None, {"x": np.zeros(1 << 14, "V0")}, {}, form="pickle")
-    assert "'x' has 16384 items" in refused([file, "--allow-pickle"], capsys)
-    file = data_proto(tmp_path / "b", rollout(), {"x": np.zeros(B + 1)}, {}, form="torch")
-    assert f"'x' has {B + 1} items for rows [{B}]" in refused([file], capsys)
-
-
-def test_verls_own_files(tmp_path, capsys):
-    protocol = needs("verl.protocol")
-    tensors = {name: rollout()[name] for name in rollout().keys()}  # noqa: SIM118
-    data = protocol.DataProto.from_dict(tensors=tensors, non_tensors=arrays(), meta_info={"temperature": 1.0})
-    data.save_to_disk(tmp_path / "b")
-    torch.save(data, tmp_path / "c")
-    for name in ("b", "c"):
-        assert json.loads(doctor([tmp_path / name, "--json", "--allow-pickle"], capsys, 0))["rows"] == B
-
-
-# -------------------------------------------------------------------- files that claim more than they hold
-
-
-def wide(path, width):
-    """A packed file of a few bytes, whose response fields are `width` wide."""
-    parts = Pieces.of(maskpack.compress(rollout().select("response_mask", "old_log_probs")).to_bytes())
-    table = next(entry for entry in parts.arrays if entry[0] == "0.table")
-    table[2] = table[2][:24] + width.to_bytes(8, "little") + table[2][32:]  # behind the counts, the first layout
-    path.write_bytes(parts.joined())
-    return path
-
-
-@pytest.mark.parametrize("command", ["doctor", "inspect"])
-@pytest.mark.parametrize("width", [1 << 26, 2**31 - 1])
-def test_a_packed_file_is_not_decoded_before_its_widths_are_looked_at(command, width, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(doctor_module, "decompress", lambda *_, **__: pytest.fail("decoded"))
-    assert cli.main([command, str(wide(tmp_path / "b.mp", width))]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert re.search(rf"maskpack {command}: .* expected at most {1 << 30}. Give a larger --max-bytes if", shown.err)
-
-
-@pytest.mark.parametrize("command", ["doctor", "inspect"])
-def test_the_limit_can_be_given(command, tmp_path, capsys):
-    file = wide(tmp_path / "b.mp", 1000)
-    size = sum(array.nbytes for _, array in maskpack.decompress(maskpack.PackedBatch.load(file)).items())
-    for limit, status in ((size // 2, 2), (2 * size, 0)):
-        assert cli.main([command, str(file), "--max-bytes", str(limit)]) == status
-        shown = capsys.readouterr()
-        assert (f"expected at most {limit}" in shown.err) == (status == 2)
-
-
-@pytest.mark.parametrize("command", ["doctor", "inspect"])
-def test_a_tensor_that_says_one_value_many_times(command, tmp_path, capsys):
-    """Its file holds the value once."""
-    many = torch.zeros(1, 1).expand(1 << 20, 1 << 10)
-    held = {
-        "entry": {"x": many},
-        "object": {"x": torch.zeros(1), "meta": [{"inside": (many,)}]},
-        "batch": TensorDict({"x": many}, [1 << 20]),
-    }
-    for name, value in held.items():
-        torch.save(value, tmp_path / name)
-        assert (tmp_path / name).stat().st_size < 10_000
-        assert cli.main([command, str(tmp_path / name)]) == 2, name
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert re.search(
-            rf"holds {1 << 32}\d* bytes padded|holds \d+ bytes padded; expected at most {1 << 30}", shown.err
-        )
-        assert shown.err.count("\n") == 1
+def test_json_has_the_figures(tmp_path, capsys):
+    batch = rollout(mine=LINES[1][0])
+    found = json.loads(said([saved(batch, tmp_path / "b"), "--json", *PAD], capsys, 1))
+    registry, _ = executed(found["registry"])
+    assert found["wire_bytes"] == wire_bytes(batch, registry)
+    assert (found["stay_padded"], found["lines"]) == ([["mine"]], ["'mine': MaskNestingSpec('prompt', pad=-100),"])
+    assert found["response_tokens"] == sum(r for _, r in samples.ROWS)
+    assert (found["base"], found["why"], found["refusal"], found["packed_rows"]) == ("RL_FIELDS", None, None, None)
 
 
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     file = saved(rollout(), tmp_path / "b.pt")
-    home, name = (doctor_module, "diagnose") if command == "doctor" else (inspector, "figures")
+    home, name = (doctor, "diagnose") if command == "doctor" else (inspector, "figures")
     for error in (MemoryError("16.0 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 
         def fails(*_, error=error, **__):
             raise error
 
         monkeypatch.setattr(home, name, fails)
-        assert cli.main([command, str(file), "--pad-token-id", "7"]) == 2
+        assert cli.main([command, file]) == 2
         shown = capsys.readouterr()
         assert shown.err.startswith(f"maskpack {command}: it does not fit into the memory of this machine")
         assert (shown.out, shown.err.count("\n")) == ("", 1)
@@ -713,130 +629,34 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(home, name, wrong)
     with pytest.raises(RuntimeError, match="something else"):
-        cli.main([command, str(file), "--pad-token-id", "7"])
+        cli.main([command, file])
 
 
-def test_a_nan_of_other_bits_is_a_pad_of_rows():
-    """0 / 0 is no float("nan") on every processor."""
-    batch = rollout()
-    pad, mask = samples.PAD, batch["response_mask"].bool()
-    for bits in (0x7FC00000, -0x400000):  # that of float("nan"), and its negative
-        nan = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-        batch["odd"] = torch.where(mask, 1.0, nan)
-        (line,) = [one.line for one in diagnose(batch, pad_token_id=pad).suggestions if one.key == "odd"]
-        scope: dict = {}
-        exec("from maskpack import *\nfound = {" + line + "}", scope)
-        registry = RL_FIELDS | scope["found"]
-        packed = maskpack.compress(batch, registry=registry, pad_token_id=pad, strict_mask_nesting=True)
-        back = maskpack.decompress(packed)["odd"]
-        assert torch.equal(back.view(torch.int32), batch["odd"].view(torch.int32))
+PEAK = """
+import resource, sys
+from maskpack.tools import cli
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+assert cli.main(["doctor", sys.argv[1]]) == 1
+before = peak()
+assert cli.main(["doctor", sys.argv[2]]) == 1
+print("peak", peak() - before)
+"""
 
 
-def test_the_pad_token_is_that_of_most_token_fields():
-    batch = rollout()
-    mask = batch["attention_mask"].bool()
-    for name in ("input_ids", "teacher_ids"):
-        batch.set(name, torch.where(mask, 1, 50))
-    batch.set("prompts", torch.where(mask[:, :P], 1, 60))
-    batch.set("responses", torch.where(mask[:, P:], 1, 50))
-    assert diagnose(batch).cover.pad_token_id == 50
-
-
-def _suggested(batch, name):
-    return next(line.spec for line in diagnose(batch).suggestions if line.key == name)
-
-
-def test_a_mask_of_the_registry_comes_before_one_that_is_found():
-    batch = rollout()
-    response = batch["response_mask"].bool()
-    some = response & (torch.rand(response.shape, generator=torch.Generator().manual_seed(0)) < 0.7)
-    for name in ("one", "two"):
-        batch.set(name, torch.randn(B, R).where(some, 0.0))
-    batch.set("some", some)
-    assert _suggested(batch, "one").mask == "response"
-
-
-def test_a_mask_of_more_fields_comes_before_one_of_fewer_tokens():
-    wide = torch.arange(12) < torch.tensor([[9], [5], [12]])
-    narrow = wide & (torch.arange(12) > 1)
-    fields = {"a": torch.randn(3, 12).where(wide, 0.0), "b": torch.randn(3, 12).where(narrow, 0.0)}
-    batch = TensorDict({"wide": wide, "narrow": narrow, **fields}, batch_size=[3])
-    assert _suggested(batch, "a").mask == "wide"
-    assert _suggested(batch, "b").mask == "wide"
-
-
-# -------------------------------------------------------------------- registries of other trainers
-
-
-def of_trainer(case, **more):
-    return test_presets.made(case, count=40, most=120, empty=False, **more)
-
-
-def wire_bytes(batch, registry):
-    forget()
-    packed = maskpack.compress(batch, registry=registry, pad_token_id=samples.PAD)
-    return report(None, packed)["maskpack/wire_bytes"]
-
-
-@pytest.mark.parametrize("case", ["skyrl", "nemo_rl", "trl", "slime"])
-@pytest.mark.parametrize("options", [[], ["--pad-token-id", str(samples.PAD)]], ids=["seen", "given"])
-def test_the_preset_that_fits_is_named_with_its_bytes(case, options, tmp_path, capsys):
-    batch = of_trainer(case)
-    file = saved(batch, tmp_path / "b.pt")
-    said = json.loads(doctor([file, "--json", *options], capsys, 1))
-    nbytes = wire_bytes(batch, PRESETS[case])
-    assert said["preset"] == {"name": case, "wire_bytes": nbytes, "pad_token_id": samples.PAD}
-    with pytest.warns(maskpack.errors.MaskpackWarning):
-        assert said["wire_bytes"] == wire_bytes(batch, RL_FIELDS)
-    shown = doctor([file, *options], capsys, 1)
-    fewer = 1 - nbytes / said["wire_bytes"]
-    assert f"\npreset:    {nbytes:,} bytes, {fewer:.1%} fewer, with maskpack.fields.{case}\n" in shown
-    line = re.search(r"compress\(batch, registry=\w+, pad_token_id=\d+\)", shown)[0]
-    names = {"compress": maskpack.compress, "batch": batch, case: PRESETS[case]}
-    samples.assert_same(maskpack.decompress(eval(line, names)), batch)
-
-
-def test_a_preset_that_covers_a_batch_is_named_though_it_saves_nothing(tmp_path, capsys):
-    """And what the printed registry costs is told as that."""
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    ids = torch.where(mask != 0, 7, samples.PAD)
-    batch = TensorDict({"prompt_ids": ids.flip(1), "prompt_mask": mask.flip(1)}, [2])
-    batch.update({"completion_ids": ids, "completion_mask": mask, "advantages": torch.ones(2)})
-    batch["old_per_token_logps"] = -0.5 * mask
-    said = json.loads(
-        doctor([file := saved(batch, tmp_path / "b.pt"), "--json", "--pad-token-id", samples.PAD], capsys, 1)
-    )
-    assert said["preset"]["name"] == "trl"
-    assert said["preset"]["wire_bytes"] == wire_bytes(batch, PRESETS["trl"]) >= said["wire_bytes"]
-    shown = doctor([file, "--pad-token-id", samples.PAD], capsys, 1)
-    assert f"\npreset:    {said['preset']['wire_bytes']:,} bytes, with maskpack.fields.trl\n" in shown
-    with_lines, before = said["wire_bytes_with_lines"], said["wire_bytes"]
-    assert f"With this registry {with_lines:,} bytes travel, {with_lines - before:,} more than now." in shown
-
-
-def test_a_batch_that_the_registry_refuses_is_given_its_preset(tmp_path, capsys):
-    """And a registry of its own; a CI run fails on it."""
-    batch = of_trainer("openrlhf")
-    file = saved(batch, tmp_path / "b.pt")
-    nbytes = wire_bytes(batch, PRESETS["openrlhf"])
-    fits = f" maskpack.fields.openrlhf takes this batch, in {nbytes:,} bytes."
-    shown = doctor([file, "--pad-token-id", samples.PAD], capsys, 1)
-    assert re.search(rf'refused with RL_FIELDS: compress: field "rollout_log_probs" is .*{re.escape(fits)}\n', shown)
-    assert f"preset:    {nbytes:,} bytes" in shown
-    assert covers(executed(shown), batch, "rollout_log_probs", "advantages")
-    shown = doctor(["--strict", file, "--pad-token-id", samples.PAD], capsys, 2)
-    assert shown.endswith(f"{fits}\n")
-    only = batch.select("rollout_log_probs", "attention_mask")
-    assert '"rollout_log_probs" is' in refused([saved(only, tmp_path / "c"), "--pad-token-id", 7], capsys)
-
-
-def test_a_preset_is_not_named_where_it_brings_little(tmp_path, capsys):
-    registry = tmp_path / "r.json"
-    registry.write_text(json.dumps(PRESETS["skyrl"].to_dict()))
-    own = [saved(of_trainer("skyrl"), tmp_path / "own.pt"), "--registry", registry]
-    unknown = of_trainer("skyrl")
-    unknown["other"] = torch.ones(40, 3)
-    known = [saved(rollout(), tmp_path / "known.pt")]
-    for argv, status in ((own, 0), (known, 0), ([saved(unknown, tmp_path / "unknown.pt")], 1)):
-        assert json.loads(doctor([*argv, "--json"], capsys, status))["preset"] is None
-        assert "preset:" not in doctor(argv, capsys, status)
+def test_it_takes_twice_the_memory_of_the_batch(tmp_path):
+    """Of full rows, which no mask makes smaller."""
+    files, size = [], 0
+    for rows, name in ((2, "small"), (64, "large")):
+        ids = torch.randint(1, 150_000, (rows, 400_000))
+        mask = torch.ones(ids.shape, dtype=torch.bool)
+        loss = mask.clone()
+        loss[:, :500] = False
+        size = ids.numel() * 10
+        files.append(saved({"input_ids": ids, "attention_mask": mask, "loss_mask": loss}, tmp_path / name))
+        del ids, mask, loss
+    done = subprocess.run([sys.executable, "-c", PEAK, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rpartition("peak ")[2]) < 2 * size

@@ -1,14 +1,19 @@
-"""Files of torch.save and pickles, and a verl DataProto without verl.
+"""The formats of saved batches, as Python objects. No code of a file runs unless pickles are allowed.
 
-    pickle or torch.save of a DataProto --> (tensors, arrays by row, meta info) --> TensorDict
+    torch.save, pickle     a TensorDict, dicts, lists, a verl DataProto
+    npz, safetensors       a dict of tensors
+    JSON, JSON lines       dicts and lists of numbers
 
-torch.save is read without running code of the file; a pickle is read only if pickles are allowed.
+    DataProto, without verl --> (tensors, arrays by row, meta info) --> TensorDict
+
+What else a file holds is refused by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import pickle
 import re
 from collections.abc import Mapping
@@ -19,8 +24,41 @@ from typing import Any, cast
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
 
 _CLASS = "verl.protocol.DataProto"
+_DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_DTYPES |= {
+    f"{sign}{bits}": f"{name}{bits}" for sign, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+}
+_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
+"""The dtypes of safetensors, by torch's names."""
+
+
+def read_npz(file: Path) -> dict[str, Tensor]:
+    """The arrays of a file of NumPy."""
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def read_json(file: Path) -> Any:
+    """The value of a JSON file, or the list of those of its lines."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def read_safetensors(file: Path, header: Mapping[str, Any], start: int) -> dict[str, Tensor]:
+    """The tensors of a safetensors file with this header, whose data begin at `start`; they are mapped."""
+    data = np.memmap(file, np.uint8, "c", start) if file.stat().st_size > start else np.empty(0, np.uint8)
+    out: dict[str, Tensor] = {}
+    for name, about in header.items():
+        begin, end = about["data_offsets"]
+        words = torch.from_numpy(data[begin:end]).clone() if begin % 8 else torch.from_numpy(data[begin:end])
+        out[name] = words.view(getattr(torch, _DTYPES[about["dtype"]])).reshape(about["shape"])
+    return out
 
 
 class DataProto:
