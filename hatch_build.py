@@ -29,6 +29,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
             self._say("no C compiler was found: ziglang compiles the core, which takes a minute or two the first time")
         build["compile_core"]()
         build_data["artifacts"] += [f"{CORE}/_core.so", f"{CORE}/abi.py"]
+        if version != "editable":  # `maskpack demo` runs it; in a clone it is beside the package
+            build_data["force_include"]["examples/demo.py"] = "maskpack/examples/demo.py"
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"

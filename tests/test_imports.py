@@ -219,9 +219,9 @@ def test_an_import_of_a_benchmark_would_be_seen():
 # -------------------------------------------------------------------- where tensors lie
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if not module.startswith("tools.demo")])
+@pytest.mark.parametrize("module", SOURCES)
 def test_every_new_tensor_is_told_where_it_lies(module):
-    """Whoever sets a default device does not set it for maskpack. The demo is a program by itself."""
+    """Whoever sets a default device does not set it for maskpack."""
     assert list(without_device(SOURCES[module].read_text())) == []
 
 

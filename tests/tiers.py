@@ -59,6 +59,8 @@ TESTS = {
     "core/test_native.py::test_a_missing_core_says_what_to_do",
     "core/test_native.py::test_a_struct_of_another_size_says_what_to_do",
     "docs/test_docs.py::test_blocks_run",
+    "examples/test_demo.py::test_demo_fails_on_one_changed_value",
+    "examples/test_demo.py::test_demo_runs_from_any_directory",
     "layout/test_jagged.py::test_maskpack_needs_no_private_name_to_be_imported",
     "layout/test_kernels.py::test_one_graph_for_a_compiler",
     "nesting/test_coverage.py::test_records_go_nowhere_unless_the_program_says_so",
@@ -98,8 +100,7 @@ TESTS = {
     "testing/test_pytest_plugin.py::test_the_header_says_it_and_the_variable_is_put_back",
     "testing/test_pytest_plugin.py::test_with_the_option_every_call_is_strict",
     "testing/test_pytest_plugin.py::test_without_it_nothing_is",
-    "examples/test_demo.py::test_demo_fails_on_one_changed_value",
-    "examples/test_demo.py::test_demo_runs_from_any_directory",
+    "tools/test_doctor.py::test_it_takes_twice_the_memory_of_the_batch",
 }
 """Functions of the second tier, in files that have others."""
 FIRST = {

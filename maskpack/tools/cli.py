@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _FILE = (
-    "a packed batch; a TensorDict, dicts or lists of torch.save; a verl DataProto; npz, safetensors or JSON; a folder "
+    "a packed batch; a TensorDict, dicts or lists of torch.save; a verl DataProto; npz or JSON; a folder "
     "of TensorDict.memmap; or a folder or URL of a RolloutLog"
 )
 

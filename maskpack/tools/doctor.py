@@ -50,8 +50,6 @@ _PART, _PARTS = 1 << 23, 32
 """A batch is packed in parts of so many bytes, or in so many parts, if these are larger."""
 _ROWS = 128
 """The rows that registries are tried on."""
-_CLOSE = 1.05
-"""A registry with fewer lines is named, unless its fields take more bytes than those of another by this factor."""
 _T = TypeVar("_T", bound=Any)
 
 
@@ -114,9 +112,8 @@ def diagnose(
         refusal = str(error)
     rows = _some_rows(batch)
     packed_rows, remedy, blind = _packed_rows(rows)
-    bases = (
-        {"RL_FIELDS": RL_FIELDS, **PRESETS, "": MaskNestingRegistry({})} if registry is None else {"registry": given}
-    )
+    bases = {"": MaskNestingRegistry({}), "RL_FIELDS": RL_FIELDS, **PRESETS}
+    bases = bases if registry is None else {"registry": registry}
     fits: dict[tuple[str, bool], Diagnosis] = {}
     for name, base in bases.items():
         for axes in (False,) if name in PRESETS else (False, True):
@@ -127,16 +124,10 @@ def diagnose(
     fits = {key: fit for key, fit in fits.items() if key[0] not in PRESETS or fit.scored is not None}
     if not fits:
         raise LayoutError(refusal)
-    some = [fit for fit in fits.values() if fit.scored is not None] or [*fits.values()]
-    least = min(_payload(fit.sizes) for fit in some)
-    wide = [path for path, x in flatten(rows) if isinstance(x, Tensor) and x.dim() > 1]
 
-    def rank(key: tuple[str, bool]) -> tuple[Any, ...]:
-        fit = fits[key]
-        knows = SEQUENCE not in fit.found.axes and any(RL_FIELDS.find(path) for path in wide)
-        foreign = key[0] == "RL_FIELDS" and bool(fit.suggestions) and not knows
-        large = _payload(fit.sizes) > _CLOSE * least
-        return fit.scored is None, large, foreign, len(fit.suggestions) + len(fit.found.axes)
+    def rank(key: tuple[str, bool]) -> tuple[bool, int, bool]:
+        count = len(fits[key].suggestions) + len(fits[key].found.axes)
+        return fits[key].scored is None, count, not (key[0] or count)
 
     name, axes = min(fits, key=rank)
     out = _fit(batch, name, bases[name], axes, pad_token_id, blind)
@@ -181,7 +172,7 @@ def _fit(
     return Diagnosis(name, registry, found, lines, token, _sum(sizes), ids, tokens, why)
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _same(x: Any, y: Any) -> bool:
     if x.is_nested:
         return difference(x.offsets(), y.offsets()) is None and _same(x.values(), y.values())
     return difference(x, y) is None
@@ -249,10 +240,6 @@ def _sum(parts: list[Figures]) -> Figures:
     return out
 
 
-def _payload(sizes: Figures) -> int:
-    return sum(field.wire_bytes for field in sizes.fields)
-
-
 def _plus(x: _T, y: _T, *names: str) -> _T:
     return replace(x, **{name: getattr(x, name) + getattr(y, name) for name in names})
 
@@ -282,6 +269,8 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
             if one.refusal and args.strict:
                 raise files.Unusable(one.refusal)
         except (files.Unusable, MaskpackError, OSError, MemoryError, RuntimeError) as error:
+            if not args.strict and several and isinstance(error, MaskpackError):
+                raise files.Unusable(f"no registry takes all files. Leave {file} out: {error}") from error
             if not args.strict:
                 raise
             found.append({"file": file, "error": files.one_line(error)})

@@ -23,7 +23,6 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.backends import is_installed
-from maskpack.core.keys import show
 from maskpack.core.objects import Objects
 from maskpack.core.tree import flatten, is_object
 from maskpack.errors import MaskpackError
@@ -44,14 +43,14 @@ SMALL, MOST_RATIO = 1 << 30, 1 << 10
 """Without a limit, a batch takes at most SMALL bytes padded, or MOST_RATIO times its file where that is more."""
 
 SAMPLE = 256
-"""The most rows of a log that are looked at, and the most chunks that they come from."""
+"""The most rows of a log that are looked at."""
 
 _OTHERS = {
     b"PAR1": 'a Parquet file. Read it first: torch.save(pyarrow.parquet.read_table("{}").to_pydict(), "batch.pt")',
     b"\x93NUMPY": 'one array. Save a dict of arrays: numpy.savez("batch.npz", input_ids=numpy.load("{}"), ...)',
 }
 """What other files are by their first bytes, and what to do."""
-_KINDS = "torch.save, pickle, packed batch, npz, safetensors, JSON, a folder of TensorDict.memmap or a log"
+_KINDS = "torch.save, pickle, packed batch, npz, JSON, a folder of TensorDict.memmap or a log"
 _Rows = Sequence[Any]
 
 
@@ -141,11 +140,13 @@ def _reader(file: Path, allow_pickle: bool, max_bytes: int) -> Callable[[], Any]
     with file.open("rb") as opened:
         start = opened.read(32)
         size = int.from_bytes(start[:8], "little")
-        header = start[8:] + opened.read(size) if start[8:9] == b"{" and size <= MAX_HEADER else b""
-    if header:
-        return _safetensors(
-            file, header[:size], size, partial(PackedBatch.load, file, allow_pickle=allow_pickle, max_bytes=max_bytes)
-        )
+        if start[8:9] == b"{" and size <= MAX_HEADER:
+            if f'"{FORMAT}"'.encode() in start + opened.read(size):
+                return partial(PackedBatch.load, file, allow_pickle=allow_pickle, max_bytes=max_bytes)
+            raise Unusable(
+                f"{file} is a safetensors file, as of the weights of a model, and no packed batch. If it has fields, "
+                f'torch.save(safetensors.torch.load_file("{file}"), "batch.pt")'
+            )
     if start.startswith(b"PK\x03\x04"):
         if not zipfile.is_zipfile(file):
             raise Unusable(f"{file} begins as a file of torch.save or NumPy, and ends early. Save or copy it again")
@@ -165,52 +166,18 @@ def _reader(file: Path, allow_pickle: bool, max_bytes: int) -> Callable[[], Any]
     raise Unusable(f"{file} {seen}: {_KINDS}")
 
 
-def _safetensors(file: Path, header: bytes, size: int, packed: Callable[[], Any]) -> Callable[[], Any]:
-    """What reads a safetensors file: a packed batch, or a dict of tensors with one number of rows."""
-    try:
-        about = json.loads(header)
-    except ValueError:
-        return packed
-    metadata = about.pop("__metadata__", {})
-    if metadata.get("format") == FORMAT or not about:
-        return packed
-    shapes = {name: entry["shape"] for name, entry in about.items()}
-    if len({tuple(shape[:1]) for shape in shapes.values()}) > 1:
-        name, shape = next(iter(shapes.items()))
-        raise Unusable(
-            f"{file} holds {len(shapes):,} tensors with different numbers of rows, as the weights of a model do "
-            f"({printable(name)} {shape}); expected a batch, whose tensors have a row for each sample"
-        )
-    return partial(formats.read_safetensors, file, about, 8 + size)
-
-
 # -------------------------------------------------------------------- logs
 
 
 def _sample(log: RolloutLog, max_bytes: int) -> Saved:
-    """Rows at even distances in chunks at even distances, as far as these have the fields of the last chunk."""
+    """Rows of the last append."""
     chunks = log.chunks()
     if not chunks:
         raise Unusable(f"{log.path} has no rows; expected some")
-    fields = [_fields(log[chunks[at][-1:]]) for at in _even(len(chunks), SAMPLE)]
-    alike = [chunks[at] for at, own in zip(_even(len(chunks), SAMPLE), fields, strict=True) if own == fields[-1]]
-    rows = np.concatenate(alike)
-    rows = rows[_even(rows.size, SAMPLE)]
+    rows = chunks[-1][-SAMPLE:]
     size = BatchView.of(log[rows]).padded_nbytes
-    if size > max_bytes:
-        rows = rows[_even(rows.size, max(1, rows.size * max_bytes // size))]
-    left = {show(path) for own in fields for path, _ in {*own} ^ {*fields[-1]}}
-    others = f"; without {len(fields) - len(alike)} appends that differ from the last in {', '.join(sorted(left))}"
-    return log[rows], f"a sample of {len(log):,}{others if left else ''}"
-
-
-def _even(of: int, most: int) -> list[int]:
-    """At most so many of the numbers from 0 to `of` - 1, at even distances, with the last one."""
-    return [(of * (number + 1) - 1) // min(of, most) for number in range(min(of, most))]
-
-
-def _fields(packed: PackedBatch) -> list[Any]:
-    return [(form.path, form.dtype) for form in packed.schema.forms]
+    rows = rows[-max(1, rows.size * max_bytes // max(size, max_bytes)) :]
+    return log[rows], f"of the last append, of {len(log):,} in all"
 
 
 # -------------------------------------------------------------------- dicts and lists
@@ -242,17 +209,17 @@ def _joined(data: Any, file: Path) -> Saved:
 
 
 def _is_list_of_dicts(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _is_column(value: Any) -> bool:
-    return isinstance(value, Tensor | np.ndarray) or (isinstance(value, list | tuple) and _column(value) is not None)
+    return isinstance(value, Tensor | np.ndarray) or (type(value) in (list, tuple) and _column(value) is not None)
 
 
 def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     """A dict as a TensorDict, whose rows are a batch dim if all tensors have the same number of rows. A list with a
     number or a row of numbers for each of the rows is a column."""
-    rows = {len(x) for x in data.values() if isinstance(x, Tensor | np.ndarray) and x.ndim}
+    rows = {x.shape[0] for x in data.values() if isinstance(x, Tensor | np.ndarray) and x.ndim}
     rows = rows or {len(x) for x in data.values() if _is_column(x)}
 
     def build(part: Mapping[Any, Any], size: list[int]) -> TensorDict:
@@ -282,15 +249,21 @@ def _column(values: _Rows) -> Tensor | None:
     """A number for each row as [B], rows of numbers as a jagged tensor; None for other lists."""
     numbers = int | float | np.number
     if values and all(isinstance(value, numbers) for value in values):
-        return torch.tensor(values)
-    arrays = [value for value in values if isinstance(value, Tensor | np.ndarray)]
-    lists = [value for value in values if isinstance(value, list) and all(isinstance(x, numbers) for x in value)]
-    if not values or len(arrays) + len(lists) < len(values) or any(x.dtype == object for x in arrays):
+        return torch.tensor(values, device="cpu")
+    of_text = any(not isinstance(x, numbers) for value in values if type(value) is list for x in cast("_Rows", value))
+    if (
+        not values
+        or of_text
+        or not all(
+            isinstance(value, Tensor | np.ndarray | list) and str(getattr(value, "dtype", "")) != "object"
+            for value in values
+        )
+    ):
         return None
-    rows = [torch.as_tensor(value) for value in values]
-    if all(row.dim() == 0 for row in rows):
-        return torch.stack(rows)
+    rows = [torch.as_tensor(value, device="cpu") for value in values]
     kinds = {(row.dtype, row.shape[1:]) for row in rows if row.numel()} or {(rows[0].dtype, rows[0].shape[1:])}
+    if not any(row.dim() for row in rows):
+        return torch.stack(rows)
     if len(kinds) > 1 or not all(row.dim() for row in rows):
         return None
     ((dtype, shape),) = kinds

@@ -1,7 +1,7 @@
 """The formats of saved batches, as Python objects. No code of a file runs unless pickles are allowed.
 
     torch.save, pickle     a TensorDict, dicts, lists, a verl DataProto
-    npz, safetensors       a dict of tensors
+    npz                    a dict of tensors
     JSON, JSON lines       dicts and lists of numbers
 
     DataProto, without verl --> (tensors, arrays by row, meta info) --> TensorDict
@@ -27,12 +27,6 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from torch import Tensor
 
 _CLASS = "verl.protocol.DataProto"
-_DTYPES = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-_DTYPES |= {
-    f"{sign}{bits}": f"{name}{bits}" for sign, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
-}
-_DTYPES |= {f"F{bits}": f"float{bits}" for bits in (16, 32, 64)}
-"""The dtypes of safetensors, by torch's names."""
 
 
 def read_npz(file: Path) -> dict[str, Tensor]:
@@ -48,17 +42,6 @@ def read_json(file: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
-def read_safetensors(file: Path, header: Mapping[str, Any], start: int) -> dict[str, Tensor]:
-    """The tensors of a safetensors file with this header, whose data begin at `start`; they are mapped."""
-    data = np.memmap(file, np.uint8, "c", start) if file.stat().st_size > start else np.empty(0, np.uint8)
-    out: dict[str, Tensor] = {}
-    for name, about in header.items():
-        begin, end = about["data_offsets"]
-        words = torch.from_numpy(data[begin:end]).clone() if begin % 8 else torch.from_numpy(data[begin:end])
-        out[name] = words.view(getattr(torch, _DTYPES[about["dtype"]])).reshape(about["shape"])
-    return out
 
 
 class DataProto:

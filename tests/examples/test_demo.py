@@ -129,7 +129,6 @@ def test_rollouts_are_padded_as_a_trainer_pads_them(batch):
     assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64, torch.float32}
 
 
-
 def test_more_ranks_than_rows(capsys):
     with pytest.raises(SystemExit):
         demo.main(["--prompts", "1", "--responses", "1"])
