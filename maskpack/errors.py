@@ -33,7 +33,7 @@ class FieldError(LayoutError, KeyError):
 
 
 class CoverageError(MaskpackError, RuntimeError):
-    """Strict mode found tensors that would stay padded."""
+    """Strict mode found tensors that would stay padded, or have other rows than their mask."""
 
 
 class LossyPadError(MaskpackError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from maskpack.core.objects import Objects
 from maskpack.core.tree import entry_at
 from maskpack.errors import CoverageError, MaskpackWarning
 from maskpack.fields.options import Options, Registry
+from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.axes import Axes
 from maskpack.nesting.gather import gathered, whole_batch
-from maskpack.nesting.plan import seen_of
+from maskpack.nesting.plan import BatchPlan, seen_of
 from maskpack.nesting.schema import FieldForm
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
@@ -27,13 +29,13 @@ _LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class DenseField:
-    """A tensor that would stay padded: an entry of `dense_fields`.
+    """A tensor that would stay padded, or is off its axis: an entry of `dense_fields`.
 
     Attributes:
         path: the path of the field; inside a Python object it continues with keys and indices, as in
             `extra/[3]/tokens`.
         shape, dtype, nbytes: the shape, dtype and size of the tensor.
-        reason: why it would stay padded.
+        reason: why it would stay padded, or how its rows differ from those of its mask.
         tensors: the number of tensors, which is above 1 only for those inside Python objects of one field. `nbytes` is
             their total; the other attributes describe the first.
     """
@@ -100,29 +102,63 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(item, "__dict__", {}).items()
 
 
+class OffAxis(NamedTuple):
+    """A field that has other rows than its mask: the mask, and the first difference."""
+
+    mask: str
+    difference: str
+
+
+def off_axis(plan: BatchPlan, axes: Axes, layouts: Mapping[str, RowLayout]) -> dict[Path, OffAxis]:
+    """The jagged fields and the fields [T] whose rows are those of none of the axes that the registry gives them.
+    `layouts` are those of the sources of the plan."""
+    out: dict[Path, OffAxis] = {}
+    for form in plan.forms:
+        rows = [
+            (name, (layouts[name] if plan.sources.get(name) == source else axes.layout_of(source)).row_offsets)
+            for name, source in plan.declared.get(form.path, {}).items()
+        ]
+        own = None if form.layout is None else layouts[form.layout].row_offsets
+        if not rows or (own is not None and any(np.array_equal(own, other) for _, other in rows)):
+            continue
+        mask, wanted = rows[0]
+        if own is None:
+            seen, more = f"it has {entry_at(axes.batch, form.path).shape[0]} tokens", int(wanted[-1])
+        elif len(own) != len(wanted):
+            seen, more = f"it has {len(own) - 1} rows", len(wanted) - 1
+        else:
+            row = int((np.diff(own) != np.diff(wanted)).argmax())
+            seen, more = f"row {row} has {own[row + 1] - own[row]} tokens", int(wanted[row + 1] - wanted[row])
+        out[form.path] = OffAxis(mask, f'{seen}; mask "{mask}" has {more}')
+    return out
+
+
 def check_strict(call: str, dense: Iterable[DenseField]) -> None:
     """Raises CoverageError if `dense` is not empty."""
     fields = list(dense)
     if fields:
         lines = "\n".join(f"  {field}" for field in fields)
         raise CoverageError(
-            f"{call}: {len(fields)} field(s) would stay padded; expected none in strict mode:\n{lines}\n"
+            f"{call}: {len(fields)} field(s) would stay padded or have other rows than their mask; expected none in "
+            f"strict mode:\n{lines}\n"
             "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
-            "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry."
+            "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry. Fix "
+            "the producer of a field that has other rows than its mask, or allow it in the same way."
         )
 
 
-def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options) -> None:
-    """Raises CoverageError in strict mode for fields of a batch that stay padded."""
+def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> None:
+    """Raises CoverageError in strict mode for fields of a batch that stay padded, or are `off` their axis."""
     if options.strict:
-        check_strict(options.call, _dense(forms, batch, options))
+        check_strict(options.call, _dense(forms, batch, options, off))
 
 
-def _dense(forms: Iterable[FieldForm], batch: Any, options: Options) -> list[DenseField]:
-    """The fields that stay padded, and the tensors inside Python objects."""
-    dense = [DenseField.of(form.path, entry_at(batch, form.path), form.reason) for form in forms if form.reason]
+def _dense(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> list[DenseField]:
+    """The fields that stay padded, those off their axis, and the tensors inside Python objects."""
+    reasons = {form.path: form.reason for form in forms if form.reason}
+    reasons |= {path: one.difference for path, one in off.items()}
     return [
-        *dense,
+        *(DenseField.of(path, entry_at(batch, path), reason) for path, reason in reasons.items()),
         *hidden({form.path: entry_at(batch, form.path) for form in forms if form.kind == "object"}, options),
     ]
 
@@ -137,12 +173,28 @@ _MOST_SAID = 1_000
 
 
 def warn_dense(
-    forms: Collection[FieldForm], options: Options, batch: TensorDictBase, sent: Callable[[], int], level: int
+    forms: Collection[FieldForm],
+    options: Options,
+    batch: TensorDictBase,
+    off: Mapping[Path, OffAxis],
+    sent: Callable[[], int],
+    level: int,
 ) -> None:
-    """Warns of the fields that stay padded, as `level` frames above, with the bytes that the whole batch takes all the
-    same. Those are of the first batch whose fields stay padded for these reasons: Python shows equal warnings once."""
+    """Warns of the fields that are `off` their axis, as `level` frames above; and of those that stay padded, with the
+    bytes that the whole batch takes all the same. Those are of the first batch whose fields stay padded for these
+    reasons: Python shows equal warnings once."""
+    if options.strict:
+        return
+    if off:
+        masks = "; ".join(f'"{show(path)}" (mask "{one.mask}")' for path, one in off.items())
+        warnings.warn(
+            f"{options.call}: fields have other rows than their mask: {masks}. Fix the producer, or give the fields "
+            "another mask in the registry; strict mode names a row",
+            MaskpackWarning,
+            stacklevel=level + 1,
+        )
     fields = "; ".join(f'"{show(form.path)}": {form.reason}' for form in forms if form.reason)
-    if not fields or options.strict:
+    if not fields:
         return
     text = f"{options.call}: fields stay padded: {fields}"
     warning = _SAID.get(text)
@@ -173,11 +225,12 @@ def dense_fields(
     pad_token_id: int | None = None,
     ignore_dense_fields: Iterable[Key] = (),
 ) -> tuple[DenseField, ...]:
-    """Lists the tensors of a batch that would stay padded, as DenseFields.
+    """Lists the tensors of a batch that would stay padded, or have other rows than their mask, as DenseFields.
 
     These are tensors that the registry does not know, that have no mask in the batch, or that have non-pad values under
-    their mask; then one DenseField for each Python object with tensors inside. Tensors of at most one dim, and fields
-    declared without a mask or ignored, are left out.
+    their mask; then jagged fields and fields [T] that have other rows than their mask; then one DenseField for each
+    Python object with tensors inside. Other tensors of at most one dim, and fields declared without a mask or ignored,
+    are left out.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """
@@ -186,4 +239,4 @@ def dense_fields(
         warnings.simplefilter("ignore", MaskpackWarning)
         batch, carried = whole_batch(batch, options.call)
         found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
-        return tuple(_dense(found.forms, batch, options))
+        return tuple(_dense(found.forms, batch, options, off_axis(found.plan, found.axes, found.layouts)))

@@ -19,7 +19,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
-from maskpack.nesting.coverage import check_coverage, nbytes_of, warn_dense
+from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.plan import seen_of
 from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, layouts_entry, pads_of_rows, read_layouts
@@ -55,7 +55,8 @@ def nest_batch_by_mask(
         and max length set; the fields of a layout share one offsets tensor.
 
     Raises:
-        CoverageError: in strict mode, a tensor of two or more dims, or one inside a Python object, would stay padded.
+        CoverageError: in strict mode, a tensor of two or more dims, or one inside a Python object, would stay padded;
+            or a jagged field or a field [T] has other rows than its mask in the batch.
         LossyPadError: non-pad values under a mask, with strict_mask_nesting or on_loss="error".
         LayoutError: a field does not match any of its masks.
         RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
@@ -69,14 +70,15 @@ def nest_batch_by_mask(
     ).of_this_process()
     batch, carried = whole_batch(batch, options.call)
     found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
-    check_coverage(found.forms, batch, options)
+    off = off_axis(found.plan, found.axes, found.layouts)
+    check_coverage(found.forms, batch, options, off)
     fields = _jagged_fields(found, options.call)
 
     def nested(form: FieldForm) -> Any:
         return rows_only(form.node) if form.node is not None else fields.get(form.path, found.entries[form.path])
 
     out = unflatten(rows_only(found.plan.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    warn_dense(found.forms, options, batch, lambda: nbytes_of({**found.entries, **found.values}.values()), 2)
+    warn_dense(found.forms, options, batch, off, lambda: nbytes_of({**found.entries, **found.values}.values()), 2)
     return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.row_pads, found.rows))
 
 

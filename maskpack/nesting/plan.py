@@ -18,7 +18,7 @@ from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 from torch import Tensor
 
 from maskpack.core.bits import DTYPES
-from maskpack.core.keys import Path, show
+from maskpack.core.keys import Key, Path, show
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.core.tree import Node, entry_at, flatten, has, is_object, names_of, number_at
@@ -143,6 +143,8 @@ class BatchPlan(NamedTuple):
         anchors: of these layouts.
         widths: of these layouts, but for those of jagged fields.
         restored: the fields that were nested with different pads.
+        declared: of the jagged fields and the fields of one dim that the registry puts on axes of the batch, the names
+            and sources of the layouts of which one should be theirs.
         by_value: whether it holds for this batch alone.
     """
 
@@ -153,6 +155,7 @@ class BatchPlan(NamedTuple):
     anchors: Mapping[str, int]
     widths: Mapping[str, int]
     restored: frozenset[Path]
+    declared: Mapping[Path, Mapping[str, Source]]
     by_value: bool
 
     @classmethod
@@ -166,7 +169,8 @@ class BatchPlan(NamedTuple):
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
         root = Node.of(batch) if carried is NOTHING else carried.schema.root
         by_value = planner.by_value or axes.by_value
-        return cls(root, tuple(forms), planner.rows(forms), sources, anchors, widths, carried.restored, by_value)
+        rows, declared = planner.rows(forms), planner.declared(forms)
+        return cls(root, tuple(forms), rows, sources, anchors, widths, carried.restored, declared, by_value)
 
     @property
     def schema(self) -> Schema:
@@ -205,6 +209,8 @@ class _Planner:
     by_value: bool = False
     _rows: dict[str, int] = field(default_factory=dict[str, int])
     _own: dict[int, str] = field(default_factory=dict[int, str])
+    _lines: dict[Path, list[Axis]] = field(default_factory=dict[Path, list[Axis]])
+    """The axes of fields of one dim that have other tokens."""
 
     def __post_init__(self) -> None:
         registry, call = self.options.registry, self.options.call
@@ -238,7 +244,7 @@ class _Planner:
         if path in self.carried.restored:
             before = self._before[path]
             return replace(before, layout=self._use_given(before), dtype=value.dtype)
-        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
+        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, self._spec(path))
 
     def _check_kind(self, path: Path, node: Node) -> None:
         """Raises LayoutError for a tensorclass with values outside its TensorDict, from which it is rebuilt."""
@@ -271,17 +277,37 @@ class _Planner:
             )
         return next(iter(counts.values()), 0)
 
+    def declared(self, forms: Iterable[FieldForm]) -> dict[Path, dict[str, Source]]:
+        """`declared` of the plan. A mask that the batch does not give may be that of the jagged fields that have no
+        other one."""
+        looked = replace(self.axes, _found={})  # those of values are not looked up for the plan
+        out = {path: {axis.name: axis.source for axis in axes} for path, axes in self._lines.items()}
+        jagged: list[tuple[FieldForm, dict[str, Source], set[Key]]] = []
+        for form in [form for form in forms if form.kind == "jagged"]:
+            spec = self._spec(form.path)
+            axes = {mask: looked.find(mask, form.path) for mask in (() if spec is None else spec.masks)}
+            found = {axis.name: axis.source for axis in axes.values() if axis is not None}
+            jagged.append((form, found, {mask for mask, axis in axes.items() if axis is None}))
+        for form, found, missing in [one for one in jagged if one[1]]:
+            columns = {other.layout or "" for other, by, lacks in jagged if not by and missing & lacks}
+            out[form.path] = found | {name: self.sources[name] for name in columns}
+        return out
+
     # ---------------------------------------------------------------- tensors
+
+    def _spec(self, path: Path) -> MaskNestingSpec | None:
+        """The spec of a field; one without masks for a field that is ignored."""
+        ignored = path in self.options.ignore or path[-1:] in self.options.ignore
+        return MaskNestingSpec(None) if ignored else self.options.registry.find(path)
 
     def _dense(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         dense = FieldForm(path, "dense", dtype=value.dtype)
         if value.is_sparse or value.layout != torch.strided:
             return replace(dense, reason=f"its memory layout is {value.layout}")
-        ignored = path in self.options.ignore or path[-1:] in self.options.ignore
-        if ignored or (spec is not None and spec.mask is None):
-            return dense
         if spec is None:
             return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
+        if spec.mask is None:
+            return dense
         axes: list[Axis] = []
         for axis in self._candidates(path, spec):
             axes.append(axis)
@@ -292,6 +318,8 @@ class _Planner:
                 pads = self._pads(path, spec, value)
                 return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
         if value.dim() <= 1:
+            if value.dim() and axes and all(value.shape[0] != axis.rows for axis in axes):
+                self._lines[path] = axes
             return dense
         if not axes:
             registry = self.options.registry

@@ -37,7 +37,8 @@ from maskpack.fields.options import OnLoss, Options, Registry, Verify
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
-from maskpack.nesting.coverage import check_coverage, warn_dense
+from maskpack.nesting.axes import Axes
+from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.plan import Carried, Seen, plan_of, seen_of
@@ -519,14 +520,18 @@ def compress(
     found = _by_plan(batch, options, carried, layouts, seen, like)
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
-        check_coverage(gathering.forms, batch, options)
+        off = off_axis(gathering.plan, gathering.axes, gathering.layouts)
+        check_coverage(gathering.forms, batch, options, off)
         packed = _encoded(gathering, codec, seen, options, carried.layouts or layouts)
     else:
         table, schema = found
-        check_coverage(schema.forms, batch, options)
+        plan = plan_of(batch, options, carried, layouts, seen)
+        axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
+        off = off_axis(plan, axes, table.layouts) if plan.declared else {}
+        check_coverage(schema.forms, batch, options, off)
         objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
         packed = PackedBatch(table.rows, schema, table, objects, codec)
-    warn_dense(packed.schema.forms, options, batch, lambda: packed.nbytes, 2)
+    warn_dense(packed.schema.forms, options, batch, off, lambda: packed.nbytes, 2)
     return packed
 
 

@@ -21,22 +21,22 @@ def assert_covered(
     ignore_dense_fields: Iterable[Key] = (),
 ) -> None:
     """Asserts that strict mode takes a batch: every padded field is covered by a mask of the registry, and holds its
-    pad under that mask.
+    pad under that mask; jagged fields and fields [T] have the rows of theirs.
 
     Args:
         batch: padded or nested. It is not changed.
         registry, pad_token_id, ignore_dense_fields: as for `compress`.
 
     Raises:
-        AssertionError: a field would stay padded. The message names each such field, the reason, the values under the
-            mask that fits, and the line to register.
+        AssertionError: a field would stay padded, or has other rows than its mask. The message names each such field,
+            the reason, the values under the mask that fits, and the line to register.
         LayoutError, RegistryError: as `compress`.
     """
     fields = dense_fields(batch, registry, pad_token_id=pad_token_id, ignore_dense_fields=ignore_dense_fields)
     if not fields:
         return
     suggester = Suggester(batch, registry_of(registry, "assert_covered"), pad_token_id)
-    out = [f"assert_covered: {len(fields)} of the fields stay padded; expected none:"]
+    out = [f"assert_covered: {len(fields)} of the fields are not covered by their mask; expected none:"]
     for one in map(suggester.suggest, fields):
         out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
     out.append("Add the lines to the registry: registry | {...}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import tracemalloc
+import warnings
 from collections import deque, namedtuple
 
 import numpy as np
@@ -15,8 +16,10 @@ from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 import maskpack as mp
+from maskpack import fields
 from maskpack.errors import MaskpackWarning
 from maskpack.nesting.coverage import dense_fields
+from maskpack.testing import assert_covered
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -260,6 +263,108 @@ def test_records_go_nowhere_unless_the_program_says_so() -> None:
     )
     done = subprocess.run([*warm_workers.python(), "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("['NullHandler'] []\n", "")
+
+
+# -------------------------------------------------------------------- declared fields off their axis
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+
+
+def jagged(*lengths):
+    return torch.nested.nested_tensor([torch.ones(length) for length in lengths], layout=torch.jagged)
+
+
+def masked(**more):
+    return TensorDict({"responses": MASK * 7, "response_mask": MASK, **more}, [2])
+
+
+def of_slime(*lengths):
+    counts = {"total_lengths": torch.tensor([5, 6]), "response_lengths": torch.tensor([3, 4])}
+    return TensorDict({"tokens": jagged(5, 6), "rollout_log_probs": jagged(*lengths), **counts}, [2])
+
+
+def nested(batch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MaskpackWarning)
+        return mp.nest_batch_by_mask(batch, pad_token_id=0)
+
+
+OFF = {
+    "jagged": (lambda *n: masked(values=jagged(*n)), mp.RL_FIELDS, "response"),
+    "on the sequence": (
+        lambda *n: TensorDict({"attention_mask": MASK, "values": jagged(*n)}, [2]),
+        mp.RL_FIELDS,
+        "sequence",
+    ),
+    "in a sub-batch": (lambda *n: masked(sub=TensorDict({"values": jagged(*n)}, [2])), mp.RL_FIELDS, "response"),
+    "new in a nested batch": (lambda *n: nested(masked()).update({"values": jagged(*n)}), mp.RL_FIELDS, "response"),
+    "nested before": (lambda *n: nested(masked(values=jagged(*n))), mp.RL_FIELDS, "response"),
+    "lengths": (of_slime, fields.slime, "response"),
+}
+CALLS = {"compress": lambda batch, registry, **more: mp.compress(batch, registry=registry, **more)}
+CALLS["nest_batch_by_mask"] = mp.nest_batch_by_mask
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("make", "registry", "mask"), OFF.values(), ids=OFF)
+def test_a_declared_jagged_field_of_other_rows_than_its_mask(make, registry, mask, call):
+    """Also where batches of the same fields were seen before, with these rows or with others."""
+    for lengths, seen in (
+        ((3, 4), None),
+        ((2, 4), "row 0 has 2 tokens; mask"),
+        ((3, 4), None),
+        ((3, 5), "row 1 has 5"),
+    ):
+        batch, options = make(*lengths), {"pad_token_id": 0, "strict_mask_nesting": True}
+        if seen is None:
+            call(batch, registry, **options)
+            continue
+        with pytest.warns(
+            MaskpackWarning, match=rf'fields have other rows than their mask: "[\w/]+" \(mask "{mask}"\)'
+        ):
+            call(batch, registry, pad_token_id=0)
+        with pytest.raises(mp.errors.CoverageError, match=seen) as caught:
+            call(batch, registry, **options)
+        assert "Fix the producer" in str(caught.value)
+        with pytest.raises(AssertionError, match=seen):
+            assert_covered(batch, registry, pad_token_id=0)
+        (off,) = dense_fields(batch, registry, pad_token_id=0)
+        call(batch, registry, **options, ignore_dense_fields=[off.path])
+        call(batch, registry | {off.path[-1]: mp.MaskNestingSpec(None)}, **options)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_declared_line_of_other_tokens_than_its_bounds(call):
+    """[T] with cu_seqlens; a number a row, and one for all, are no lines."""
+    bounds = {"cu_seqlens": torch.tensor([0, 4, 4, 9]), "token_ids": torch.ones(9, dtype=torch.long)}
+    options = {"pad_token_id": 0, "strict_mask_nesting": True}
+    for size in ((9,), (3,), ()):
+        call(TensorDict({**bounds, "logprobs": torch.ones(size), "unknown": torch.ones(6)}), fields.prime_rl, **options)
+    batch = TensorDict({**bounds, "logprobs": torch.ones(6)})
+    with pytest.warns(MaskpackWarning, match=r'fields have other rows than their mask: "logprobs" \(mask "sequence"\)'):
+        call(batch, fields.prime_rl, pad_token_id=0)
+    with pytest.raises(mp.errors.CoverageError, match=r'"logprobs" \(6,\).*: it has 6 tokens; mask "sequence" has 9'):
+        call(batch, fields.prime_rl, **options)
+    with pytest.raises(AssertionError, match='"logprobs"'):
+        assert_covered(batch, fields.prime_rl)
+    call(batch, fields.prime_rl, **options, ignore_dense_fields=["logprobs"])
+
+
+def test_results_of_other_rows_than_the_batch_that_they_are_like():
+    like = mp.compress(masked(), pad_token_id=0)
+    mp.compress(TensorDict({"values": jagged(3, 4)}, [2]), like=like, strict_mask_nesting=True)
+    with pytest.raises(mp.errors.CoverageError, match=r'row 0 has 2 tokens; mask "response" has 3'):
+        mp.compress(TensorDict({"values": jagged(2, 4)}, [2]), like=like, strict_mask_nesting=True)
+
+
+def test_fields_of_an_axis_that_jagged_columns_give_are_no_failure():
+    """The response axis of a batch of verl whose responses are jagged; a number a row beside them."""
+    batch = TensorDict({"attention_mask": MASK, "input_ids": MASK, "responses": jagged(2, 1).long()}, [2])
+    batch["old_log_probs"], batch["advantages"] = jagged(2, 1), torch.ones(2)
+    for call in CALLS.values():
+        call(batch, mp.RL_FIELDS, pad_token_id=0, strict_mask_nesting=True)
+        with pytest.raises(mp.errors.CoverageError, match=r'"values" .*: row 1 has 2 tokens; mask "sequence" has 4'):
+            call(batch.copy().update({"values": jagged(3, 2)}), mp.RL_FIELDS, pad_token_id=0, strict_mask_nesting=True)
 
 
 # -------------------------------------------------------------------- warnings

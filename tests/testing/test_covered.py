@@ -36,7 +36,7 @@ def test_each_field_and_its_line() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_covered(batch, pad_token_id=PAD)
     said = str(caught.value)
-    assert said.startswith("assert_covered: 3 of the fields stay padded; expected none:\n")
+    assert said.startswith("assert_covered: 3 of the fields are not covered by their mask; expected none:\n")
     assert '\n  "odd" (7, 3, 99) float32, 8,316 bytes: the registry does not know it\n' in said
     lines = re.findall(r"^    ('.*),(?:  #.*)?$", said, re.MULTILINE)
     assert lines == [
@@ -72,7 +72,7 @@ def test_it_fails_where_strict_mode_does(case: strategies.Case) -> None:
         refused = True
     assert refused == bool(dense_fields(case.batch, **case.options))
     if refused:
-        with pytest.raises(AssertionError, match=r"assert_covered: \d+ of the fields stay padded"):
+        with pytest.raises(AssertionError, match=r"assert_covered: \d+ of the fields are not covered"):
             assert_covered(case.batch, **case.options)
     else:
         assert_covered(case.batch, **case.options)
