@@ -6,6 +6,6 @@ presets.py     the registries of other trainers: maskpack.fields.skyrl, ...
 options.py     the options that compress, nest_batch_by_mask and WorkerGroup share
 """
 
-from maskpack.fields.presets import areal, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, verl
+from maskpack.fields.presets import areal, areal_advantages, nemo_rl, openrlhf, prime_rl, skyrl, slime, trl, verl
 
-__all__ = ["areal", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime", "trl", "verl"]
+__all__ = ["areal", "areal_advantages", "nemo_rl", "openrlhf", "prime_rl", "skyrl", "slime", "trl", "verl"]

@@ -1,6 +1,7 @@
 """The registries of other trainers, by the names that their batches have.
 
     areal, nemo_rl, prime_rl     rows of S tokens, and a loss mask with holes
+    areal_advantages             the same, the mask moved one token to the left
     trl                          prompts and completions side by side, a mask for each
     skyrl                        one block, padded on the left; the response is its last R columns
     openrlhf                     [B, S], and [B, S - 1] for what is predicted
@@ -134,8 +135,11 @@ areal = MaskNestingRegistry(
         **_each("advantages returns kl_rewards tot_rewards", "sequence", WHITENED, "rle"),
     },
 )
-"""The trajectories of AReaL. compute_advantages moves `loss_mask` and `logprobs` one token to the left: replay them
-before it, because replay shifts by itself."""
+"""The trajectories of AReaL before `compute_advantages`."""
+
+areal_advantages = areal | MaskNestingRegistry({}, {"response": MaskAxis("loss_mask", shift=-1)})
+"""The trajectories of AReaL after `compute_advantages`, which moves `loss_mask` and `logprobs` one token to the left:
+replay scores the tokens that the mask was for before. Its log-probs have the columns of the moved fields."""
 
 prime_rl = MaskNestingRegistry(
     axes={
@@ -180,6 +184,7 @@ PRESETS: dict[str, MaskNestingRegistry] = {
     "skyrl": skyrl,
     "openrlhf": openrlhf,
     "areal": areal,
+    "areal_advantages": areal_advantages,
     "slime": slime,
     "prime_rl": prime_rl,
 }

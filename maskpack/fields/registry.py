@@ -41,6 +41,8 @@ class MaskAxis:
             field gives one, first that of the head. For lengths, `head` names the fields that give the width.
         padded: the side on which rows are padded, which grows when batches of different widths are joined. A mask that
             is split into head and tail grows on both sides.
+        shift: how far the columns of a mask of response tokens were moved, as by torch.roll: with -1, the entry at
+            column t speaks of the token at t + 1. For the axis `response`, which keeps the columns of the mask.
     """
 
     source: Key
@@ -49,6 +51,7 @@ class MaskAxis:
     head: tuple[Key, ...] = ()
     tail: tuple[Key, ...] = ()
     padded: Literal["right", "left"] = "right"
+    shift: int = 0
 
     def __post_init__(self) -> None:
         need_key(self.source, "source", "MaskAxis")
@@ -61,6 +64,13 @@ class MaskAxis:
             raise RegistryError(
                 f'MaskAxis: part {self.part!r} of "{show(self.source)}" names no field that tells where the columns '
                 "split. Give `head` or `tail` fields."
+            )
+        if isinstance(self.shift, bool) or not isinstance(self.shift, int):
+            raise RegistryError(f"MaskAxis: shift is {said(self.shift)}; expected a whole number. Give -1, 0 or 1.")
+        if self.shift and (self.form, self.part) != ("mask", "all"):
+            raise RegistryError(
+                f'MaskAxis: shift {self.shift} of "{show(self.source)}", of which the axis is {self.form}, '
+                f"{self.part}; expected all columns of a mask. Leave shift out."
             )
 
 
@@ -168,6 +178,13 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
                 raise RegistryError(
                     f"MaskNestingRegistry: axis {name!r} is {said(ways)}; expected a name and a MaskAxis, or a tuple "
                     'of them. Write MaskAxis("attention_mask").'
+                )
+            shifts = {way.shift for way in ways}
+            if shifts != {0} and (name != "response" or len(shifts) > 1):
+                raise RegistryError(
+                    f'MaskNestingRegistry: axis "{name}" has the shifts {sorted(shifts)}; expected one shift, and none '
+                    'but for the axis "response". Give the axis of the moved mask this name, and all its ways the same '
+                    "shift."
                 )
         object.__setattr__(self, "axes", MappingProxyType({name: tuple(ways) for name, ways in axes.items()}))
 
@@ -296,7 +313,7 @@ def _ways(value: Any) -> Sequence[Any]:
 
 def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
     out: dict[str, Any] = {"source": _joined(axis.source)}
-    for name in ("form", "part", "head", "tail", "padded"):
+    for name in ("form", "part", "head", "tail", "padded", "shift"):
         value = getattr(axis, name)
         if value != getattr(MaskAxis, name):  # the default
             out[name] = [*map(_joined, cast("tuple[Key, ...]", value))] if isinstance(value, tuple) else value
@@ -305,7 +322,7 @@ def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
 
 def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
     call = f'MaskNestingRegistry.from_dict: axis "{name}"'
-    _known(call, data, ("source", "form", "part", "head", "tail", "padded"))
+    _known(call, data, ("source", "form", "part", "head", "tail", "padded", "shift"))
     if "source" not in data:
         raise RegistryError(f"{call}: no source; expected the name of the field that the axis is computed from.")
     keys: dict[str, Any] = {
@@ -313,7 +330,8 @@ def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
         for side in ("head", "tail")
     }
     form, part, padded = data.get("form", "mask"), data.get("part", "all"), data.get("padded", "right")
-    return MaskAxis(_split(data["source"], "source", call), form, part, padded=padded, **keys)
+    source, shift = _split(data["source"], "source", call), data.get("shift", 0)
+    return MaskAxis(source, form, part, padded=padded, shift=shift, **keys)
 
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:

@@ -175,6 +175,7 @@ class ResponseAxis:
     Attributes:
         ends: whether it is the last tokens of each row by the registry, which a layout of another registry may break.
         counted: whether its layout tells lengths alone; it is the last tokens of each row then.
+        shift: how far its columns were moved from those of the tokens.
     """
 
     response: RowLayout
@@ -182,6 +183,7 @@ class ResponseAxis:
     forms: dict[Path, FieldForm]
     ends: bool = False
     counted: bool = False
+    shift: int = 0
 
     @classmethod
     def of(
@@ -225,7 +227,8 @@ class ResponseAxis:
         ends = bool(ways) and all(map(any, zip(counting, tails, strict=True)))
         # a stored layout does not say where it is from
         counted = bool(ways) and all(counting) if RESPONSE in known else response.counted
-        return cls(response.layout, None if sequence is None else sequence.layout, forms, ends, counted)
+        whole = None if sequence is None else sequence.layout
+        return cls(response.layout, whole, forms, ends, counted, ways[0].shift if ways else 0)
 
     def need_sequence(self, call: str) -> RowLayout:
         """The sequence layout. Raises LayoutError if there is none."""
@@ -256,9 +259,11 @@ class ResponseAxis:
                 found = int(self.row_of_token[found != tail][0])
         if isinstance(found, int):
             where = "the last valid tokens of its row" if self.ends else "valid tokens of its row"
+            moved = f", whose entries speak of the column {-self.shift:+}" if self.shift else ""
+            columns = _columns_of(sequence, found)
             raise LayoutError(
                 f'{call}: row {found} of the axis "{RESPONSE}" is at columns {_columns_of(self.response, found)}, of '
-                f'{self.response.width}; the row of the axis "{SEQUENCE}" is at {_columns_of(sequence, found)}, of '
+                f'{self.response.width}{moved}; the row of the axis "{SEQUENCE}" is at {columns}, of '
                 f"{sequence.width}. Expected {where}, as the registry says, in the last {self.response.width} columns. "
                 "Pass the registry that the batch was made with. An axis that tells only how many tokens at the end of "
                 'a row are the response needs part="prefix" or form="lengths".'
@@ -268,7 +273,7 @@ class ResponseAxis:
     def _by_columns(self, sequence: RowLayout) -> IntArray | int:
         """`tokens` of a response axis whose columns are the last ones of the sequence; or the first row with a response
         token that is no valid token there."""
-        response, shift = self.response, sequence.width - self.response.width
+        response, shift = self.response, sequence.width - self.response.width - self.shift
         if response.__dict__.get("part_of") == (sequence, shift):
             return ranges(sequence.row_offsets[1:] - response.lengths, response.lengths)
         own, spans = host_spans(response), host_spans(sequence)

@@ -333,8 +333,8 @@ CASES = {
     "openrlhf": openrlhf,
     "openrlhf plain": lambda make: openrlhf(make, whitened=False),
     "openrlhf whole": lambda make: openrlhf(make, joined=False),
-    "areal": areal,
     "areal rollout": lambda make: areal(make, shifted=False),
+    "areal_advantages": areal,
     "nemo_rl": nemo_rl,
     "trl": trl,
     "trl rows": lambda make: trl(make, ratio="row", tools=False),
@@ -386,8 +386,8 @@ def test_fewer_bytes_than_with_the_default_registry(case):
     assert nbytes < (1.05 if case in SAME else 0.96) * default
 
 
-ROWS = ["verl", "skyrl", "openrlhf", "areal rollout", "nemo_rl", "trl async", "prime_rl", "slime"]
-"""The cases with padded rows of tokens, whose loss masks are at the tokens that they are for."""
+ROWS = ["verl", "skyrl", "openrlhf", "areal rollout", "areal_advantages", "nemo_rl", "trl async", "prime_rl", "slime"]
+"""The cases with padded rows of tokens."""
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -415,7 +415,7 @@ def test_each_preset_is_a_name_of_the_package():
         assert (again, again.axes) == (registry, registry.axes)
 
 
-@pytest.mark.parametrize("case", ["skyrl", "openrlhf", "openrlhf whole", "areal", "nemo_rl", "trl", "slime"])
+@pytest.mark.parametrize("case", ["skyrl", "openrlhf", "openrlhf whole", "areal_advantages", "nemo_rl", "trl", "slime"])
 def test_batches_of_other_widths_join(case):
     """Rows grow on the side that the trainer pads: the response of SkyRL stays at the right end of its block."""
     parts = [made(case, seed, most=most).exclude("prompt_ids_for_adv") for seed, most in ((0, 30), (1, 17))]

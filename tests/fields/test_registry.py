@@ -41,6 +41,7 @@ EVERYTHING = MaskNestingRegistry(
         ),
         "tail": MaskAxis("mask", part="tail", tail=("one",)),
         "left": MaskAxis("prompt_mask", padded="left"),
+        "response": MaskAxis("loss_mask", shift=-1),
         "lengths": MaskAxis("input_lengths", form="lengths", head=("input_ids",)),
         "flat": MaskAxis("cu_seqlens", form="cu_seqlens"),
     },

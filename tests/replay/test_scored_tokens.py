@@ -271,6 +271,33 @@ def alone(model: Any, batch: TensorDict, loss: Tensor) -> Iterator[tuple[Tensor,
         yield out.logits[0], ids.tolist(), places
 
 
+@pytest.mark.parametrize("shift", [-2, -1, 1])
+def test_a_mask_that_was_moved_scores_the_same_tokens(shift: int) -> None:
+    """As torch.roll moves it; its entries that leave their row are of no token."""
+    moved = FLAT | mp.MaskNestingRegistry(
+        {"loss_mask": mp.MaskNestingSpec("response")}, {"response": mp.MaskAxis("loss_mask", shift=shift)}
+    )
+    source = torch.Generator().manual_seed(5)
+    for _ in range(8):
+        batch = rows_of(source)
+        batch["loss_mask"][:, :2] = batch["loss_mask"][:, -2:] = 0
+        model, rolled = Sums(), batch.clone()
+        rolled["loss_mask"] = batch["loss_mask"].roll(shift, 1)
+        want = response_log_probs(model, batch, options=ReplayOptions(registry=FLAT))
+        for form in forms(rolled, moved):
+            got = response_log_probs(model, form, options=ReplayOptions(registry=moved))
+            assert torch.equal(got.values(), want.values())
+            assert torch.equal(got.offsets(), want.offsets())
+        states = torch.rand(*batch["input_ids"].shape, 3)
+        padded = mp.extract_response(rolled, states, registry=moved)
+        assert torch.equal(padded, mp.extract_response(batch, states, registry=FLAT).roll(shift, 1))
+        rolled["loss_mask"][0, -1 if shift < 0 else 0] = 1
+        with pytest.raises(
+            LayoutError, match=rf'row 0 of the axis "response" .*, whose entries speak of the column \{-shift:+}'
+        ):
+            PackedInputs.of(rolled, options=ReplayOptions(registry=moved))
+
+
 def test_a_mask_as_wide_as_a_response_of_lengths_is_read_by_its_spec() -> None:
     """The response axis tells only lengths, and both axes have five columns: the spec says which tokens are meant."""
     axes = {name: mp.MaskAxis(f"{name}_lengths", form="lengths", head=("ids",)) for name in ("sequence", "response")}
