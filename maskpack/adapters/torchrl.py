@@ -166,6 +166,18 @@ class PackedStorage(_ListStorage):
                 f"PackedStorage.set: slots are {slots[:8].tolist()} with {before} in use; expected whole numbers from "
                 f"0, below {self.max_size}, that leave none empty. Let the writer choose them."
             )
+        stored = self._logged.head if self._logged is not None else None if self._rows is None else self._rows.head
+        if before and stored is not None:
+            own, known = ({form.path[0]: None for form in one.schema.forms} for one in (packed, stored))
+            more, less = (
+                [f'"{name}"' for name in one if name not in other] for one, other in ((own, known), (known, own))
+            )
+            if more or less:
+                seen = [f"also {', '.join(more)}"] * bool(more) + [f"no {', '.join(less)}"] * bool(less)
+                raise LayoutError(
+                    f"PackedStorage.set: the rows have {' and '.join(seen)}; expected the fields of the rows that are "
+                    "stored. Write the same fields in every row, or empty the storage first."
+                )
         if self._logged is not None:
             self._logged.put(slots, packed, table)
             return
@@ -286,7 +298,7 @@ class _LoggedRows:
     def __init__(self, log: RolloutLog, max_size: int) -> None:
         self.log = log
         self._max_size = max_size
-        self._head: PackedBatch | None = None
+        self.head: PackedBatch | None = None
         """The fields and the largest widths, without rows."""
         rows = log.rows
         slots: list[Any] = log.tags(rows).get(_SLOT, [None] * rows.size)
@@ -300,7 +312,7 @@ class _LoggedRows:
                 f"{max_size}; expected what a PackedStorage wrote. Give the storage a log of its own, and the max_size "
                 "that the log was written with."
             )
-        self._head = self._widest([log.take(own[:1]) for own in log.chunks()])
+        self.head = self._widest([log.take(own[:1]) for own in log.chunks()])
         with suppress(StorageError):  # of a reader
             log.delete(np.setdiff1d(rows, self.numbers))
 
@@ -314,7 +326,7 @@ class _LoggedRows:
         """Appends the rows of slots. `table` names for each slot an earlier one, or one of the rows behind these."""
         head = self._widest([packed])
         before, new = self.numbers, np.array(self.log.append(packed, {_SLOT: slots}))
-        self._head = head
+        self.head = head
         self.numbers = np.concatenate([before, new])[table]
         gone = [before[slots[slots < before.size]], new[self.numbers[slots] != new]]
         with suppress(StorageError):  # they are deleted when the log is opened again
@@ -323,19 +335,19 @@ class _LoggedRows:
     def replace(self, packed: PackedBatch | None) -> None:
         """Deletes all rows, and appends others."""
         self.log.delete(self.numbers)
-        self.numbers, self._head = self.numbers[:0], None
+        self.numbers, self.head = self.numbers[:0], None
         if packed is not None and len(packed):
             self.put(np.arange(len(packed)), packed, np.arange(len(packed)))
 
     def take(self, index: Any) -> PackedBatch:
         """The rows of slots, at the largest widths that there were."""
         numbers = self.numbers[row_index(index, self.numbers.size, "PackedStorage.get")]
-        assert self._head is not None
-        return PackedBatch.cat(with_stacks([self._head, self.log.take(numbers)]))
+        assert self.head is not None
+        return PackedBatch.cat(with_stacks([self.head, self.log.take(numbers)]))
 
     def _widest(self, batches: Sequence[PackedBatch]) -> PackedBatch | None:
         """The head, as wide as some batches. Raises LayoutError for batches that do not fit it."""
-        heads = [batch.take([]) for batch in ([] if self._head is None else [self._head]) + list(batches)]
+        heads = [batch.take([]) for batch in ([] if self.head is None else [self.head]) + list(batches)]
         return BatchView.cat([BatchView.of(head) for head in with_stacks(heads)]).head.own() if heads else None
 
 

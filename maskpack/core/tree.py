@@ -132,6 +132,10 @@ def dense_stack(batch: Any, call: str) -> Any:
 
 def _form_of(row: Any) -> list[Any] | None:
     """The paths, shapes, dtypes and devices of a row of a lazy stack; None if it cannot be stacked."""
+    if is_lazy(row):  # along another dim
+        parts = [_form_of(part) for part in cast("Any", fields_of(row)).tensordicts]
+        if any(part is None or part != parts[0] for part in parts):
+            return None
     form: list[Any] = []
     for path, value in flatten(row):
         if isinstance(value, Tensor):

@@ -184,9 +184,11 @@ class Axes:
             return None
         if way.form == "mask":
             if tensor.dim() != 2:
+                remedy = "Give one entry per row and position, or name another mask in the registry."
+                if self.batch.batch_dims > 1:
+                    remedy = "The batch has more batch dims than its rows. Make it one of rows: batch.reshape(-1)."
                 raise LayoutError(
-                    f'{self.call}: mask field "{show(path)}" is {tuple(tensor.shape)}; expected (B, width). '
-                    "Give one entry per row and position, or name another mask in the registry."
+                    f'{self.call}: mask field "{show(path)}" is {tuple(tensor.shape)}; expected (B, width). {remedy}'
                 )
             source, (rows, width) = Source("mask", path), tensor.shape
             if way.part == "prefix":

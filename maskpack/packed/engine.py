@@ -118,7 +118,14 @@ def _rows_of(outputs: Sequence[Any], prompts: Any, shape: tuple[int, int] | None
                 f"{_CALL}: {count} prompts for {len(outputs)} outputs; expected one for each, or, of SGLang, one for "
                 "each n outputs. Pass the prompts in the order of the outputs."
             )
+    first = isinstance(outputs[0], Mapping)
     for number, output in enumerate(outputs):
+        if isinstance(output, Mapping) != first and hasattr(output if first else outputs[0], "outputs"):
+            seen, other = ("a RequestOutput", "a dict") if first else ("a dict", "a RequestOutput")
+            raise LayoutError(
+                f"{_CALL}: output {number} is {seen}, and output 0 {other}; expected outputs of one engine. Pack "
+                "those of each engine alone, and join them with PackedBatch.cat."
+            )
         given = None if prompts is None else prompts[number // each]
         name = f"output {number}"
         if isinstance(output, Mapping):
@@ -285,16 +292,21 @@ def _array(part: Any, name: str, shape: tuple[int, int] | None) -> Any:
 def _numbers(values: Any, kind: str, name: str, field: str) -> Any:
     """int64 or float32 [n], from a list or an array. A list of floats is not taken for integers."""
     integers = kind == "iu"
+    found: Any
     if isinstance(values, list | tuple):
         try:
-            return np.array(array("q" if integers else "f", cast("Any", values)))
+            found = np.array(array("q" if integers else "f", cast("Any", values)))
         except (TypeError, OverflowError) as error:
             _fail(name, field, f"a list ({error})", f"{_KINDS[kind]}", "Fix the producer")
-    found: Any = np.asarray(values)
+        if integers and found.size and found.max() <= 1 and bool in set(map(type, cast("Any", values))):
+            _fail(name, field, "a list with bools", f"{_KINDS[kind]}", "Fix the producer")
+    else:
+        found = np.asarray(values)
     if found.ndim != 1 or (found.size and found.dtype.kind not in kind):
         _fail(name, field, f"{found.dtype} {found.shape}", f"{_KINDS[kind]} (n,)", "Fix the producer")
-    if integers and found.size and int(found.max()) > np.iinfo(np.int64).max:
-        _fail(name, field, f"{int(found.max())}", "integers that int64 holds", "Fix the producer")
+    if integers and found.size and not 0 <= found.min() <= found.max() <= np.iinfo(np.int64).max:
+        odd = found.min() if found.min() < 0 else found.max()
+        _fail(name, field, str(int(odd)), "ids from 0 that int64 holds", "Fix the producer")
     return found.astype(np.int64 if integers else np.float32)
 
 

@@ -64,7 +64,14 @@ def row_costs(cost: Any, lengths: IntArray, call: str, name: str = "costs") -> n
     """[B]: the lengths for a cost with a name, or the checked result of a callable."""
     if isinstance(cost, str):
         return lengths
-    return checked_amounts(cost(lengths + 0), lengths.size, call, name, "what the callable gives for each row")
+    try:
+        amounts = cost(lengths + 0)
+    except Exception as error:
+        raise PlanError(
+            f"{call}: the function of {name} raised {type(error).__name__}: {str(error)[:200]}; expected an amount for "
+            f"each of the {lengths.size} lengths. Fix the function."
+        ) from error
+    return checked_amounts(amounts, lengths.size, call, name, "what the callable gives for each row")
 
 
 def check_cost(cost: Any, names: Sequence[str], call: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from maskpack.core.tensors import device_here
+from maskpack.errors import ReplayError
 
 
 class MicroBatchMeter:
@@ -19,7 +20,8 @@ class MicroBatchMeter:
         peak_allocated, peak_reserved: on CUDA, the most bytes that tensors and the caching allocator held in each
             block. Each block resets the peak statistics of the device (`torch.cuda.reset_peak_memory_stats`).
 
-    A block waits for no device; reading `seconds` waits for the last block. A block that raises is not counted.
+    A block waits for no device; reading `seconds` waits for the last block. A block that raises is not counted. Raises
+    ReplayError for a block that is entered in itself.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -38,15 +40,21 @@ class MicroBatchMeter:
         return event
 
     def __enter__(self) -> MicroBatchMeter:
+        if self._begin is not None:
+            raise ReplayError(
+                "MicroBatchMeter: its block was entered in itself; expected one block at a time. Leave it first, "
+                "or use a meter for each."
+            )
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._begin = self._mark()
         return self
 
     def __exit__(self, kind: Any, *more: Any) -> None:
+        begin, self._begin = self._begin, None
         if kind is not None:
             return
-        self._marks.append((self._begin, self._mark()))
+        self._marks.append((begin, self._mark()))
         if self.device.type == "cuda":
             self.peak_allocated.append(torch.cuda.max_memory_allocated(self.device))
             self.peak_reserved.append(torch.cuda.max_memory_reserved(self.device))

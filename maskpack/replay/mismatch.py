@@ -55,7 +55,7 @@ class MismatchLimit:
 
     def __post_init__(self) -> None:
         for name, most in self.limits.items():
-            _need_number(most, name, "MismatchLimit")
+            _need_number(most, name, "MismatchLimit", 1 if name == "outside" else math.inf)
         if not self.limits or self.action not in ("raise", "warn"):
             raise ReplayError(
                 f"MismatchLimit: k3, abs_max and outside are {self.k3}, {self.abs_max} and {self.outside}, action is "
@@ -145,7 +145,7 @@ def compare(
         rollout_log_probs: floats, padded [B, R], or jagged [B, j] on the offsets of `log_probs`, on any device.
         log_probs: floats of the same shape, such as the result of `response_log_probs`.
         mask: of the tokens to compare, 0 elsewhere: [B, R], or jagged [B, j]. Padded log-probs need one.
-        clip: `outside` counts tokens whose ratio exp(d) is outside [1 - clip, 1 + clip].
+        clip: `outside` counts tokens whose ratio exp(d) is outside [1 - clip, 1 + clip]; from 0 to 1.
         limit: what to do if they are too far apart. It reads the metrics at once.
 
     Returns:
@@ -157,7 +157,7 @@ def compare(
     Raises:
         ReplayError: shapes, offsets, dtypes or a clip that do not fit; a limit was exceeded.
     """
-    _need_number(clip, "clip", _CALL)
+    _need_number(clip, "clip", _CALL, 1)
     if limit is not None and not isinstance(cast("Any", limit), MismatchLimit):
         raise ReplayError(f"{_CALL}: limit is {said(limit)}; expected a MismatchLimit. Pass MismatchLimit(k3=0.01).")
     tokens = _Tokens.of(rollout_log_probs, log_probs, mask)
@@ -253,6 +253,7 @@ def _shown(x: Tensor) -> str:
     return f"jagged of {x.size(0)} rows" if x.is_nested else str(tuple(x.shape))
 
 
-def _need_number(value: Any, name: str, call: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not value >= 0:
-        raise ReplayError(f"{call}: {name} is {said(value)}; expected a number from 0. Give one.")
+def _need_number(value: Any, name: str, call: str, most: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= most:
+        limits = "from 0" if most == math.inf else f"from 0 to {most}"
+        raise ReplayError(f"{call}: {name} is {said(value)}; expected a number {limits}. Give one.")

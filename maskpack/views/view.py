@@ -359,9 +359,14 @@ def _check_places(
 def _fetched(sources: Sequence[Source], get: Get | None) -> dict[int, PackedBatch]:
     """The packed batch of each source, by the id of the source; each reference is fetched once."""
     away: dict[int, Any] = {id(s.held): s.held for s in sources if not isinstance(s.held, PackedBatch)}
-    if away and not callable(get):
+    if get is not None and not callable(get):
         raise LayoutError(
-            f"BatchView.materialize: {len(away)} packed batches are not in this process, and get is {said(get)}; "
+            f"BatchView.materialize: get is {said(get)}; expected a function that fetches references. Pass ray.get, or "
+            "leave it out if the batches are in this process."
+        )
+    if away and get is None:
+        raise LayoutError(
+            f"BatchView.materialize: {len(away)} packed batches are not in this process, and get is None; "
             "expected a function that fetches them. Pass get=ray.get."
         )
     given: Any = cast("Get", get)(list(away.values())) if away else []

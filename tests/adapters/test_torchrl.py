@@ -529,6 +529,20 @@ def test_rows_that_do_not_fit_are_not_stored(slots, rows):
     assert_same(kept.get(slice(None)), before)
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_rows_of_other_fields_are_not_stored(logged, opened, tmp_path):
+    """The names that are too many or missing, and what the error says to do."""
+    kept = PackedStorage(9, pad_token_id=PAD, log=opened(tmp_path) if logged else None)
+    kept.set(range(7), batch(1))
+    before, row = kept.get(slice(None)), batch(2, rows=1)
+    more, less = row.clone().set("d", torch.zeros(1)), row.exclude("advantages")
+    for wrong, seen in ((more, r'also "d"'), (less, r'no "advantages"')):
+        with pytest.raises(mp.errors.LayoutError, match=rf"PackedStorage.set: the rows have {seen}; .* Write the same"):
+            kept.set([3], wrong)
+    assert_same(kept.get(slice(None)), before)
+    kept.set([3], more.exclude("d"))
+
+
 def test_the_batch_is_not_changed():
     rows = batch(1)
     storage().set(range(7), rows)

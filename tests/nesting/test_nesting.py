@@ -766,6 +766,17 @@ def test_names_with_a_slash_are_not_paths() -> None:
 # -------------------------------------------------------------------- coverage
 
 
+@pytest.mark.parametrize("call", [compress, nest_batch_by_mask])
+def test_a_batch_of_groups_is_one_of_rows_as_the_error_says(call: Any) -> None:
+    batch = TensorDict({"attention_mask": torch.ones(2, 3, 4), "x": torch.ones(2, 3)}, [2, 3])
+    with pytest.raises(
+        LayoutError, match=r'"attention_mask" is \(2, 3, 4\); expected .* Make it one of rows: batch.resh'
+    ):
+        call(batch)
+    back = decompress if call is compress else unnest_batch_by_mask
+    assert_same_batch(back(call(batch.reshape(-1))).reshape(2, 3), batch)
+
+
 def test_missing_mask_is_reported() -> None:
     batch = TensorDict({"input_ids": torch.zeros(2, 3, dtype=torch.int64)}, batch_size=[2])
     with pytest.raises(CoverageError, match='nothing in the batch gives its mask "sequence"'):

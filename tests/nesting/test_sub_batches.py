@@ -192,6 +192,22 @@ def test_what_has_no_rows_is_refused_by_name() -> None:
 
 
 @quiet
+@pytest.mark.parametrize("call", [mp.compress, mp.nest_batch_by_mask])
+def test_a_stack_along_another_dim_is_a_batch_or_refused(call: Any) -> None:
+    parts = [TensorDict({"a": torch.arange(5 * n).view(5, n)}, [5]) for n in (4, 4, 3)]
+    alike = LazyStackedTensorDict(*parts[:2], stack_dim=1)
+    back = mp.decompress if call is mp.compress else mp.unnest_batch_by_mask
+    assert_same_batch(back(call(alike, ignore_dense_fields=["a"])), torch.stack(parts[:2], 1))
+    ragged = LazyStackedTensorDict(*parts[1:], stack_dim=1)
+    for stack in (ragged, LazyStackedTensorDict(ragged, ragged, stack_dim=0)):
+        with pytest.raises(mp.errors.LayoutError, match=r"a lazy stack .* put the stack into a TensorDict"):
+            call(stack)
+        rows = back(call(TensorDict({"stack": stack}, stack.batch_size[:1])))["stack"]
+        for row, want in zip(rows.unbind(0), stack.unbind(0), strict=True):
+            for one, other in zip(row.unbind(row.batch_dims - 1), want.unbind(want.batch_dims - 1), strict=True):
+                assert_same_batch(one, other)
+
+
 def test_rows_of_a_stack_with_entries_of_their_own_keep_them() -> None:
     rows = [TensorDict({"a": torch.tensor(0)}), TensorDict({"a": torch.tensor(1), "b": torch.tensor(2)})]
     batch = TensorDict({"s": lazy_stack(rows)}, [2])

@@ -404,6 +404,14 @@ WRONG = {
     "[{'text': 'x', 'meta_info': {}}]": (
         '"output_ids" of output 0 is None; expected the ids of the completion. Update SGLang'
     ),
+    "[one(token_ids=[1, -2])]": '"token_ids" of output 0, completion 0 is -2; expected ids from 0 that int64 holds',
+    "[one(prompt_token_ids=np.array([-1, 2]))]": '"prompt_token_ids" of output 0 is -1; expected ids from 0',
+    "[{'output_ids': [-1], 'prompt_token_ids': [1]}]": '"output_ids" of output 0 is -1; expected ids from 0',
+    "[told()], prompts=[[-5]]": '"prompt_token_ids" of output 0 is -5; expected ids from 0',
+    "[one(token_ids=[1, True])]": '"token_ids" of output 0, completion 0 is a list with bools; expected integers',
+    "[one(token_ids=(np.True_, False))]": '"token_ids" of output 0, completion 0 is a ',
+    "[one(), told()]": "output 1 is a dict, and output 0 a RequestOutput; expected outputs of one engine. Pack",
+    "[told(), one()]": "output 1 is a RequestOutput, and output 0 a dict; expected outputs of one engine. Pack",
     "[one(token_ids=[1.5])]": '"token_ids" of output 0, completion 0 is a list (',
     "[one(token_ids=np.array([1.5]))]": (
         '"token_ids" of output 0, completion 0 is float64 (1,); expected integers (n,)'

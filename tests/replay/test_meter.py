@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, ReplayError
 from maskpack.replay import MicroBatchMeter
 
 
@@ -26,6 +26,18 @@ def test_wall_time_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MicroBatchMeter().metrics()["micro_batch/seconds_max"] == 0.0
     with pytest.raises(LayoutError, match="MicroBatchMeter: device"):
         MicroBatchMeter("cuda:77")
+
+
+def test_a_block_in_itself_is_refused() -> None:
+    meter = MicroBatchMeter()
+    with meter:
+        with pytest.raises(ReplayError, match=r"entered in itself; .* Leave it first, or use a meter for each"), meter:
+            raise AssertionError
+        with MicroBatchMeter():
+            pass
+    with meter:
+        pass
+    assert len(meter.seconds) == 2
 
 
 @pytest.mark.gpu
