@@ -289,7 +289,8 @@ class _Planner:
             found = {axis.name: axis.source for axis in axes.values() if axis is not None}
             jagged.append((form, found, {mask for mask, axis in axes.items() if axis is None}))
         for form, found, missing in [one for one in jagged if one[1]]:
-            columns = {other.layout or "" for other, by, lacks in jagged if not by and missing & lacks}
+            some = jagged if missing else []
+            columns = {other.layout or "" for other, by, lacks in some if not by and missing & lacks}
             out[form.path] = found | {name: self.sources[name] for name in columns}
         return out
 

@@ -97,8 +97,9 @@ class Parts:
 
         found = {name: apart(name) for name in plan.sources}
         names = sorted(found, key=lambda name: found[name][1] != WHOLE)
-        origins = list(dict.fromkeys(found[name][0] for name in names))
-        return cls(tuple(names), origins, [(origins.index(found[name][0]), *found[name][1:]) for name in names])
+        numbers: dict[Source, int] = {}
+        cuts = [(numbers.setdefault(origin, len(numbers)), *cut) for origin, *cut in map(found.__getitem__, names)]
+        return cls(tuple(names), list(numbers), cuts)
 
     def stored(self, anchors: Mapping[str, int]) -> Any:
         """STORED [m], before the layouts are in a body."""
@@ -191,6 +192,7 @@ class HostPlan:
         key = forms_key([job.form for job in jobs], rows)
         recall(table.jobs, key)
         lines = [_line(source, tensors, seen, rows, alike) for source in parts.origins]
+        numbers_given = {name: number for number, name in enumerate(given)}
         source = native.BatchSource(len(lines), len(parts.cuts), len(jobs), native.slots_of(table.jobs))
         blocks = [lines, parts.cuts, parts.stored(plan.anchors), table.jobs]
         line = np.concatenate([np.ascontiguousarray(block).view(np.int64).reshape(-1) for block in blocks])
@@ -213,7 +215,7 @@ class HostPlan:
             parts.names,
             source,
             line,
-            np.array([*(_input(source, numbers, seen, given) for source in parts.origins), *own], np.int64),
+            np.array([*(_input(source, numbers, seen, numbers_given) for source in parts.origins), *own], np.int64),
             np.concatenate([begins + _AT, first + places]).astype(np.int64),
             [read for read in reads if _copied(held := in_order[read[1]], read[2]).data_ptr() != held.data_ptr()],
             begins[offsets] + _LIMIT,
@@ -356,12 +358,12 @@ def _line(
     return *scan.described(*scan.readable(tensors[source.key])), way, int(source.key in alike), 0
 
 
-def _input(source: Source, numbers: Mapping[Path, int], seen: Seen, given: Mapping[str, RowLayout]) -> int:
+def _input(source: Source, numbers: Mapping[Path, int], seen: Seen, given: Mapping[str, int]) -> int:
     """The number of what an origin is read from."""
     if source.way == "jagged":
         return len(seen.tensors) + seen.jagged[source.key]
     if source.way == "given":
-        return len(seen.tensors) + len(seen.offsets) + list(given).index(source.key)
+        return len(seen.tensors) + len(seen.offsets) + given[source.key]
     return numbers[source.key]
 
 

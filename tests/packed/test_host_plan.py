@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from maskpack import ANY_ZERO, SIGNED_ZERO, MaskNestingSpec, VerifyFirst, compress, decompress, nest_batch_by_mask
 from maskpack.errors import MaskpackError
+from maskpack.nesting.axes import Source
 
 M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
 
@@ -58,3 +59,20 @@ def test_zeros_are_the_constant_unless_one_has_a_sign() -> None:
         packed = compress(batch, registry=registry)
         assert packed.forms["x",].pads == ((ANY_ZERO,) if str(zero) == "-0.0" else (0,))
         assert_same_batch(decompress(packed), batch)
+
+
+def test_many_masks_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are found by their hashes, not by comparing each with all others."""
+    compared = 0
+
+    def equal(one: Source, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return tuple.__eq__(one, other)
+
+    count = 400
+    registry = {f"m{number}": MaskNestingSpec(f"m{number}") for number in range(count)}
+    batch = TensorDict(dict.fromkeys(registry, M), [2])
+    monkeypatch.setattr(Source, "__eq__", equal)
+    assert_same_batch(decompress(compress(batch, registry=registry)), batch)
+    assert compared < 20 * count
