@@ -79,7 +79,11 @@ def from_engine(
         PackedBatch of B rows with the fields of RL_FIELDS. int64: `prompts` [B, P], `responses` [B, R], `input_ids`,
         `attention_mask` and `position_ids` [B, P + R], `response_mask` [B, R]. If the engine returned them, also
         `rollout_log_probs` float32 [B, R], of the tokens that were sampled, and `routed_experts` int16
-        [B, P + R, layers, k], which are -1 at a last token that the engine did not run.
+        [B, P + R, layers, k], which are -1 at a last token that the engine did not run, and at a
+        prompt whose completion has no tokens and no experts.
+
+    A completion without tokens, as of an aborted request, is a row with an empty response, whether it has log-probs and
+    experts or not.
 
     Raises:
         LayoutError: no outputs, or neither of vLLM nor of SGLang; a prompt, ids, log-probs or experts that are missing
@@ -96,7 +100,7 @@ def from_engine(
             f"{_CALL}: the {len(outputs)} outputs hold no completion; expected at least one. "
             "Leave aborted requests out."
         )
-    _check_alike(rows)
+    rows = _alike(rows)
     widths = (
         _width("prompt_width", prompt_width, [row.prompt.size for row in rows], rows),
         _width("response_width", response_width, [row.response.size for row in rows], rows),
@@ -179,6 +183,8 @@ def _of_sglang(output: Mapping[str, Any], given: Any, name: str, shape: tuple[in
                 f"the {response.size} of output_ids, which differ at {at}",
                 "Fix the producer",
             )
+    elif response is None and _never_begun(output, about):
+        response = np.zeros(0, np.int64)
     elif response is None:
         _fail(name, "output_ids", None, "the ids of the completion", "Update SGLang, or pass return_logprob=True to it")
     else:
@@ -204,6 +210,13 @@ def _of_sglang(output: Mapping[str, Any], given: Any, name: str, shape: tuple[in
     routed = about.get("routed_experts")
     experts = None if routed is None else _experts([routed], ids.size + response.size, name, shape)
     return _Row(name, ids, response, log_probs, experts)
+
+
+def _never_begun(output: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether SGLang says that it generated no token, or aborted a request of which it has no text."""
+    tokens, reason = about.get("completion_tokens"), about.get("finish_reason")
+    aborted = isinstance(reason, Mapping) and cast("Mapping[str, Any]", reason).get("type") == "abort"
+    return tokens == 0 or (tokens is None and aborted and not output.get("text"))
 
 
 def _pairs(pairs: Any, name: str, field: str) -> tuple[list[Any], list[Any]]:
@@ -324,17 +337,27 @@ def _shape_of(shape: Any) -> tuple[int, int]:
     return layers, k
 
 
-def _check_alike(rows: Sequence[_Row]) -> None:
-    """Raises LayoutError for fields that some rows have and others do not, and experts of different shapes."""
-    for field in ("log_probs", "experts"):
+def _alike(rows: list[_Row]) -> list[_Row]:
+    """The rows, all with the same fields: a completion without tokens gets those of the others, -1 as the experts of
+    its prompt. Raises LayoutError for fields that some rows have and others do not, and experts of different shapes."""
+    for field, dtype in (("log_probs", np.float32), ("experts", np.int16)):
         seen = [None if (own := getattr(row, field)) is None else own.shape[1:] for row in rows]
-        if len(set(seen)) > 1:
-            at = next(at for at, one in enumerate(seen) if one != seen[0])
-            said_of = [("none" if one is None else f"some for each token {one}") for one in (seen[at], seen[0])]
+        telling = [at for at, row in enumerate(rows) if row.response.size]
+        telling = telling or [at for at, one in enumerate(seen) if one is not None] or [0]
+        first, shape = rows[telling[0]], seen[telling[0]]
+        odd = next((at for at in telling if seen[at] != shape), None)
+        if odd is not None:
+            said_of = [("none" if one is None else f"some for each token {one}") for one in (seen[odd], shape)]
             raise LayoutError(
-                f"{_CALL}: {field} of {rows[at].name} are {said_of[0]}, and of {rows[0].name} {said_of[1]}; expected "
+                f"{_CALL}: {field} of {rows[odd].name} are {said_of[0]}, and of {first.name} {said_of[1]}; expected "
                 "the same for all. Generate all rows with the same options."
             )
+        for at, row in enumerate(rows):
+            if seen[at] != shape:
+                tokens = row.prompt.size if field == "experts" else 0
+                unknown = None if shape is None else np.full((tokens, *shape), -1, dtype)
+                rows[at] = row._replace(**{field: unknown})
+    return rows
 
 
 def _width(name: str, width: int | None, lengths: Sequence[int], rows: Sequence[_Row]) -> int:

@@ -325,6 +325,30 @@ def test_rows_without_tokens(rows):
     assert_rows(mp.from_engine(vllm(rows, each=1), pad_token_id=PAD), rows)
 
 
+ABORTED = {
+    "nothing": CompletionOutput(0, []),
+    "empty fields": CompletionOutput(0, [], [], routed_experts=None),
+    "no tokens": {"output_ids": [], "meta_info": {}},
+    "no ids": {"text": "", "meta_info": {"completion_tokens": 0}},
+    "never begun": {"text": "", "meta_info": {"finish_reason": {"type": "abort"}}},
+}
+
+
+@pytest.mark.parametrize("aborted", ABORTED.values(), ids=ABORTED)
+@pytest.mark.parametrize("at", [0, 4])
+@pytest.mark.parametrize("fields", [True, False])
+def test_an_aborted_completion_agrees_with_all(aborted, at, fields):
+    """The experts of its prompt are -1: the router chooses."""
+    rows = [row for row in rows_of(6, log_probs=fields, experts=fields) if row.response]
+    prompt = rows[at].prompt
+    rows[at] = Row(prompt, [], *([], [[[-1] * K] * LAYERS] * (len(prompt) - 1)) if fields else ())
+    outputs = sglang(rows, experts="arrays") if isinstance(aborted, dict) else vllm(rows, each=1)
+    outputs[at] = aborted if isinstance(aborted, dict) else RequestOutput(prompt, [aborted])
+    assert_rows(mp.from_engine(outputs, prompts=[row.prompt for row in rows], pad_token_id=PAD), rows)
+    alone = mp.from_engine(outputs[at : at + 1], prompts=[prompt], pad_token_id=PAD)
+    assert mp.decompress(alone)["responses"].shape == (1, 0)
+
+
 def test_replay_takes_it():
     transformers = needs("transformers")
     from maskpack.adapters.transformers import replayable
@@ -412,6 +436,7 @@ WRONG = {
     "[one(token_ids=(np.True_, False))]": '"token_ids" of output 0, completion 0 is a ',
     "[one(), told()]": "output 1 is a dict, and output 0 a RequestOutput; expected outputs of one engine. Pack",
     "[told(), one()]": "output 1 is a RequestOutput, and output 0 a dict; expected outputs of one engine. Pack",
+    "[{'text': 'x', 'meta_info': {'finish_reason': {'type': 'abort'}}}]": '"output_ids" of output 0 is None',
     "[one(token_ids=[1.5])]": '"token_ids" of output 0, completion 0 is a list (',
     "[one(token_ids=np.array([1.5]))]": (
         '"token_ids" of output 0, completion 0 is float64 (1,); expected integers (n,)'
