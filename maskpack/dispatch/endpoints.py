@@ -162,8 +162,9 @@ def _served(
     plan = rank_call.plan
     parts: list[Any] = [None]
     dummies: Sequence[bool] = [False]
-    if micro_batches and plan is not None and plan.num_rows:
+    if micro_batches and plan is not None and plan.micro_batches:
         parts, dummies = plan.micro_batches, plan.is_dummy
+    real = len(parts) - sum(dummies)  # 0 without rows: then results of dummies tell what an empty one is
     kinds: set[str] = set()
     packed: list[PackedBatch] = []
     rests: list[Any] = []
@@ -178,7 +179,7 @@ def _served(
         result = method(*args, **kwargs)
         del args, kwargs
         timer.lap("run")
-        if rank_call.collects and not dummy:
+        if rank_call.collects and not (dummy and real):
             if micro_batches:
                 kinds.add(_kind(result, name))
             own, rest = _packed(result, name, _options(shared.packing), rows.num_rows, like)
@@ -193,12 +194,12 @@ def _served(
         )
     whole, rest = packed[0] if packed else None, rests[0] if rests else None
     if whole is not None and len(parts) > 1:
-        real = [part for part, dummy in zip(parts, dummies, strict=True) if not dummy]
-        whole = join_rows(whole, packed, real, None)
+        kept = [part for part, dummy in zip(parts, dummies, strict=True) if not (dummy and real)]
+        whole = join_rows(whole, packed, kept, None)
     if micro_batches and whole is not None:
-        rest = None if rest is None else tuple(map(list, zip(*rests, strict=True)))
+        rest = None if rest is None else tuple(list(items[:real]) for items in zip(*rests, strict=True))
     elif micro_batches:
-        rest = None if all(rest is None for rest in rests) else rests
+        rest = None if all(rest is None for rest in rests) else rests[:real]
     meta = BatchMeta.of(whole) if shared.keep and whole is not None else None
     timer.lap("encode")
     nbytes = 0 if whole is None else whole.nbytes

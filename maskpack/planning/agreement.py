@@ -43,9 +43,9 @@ def agree_on_count(
     One collective: an all-reduce of 6 KB for each rank, on the device of the group.
 
     Raises:
-        PlanError: on all ranks, if one has no plan or no row to run, or if they differ in the number of updates, in
-            `multiple_of`, or in having loss tokens. A rank whose function raised gets that error instead. Ranks are
-            numbered as in the default group.
+        PlanError: on all ranks, if one has no plan, or if they differ in the number of updates, in `multiple_of`, or in
+            having loss tokens. A rank whose function raised gets that error instead. Ranks are numbered as in the
+            default group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError(
@@ -83,7 +83,7 @@ def _message(plan: Any) -> FloatArray:
         if plan.loss is not None:
             loss = Loss.of(plan.loss.tokens, _rows(plan))  # rows of this rank, even if agreed on before
             parts += [loss.rows_of, loss.tokens_of]
-        out[:_HEAD] = 1 + (plan.num_rows > 0), len(plan.updates), plan.multiple_of, plan.loss is not None
+        out[:_HEAD] = 1, len(plan.updates), plan.multiple_of, plan.loss is not None
         for part, values in enumerate(parts):
             out[_HEAD + part * _MOST_UPDATES :][: len(values)] = values
     return out
@@ -100,10 +100,10 @@ def _gathered(message: FloatArray, group: dist.ProcessGroup | None) -> FloatArra
 
 
 def _check(messages: FloatArray, ranks: IntArray) -> None:
-    states = messages[:, 0]
-    if (states == 0).any():
+    without = messages[:, 0] == 0
+    if without.any():
         raise PlanError(
-            f"{_CALL}: ranks {ranks[states == 0].tolist()} have no plan of at most {_MOST_UPDATES} updates; "
+            f"{_CALL}: ranks {ranks[without].tolist()} have no plan of at most {_MOST_UPDATES} updates; "
             "expected one on every rank. Look for the error on these ranks."
         )
     for at, what in ((1, "num_updates"), (2, "multiple_of"), (3, "loss_tokens given")):
@@ -112,8 +112,3 @@ def _check(messages: FloatArray, ranks: IntArray) -> None:
                 f"{_CALL}: {what} is {messages[:, at].astype(np.int64).tolist()} on ranks {ranks.tolist()}; expected "
                 "the same on all. Use the same options on every rank."
             )
-    if (states == 1).any() and messages[:, _HEAD : _HEAD + _MOST_UPDATES].any():
-        raise PlanError(
-            f"{_CALL}: ranks {ranks[states == 1].tolist()} have no row to run, but other ranks have; expected at least "
-            "one on each. Give every rank a row, of weight zero if it must be."
-        )

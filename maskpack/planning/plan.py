@@ -5,7 +5,7 @@
     updates  [0 3] [1 2]   [4 7] [5 6]
 
 Invariants of a MicroBatchPlan:
-- Every row is in one micro-batch; only dummies repeat a row.
+- Every row is in one micro-batch; only dummies repeat a row. Those of a plan without rows have none.
 - No micro-batch exceeds the budget, except a single row (or group) that alone exceeds it. `oversized` lists such rows.
 - The cost and the tree of a plan do not change which rows an update has.
 - The number of micro-batches of an update is a multiple of `multiple_of`, and K after `with_count(K)`.
@@ -129,9 +129,9 @@ def _with_counts(
     updates = [[sorted(problem.units.members(items)) for items in update] for update in bins]
     dummies = [count - len(update) for count, update in zip(counts, bins, strict=True)]
     if any(dummies):
-        lengths = problem.lengths
-        shortest = int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))  # an empty row if all are empty
-        updates = [update + [[shortest]] * count for update, count in zip(updates, dummies, strict=True)]
+        lengths = problem.lengths  # an empty row if all are empty
+        shortest = [int(np.argmin(np.where(lengths > 0, lengths, lengths.max() + 1)))] if lengths.size else []
+        updates = [update + [shortest] * count for update, count in zip(updates, dummies, strict=True)]
     return MicroBatchPlan(updates, dummies, problem.lengths, oversized, loss, problem, bins)
 
 
@@ -190,12 +190,12 @@ class MicroBatchPlan:
 
         The largest micro-batches are split, so none becomes larger; groups, and rows that share a prefix of a tree, are
         not split. Once every micro-batch holds one row (or group), dummies are added. A dummy is the shortest row of
-        the plan that has a token, with weight zero. If all rows are empty, a dummy is an empty row; replay runs an
-        empty micro-batch as one token, so that all ranks run.
+        the plan that has a token, with weight zero. If all rows are empty, a dummy is an empty row; if the plan has no
+        rows, it has none. Replay runs a micro-batch without tokens as one token, so that all ranks run.
 
         Raises:
             PlanError: a count is smaller than the present one (micro-batches are not joined), or not a multiple of
-                `multiple_of`; or the plan has no rows.
+                `multiple_of`.
         """
         call = "MicroBatchPlan.with_count"
         several = isinstance(count, list | tuple | np.ndarray)
@@ -216,10 +216,6 @@ class MicroBatchPlan:
                 raise PlanError(
                     f"{call}: count is {wanted}; expected a multiple of {self.multiple_of}, as planned. Round it up."
                 )
-        if any(counts) and not self.num_rows:
-            raise PlanError(
-                f"{call}: count is {max(counts)} for a plan without rows; expected a row to run. Give it one."
-            )
         if counts == self.counts:
             return self
         return _with_counts(self._bins, counts, self._problem, self.oversized, self.loss)
@@ -254,7 +250,8 @@ class MicroBatchPlan:
         return number
 
     def restore(self, outputs: Iterable[Any], *, lengths: Any = None) -> Any:
-        """Joins the outputs of the micro-batches in the order of the rows. Outputs of dummies are dropped.
+        """Joins the outputs of the micro-batches in the order of the rows. Outputs of dummies are dropped, unless the
+        plan has no rows: then they are joined, to an output without rows.
 
         Args:
             outputs: one for each of `micro_batches`: tensors with one entry for each row, padded [b, ...] to one width
@@ -274,9 +271,10 @@ class MicroBatchPlan:
                 f"{call}: {len(outputs)} outputs for {len(self.micro_batches)} micro-batches; expected one for each, "
                 "also for dummies. Keep every output."
             )
-        real = [(rows, out) for rows, out, no in zip(self.micro_batches, outputs, self.is_dummy, strict=True) if not no]
+        each = zip(self.micro_batches, outputs, self.is_dummy, strict=True)
+        real = [(rows, out) for rows, out, dummy in each if not dummy or not self.num_rows]
         if not real:
-            raise PlanError(f"{call}: no micro-batch has rows; expected at least one. There is nothing to restore.")
+            raise PlanError(f"{call}: the plan has no micro-batches; expected one. There is nothing to restore.")
         tokens = None if lengths is None else checked_lengths(lengths, call)
         if tokens is not None and tokens.size != self.num_rows:
             raise PlanError(f"{call}: lengths of {tokens.size} rows; expected {self.num_rows}. Give one for each row.")

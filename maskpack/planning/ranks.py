@@ -40,7 +40,8 @@ def plan_ranks(
     """Divides rows among DP ranks, and the rows of each rank into micro-batches.
 
     It uses `balance_rows`, by tokens or `options.work`, and `plan_micro_batches`. All ranks have the same number of
-    micro-batches in an update.
+    micro-batches in an update. With fewer rows than ranks, some ranks have no rows: their micro-batches are dummies
+    without rows.
 
     Args:
         lengths: integers [B] on the host, the valid tokens of each row of the whole batch: prompt plus response.
@@ -52,7 +53,7 @@ def plan_ranks(
         groups, loss_tokens, options: as for `plan_micro_batches`. Loss weights count the rows of all ranks.
 
     Raises:
-        PlanError: as `balance_rows` and `plan_micro_batches`; or a rank would have no row to run.
+        PlanError: as `balance_rows` and `plan_micro_batches`.
     """
     given = RowsToPlan.of(_CALL, lengths, token_budget, options, tree, groups, loss_tokens)
     if given.tree is not None:
@@ -158,12 +159,6 @@ class RankPlans:
 def equalized(plans: Sequence[MicroBatchPlan]) -> list[MicroBatchPlan]:
     """The plans of all ranks with equal counts, and with loss weights that count the rows of all ranks."""
     counts = [max(of_ranks) for of_ranks in zip(*(plan.counts for plan in plans), strict=True)]
-    empty = [rank for rank, plan in enumerate(plans) if not plan.num_rows]
-    if empty and any(counts):
-        raise PlanError(
-            f"{_CALL}: ranks {empty[:8]} have no row to run, but other ranks have; expected at least one on each. Use "
-            "fewer ranks, or more rows."
-        )
     out = [plan.with_count(counts) for plan in plans]
     losses = [plan.loss for plan in out if plan.loss is not None]
     if not losses:

@@ -496,6 +496,23 @@ def test_a_method_for_micro_batches(group, batch, most):
     assert same_bits(mp.unnest_batch_by_mask(nested)["values"], batch["old_log_probs"] * 2)
 
 
+def test_a_plan_of_fewer_rows_than_ranks(group, batch):
+    """Ranks without rows run as many micro-batches, none of which has rows."""
+    few, two = group.pack(batch)[1:3], batch[1:3]
+    options = PlanOptions(cost=np.ones_like, multiple_of=2)
+    plan = group.plan(few, 1, options=options)
+    assert [own.counts for own in plan.plans] == [[2]] * RANKS
+    assert_same(group.call("echo_in_parts", few, plan=plan), two)
+    values, sizes, _ = group.call("scale_in_parts", few, 3.0, plan=plan)
+    assert same_bits(values["values"], two["old_log_probs"] * 3.0)
+    assert sizes == group.call("count_in_parts", few, plan=plan) == [[1] * len(rows) for rows in plan.rows]
+    assert [told["micro_batches"] for told in group.call("planned", few, plan=plan)] == [
+        own.micro_batches for own in plan.plans
+    ]
+    nested = group.call("scale_nested_in_parts", few, plan=plan, format="nested")
+    assert same_bits(mp.unnest_batch_by_mask(nested)["values"], two["old_log_probs"] * 2)
+
+
 def test_micro_batches_that_share_prefixes(group, batch, tmp_path):
     """The tree of a plan is divided, also for a retry."""
     rows, lengths = group.put(batch), batch["attention_mask"].sum(-1)

@@ -50,7 +50,6 @@ BAD: dict[str, tuple[str, dict[int, tuple[str, str]]]] = {
         "ranks [0, 3] have no plan",
         dict.fromkeys([0, 3], ("PlanError", "plan_micro_batches: lengths are")),
     ),
-    "no rows on one": ("ranks [3] have no row to run, but other ranks have; expected at least one on each", {}),
     "other updates": ("num_updates is [2, 1, 1, 1] on ranks [0, 1, 2, 3]; expected the same", {}),
     "too many updates": ("ranks [1] have no plan of at most 256 updates", {}),
     "other multiple": ("multiple_of is [1, 1, 1, 2] on ranks [0, 1, 2, 3]; expected the same", {}),
@@ -96,6 +95,14 @@ def test_a_rank_with_fewer_rows_than_micro_batches_gets_dummies_that_count_nothi
     ]
 
 
+def test_a_rank_without_rows_gets_dummies_without_rows(seen: Seen) -> None:
+    got = finished(seen, "no rows on one")
+    assert [own.counts for own in got] == [[3]] * RANKS
+    assert [own.dummies for own in got] == [[0], [0], [0], [3]]
+    weight = 4 / (15 * 3)
+    assert [own.weights for own in got] == [[[weight], [weight] * 2, [weight] * 2]] * 3 + [[[], [], []]]
+
+
 def test_no_rows_on_any_rank_are_no_micro_batches(seen: Seen) -> None:
     got = finished(seen, "no rows at all")
     assert [(own.counts, own.dummies, own.weights) for own in got] == [([0, 0], [0, 0], [])] * RANKS
@@ -109,7 +116,7 @@ def test_the_message_holds_as_many_updates_as_it_says(seen: Seen) -> None:
 
 def test_nobody_is_left_out() -> None:
     said = {"alike", "a function", "other budget", "fewer rows than micro-batches"}
-    said |= {"no rows at all", "as many updates as can be"}
+    said |= {"no rows on one", "no rows at all", "as many updates as can be"}
     assert said | {*BAD} == {*work_ranks.PLANS}
 
 

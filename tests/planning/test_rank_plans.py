@@ -12,18 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_cases import KINDS, MODES, Case, Flops, cases, many, real
+from plan_cases import KINDS, MODES, Case, Flops, cases, many, real, tree_of
 
-from maskpack.errors import PlanError
 from maskpack.planning import MicroBatchPlan, PlanOptions, balance_rows, plan_micro_batches, plan_ranks
 
 
 @st.composite
 def rank_cases(draw: st.DrawFn) -> tuple[Case, int]:
-    """A case of which every rank gets a row, and its ranks."""
-    case = draw(st.one_of(*map(cases, KINDS)))
-    units = len(case.units)
-    return case, draw(st.integers(1, min(units, 5))) if units else draw(st.integers(1, 5))
+    """A case and its ranks, some of which may get no row."""
+    return draw(st.one_of(*map(cases, KINDS))), draw(st.integers(1, 5))
 
 
 # -------------------------------------------------------------------- ranks
@@ -78,7 +75,8 @@ def test_for_some_rows_of_some_ranks(given_: tuple[Case, int], data: st.DataObje
     chosen = data.draw(st.lists(st.integers(0, ranks - 1), min_size=1, unique=True))
     left = {}
     for rank in chosen:
-        kept = data.draw(st.lists(st.sampled_from(plans.rows[rank]), min_size=1, unique=True))
+        own = plans.rows[rank]
+        kept = data.draw(st.lists(st.sampled_from(own), unique=True)) if own else []
         left[rank] = np.array(sorted(kept, key=plans.rows[rank].index), np.int64)
     found = plans.for_rows(left)
     assert list(found) == chosen
@@ -109,13 +107,18 @@ def test_a_failed_rank_is_planned_alone() -> None:
     assert plans.for_rows({}) == {}
 
 
-def test_a_rank_without_rows_raises() -> None:
-    with pytest.raises(PlanError, match=r"^plan_ranks: ranks \[2\] have no row to run, but other ranks have; expected"):
-        plan_ranks([5, 4], 3, 8)
-    with pytest.raises(PlanError):
-        plan_ranks([5, 4], 20, 8, groups=["a", "a"])
-    with pytest.raises(PlanError):
-        plan_ranks([5, 4], 2, 8).for_rows({0: np.array([0]), 1: np.array([], np.int64)})
+@pytest.mark.parametrize("more", [{}, {"groups": ["a", "a"]}, {"tree": tree_of([(1,) * 5, (2,) * 4])}])
+def test_ranks_without_rows_run_dummies_without_rows(more: dict[str, Any]) -> None:
+    plans = plan_ranks([5, 4], 4, 5, loss_tokens=[3, 1], options=PlanOptions(multiple_of=2), **more)
+    for rows, plan in zip(plans.rows, plans.plans, strict=True):
+        assert plan.counts == [2]
+        if not rows:
+            assert (plan.updates, plan.is_dummy, plan.loads()) == ([[[], []]], [True, True], [0, 0])
+            assert [weights.shape for weights in plan.loss_weights("token-mean")] == [(0,), (0,)]
+    assert sorted(itertools.chain(*plans.rows)) == [0, 1]
+    assert [plans.metrics()[f"plan/{name}"] for name in ("rows", "tokens")] == [2, 9]
+    (first, second) = plan_ranks([5, 4], 2, 8).for_rows({0: np.array([0]), 1: np.array([], np.int64)}).values()
+    assert (first.updates, second.updates) == ([[[0]]], [[[]]])
 
 
 def test_no_rows_at_all() -> None:

@@ -20,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack.errors import ReplayError
+from maskpack.planning import plan_ranks
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_values
 
 tf = needs("transformers")
@@ -123,8 +124,8 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
 @all_models
 @pytest.mark.parametrize(
     "rows",
-    [[(1, 1)], [(1, 0), (1, 1), (0, 0), (1, 0)], [(6, 9)], [(2, 0), (3, 0)], [(0, 0), (0, 0)]],
-    ids=["two tokens", "lengths 0 and 1", "one row", "no responses", "no tokens"],
+    [[(1, 1)], [(1, 0), (1, 1), (0, 0), (1, 0)], [(6, 9)], [(2, 0), (3, 0)], [(0, 0), (0, 0)], []],
+    ids=["two tokens", "lengths 0 and 1", "one row", "no responses", "no tokens", "no rows"],
 )
 def test_small_batches(make: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = pair(make)
@@ -135,6 +136,25 @@ def test_small_batches(make: Any, rows: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert seen.size(0) == len(rows)
         assert off(seen, truth_of(plain, batch)[0]) <= LIMIT
         seen.values().sum().backward()
+
+
+def test_ranks_without_rows_add_nothing_to_the_gradients() -> None:
+    """Two rows on four ranks, each of which runs the model."""
+    model, plain = pair(qwen3)
+    batch, ready = batch_of(((2, 3), (4, 7))), replayable(model)
+    plans = plan_ranks([5, 11], 4, 99, loss_tokens=[3, 7])
+    summed = [torch.zeros_like(weight) for weight in model.parameters()]
+    for rows, plan in zip(plans.rows, plans.plans, strict=True):
+        part = batch[torch.tensor(rows, dtype=torch.int64)]
+        assert response_log_probs(ready, part, plan=plan).size(0) == len(rows)
+        (log_probs,) = [response_log_probs(ready, own) for own in plan.apply(part)]
+        (weights,) = plan.loss_weights("token-mean", gradients="sum")
+        model.zero_grad()
+        of_tokens = torch.from_numpy(weights).float().repeat_interleave(log_probs.offsets().diff())
+        (of_tokens * log_probs.values()).sum().backward()
+        summed = [total + weight.grad for total, weight in zip(summed, model.parameters(), strict=True)]
+    truth_of(plain, batch)[0].mean().backward()
+    close_gradients(summed, [weight.grad for weight in plain.parameters()])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

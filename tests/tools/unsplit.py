@@ -49,8 +49,8 @@ class Batch:
         width = max([1, *self.lengths])
         pad = [[0] * (width - length) for length in self.lengths]
         fields = {
-            "ids": torch.tensor([self.tokens[row] + pad[row] for row in rows], dtype=torch.int64),
-            "mask": torch.tensor([self.masks[row] + pad[row] for row in rows], dtype=torch.float64),
+            "ids": torch.tensor([self.tokens[row] + pad[row] for row in rows], dtype=torch.int64).view(-1, width),
+            "mask": torch.tensor([self.masks[row] + pad[row] for row in rows], dtype=torch.float64).view(-1, width),
             "length": torch.tensor([self.lengths[row] for row in rows], dtype=torch.int64),
         }
         return TensorDict({name: x.to(device) for name, x in fields.items()}, [len(rows)])
