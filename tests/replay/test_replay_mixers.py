@@ -334,7 +334,7 @@ def test_copies_have_mixers_of_their_own() -> None:
 
 
 @few_models
-def test_autocast_and_half_precision_pass_the_self_check(make: Any) -> None:
+def test_autocast_and_other_dtypes_pass_the_self_check(make: Any) -> None:
     model, plain = pair(make)
     batch = batch_of()
     with torch.autocast("cpu", torch.bfloat16):
@@ -342,8 +342,9 @@ def test_autocast_and_half_precision_pass_the_self_check(make: Any) -> None:
         assert off(seen, truth_of(plain, batch)[0]) <= 0.25
     seen.values().sum().backward()
     more = {"residual_in_fp32": False} if make.__name__ == "Mamba2" else {}
-    half, _ = pair(make, torch.bfloat16, **more)
-    response_log_probs(replayable(half), batch, self_check=True)
+    for dtype in (torch.bfloat16, torch.float64):
+        other, _ = pair(make, dtype, **more)
+        response_log_probs(replayable(other), batch, self_check=True)
 
 
 def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> None:

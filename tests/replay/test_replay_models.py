@@ -168,6 +168,13 @@ def test_other_dtypes_pass_the_self_check(dtype: torch.dtype) -> None:
     assert ready._checked == {(dtype, *PATH): adapter.LATER}
 
 
+def test_an_own_attention_in_float32_passes_in_float64() -> None:
+    """The eager attention of transformers computes its softmax in float32."""
+    model, plain = pair(qwen3, torch.float64, attn_implementation="eager")
+    seen = response_log_probs(replayable(model), batch_of(), self_check=True)
+    assert off(seen, truth_of(plain, batch_of())[0].double()) <= LIMIT
+
+
 def test_autocast_passes_the_self_check() -> None:
     """Hidden states are float32, and as precise as bfloat16; queries and keys are wider than values."""
     model, plain = pair(llama)
@@ -569,8 +576,9 @@ def dense_calls(model: Any) -> list[int]:
 
 
 @all_models
-def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, merging: None) -> None:
-    model, plain = pair(make)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, dtype: torch.dtype, merging: None) -> None:
+    model, plain = pair(make, dtype)
     batch = for_model(make)
     ready = replayable(model)
     for self_check in (None, True):

@@ -67,9 +67,10 @@ _RANDOM = re.compile("^(?!classifier|summary).*(drop|jitter)")
 """Options of dropout and noise, which some models apply without a layer of it; those of other heads have no effect."""
 _KNOWN = ("cu_seq_lens_q", "cu_seq_lens_k", "position_ids", "cache_position")
 """Tensors that an attention accepts. Others would change its result (sinks, biases, sparse indices)."""
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.25, torch.float16: 0.05}
-"""The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. The same
-bounds hold for hidden states in units of their root mean square."""
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+"""The largest difference of a log-prob from the dense forward pass, by dtype. Rounding alone stays below. Float64 has
+the bound of float32, in which many models compute softmax, norms or scans whatever their dtype; tokens of other rows
+change log-probs by 1e-2 and more. The same bounds hold for hidden states in units of their root mean square."""
 FIRST, LATER, SHARED = 1, 2, 3
 """What the comparison of a row proves, more and more: of the first row, of a later one, of one that shares a prefix."""
 _COMPARED = 512
