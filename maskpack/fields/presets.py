@@ -158,8 +158,8 @@ prime_rl = MaskNestingRegistry(
         "sampling_mask": MaskNestingSpec("sequence", -1),
     },
 )
-"""The samples of prime-rl, padded with an `attention_mask`, and its micro-batches as [T] with `cu_seqlens`, which replay
-does not take: give it [1, T] with an `attention_mask` of ones, beside their `position_ids`."""
+"""The samples of prime-rl, padded with an `attention_mask`, and its micro-batches as [T] with `cu_seqlens`, which
+replay does not take: give it [1, T] with an `attention_mask` of ones, beside their `position_ids`."""
 
 slime = MaskNestingRegistry(
     axes={

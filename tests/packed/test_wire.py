@@ -929,7 +929,8 @@ def test_a_stored_row_that_nothing_uses_counts_in_its_bytes() -> None:
         rows = made.put([1, 2]), made.put([elements, 1, 1], 4)
         made.field(made.entry("dictionary", *rows, layout=0, size=8, first=stored), dtype="int64")
         if fits:
-            assert decompress(PackedBatch.from_bytes(made.joined(), max_bytes=1 << 18))["f0"].values().tolist() == [0, 0]
+            packed = PackedBatch.from_bytes(made.joined(), max_bytes=1 << 18)
+            assert decompress(packed)["f0"].values().tolist() == [0, 0]
         else:
             refused(made.joined(), CANNOT, max_bytes=1 << 18)
 
