@@ -219,7 +219,8 @@ def _is_column(value: Any) -> bool:
 def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     """A dict as a TensorDict, whose rows are a batch dim if all tensors have the same number of rows. A list with a
     number or a row of numbers for each of the rows is a column."""
-    rows = {x.shape[0] for x in data.values() if isinstance(x, Tensor | np.ndarray) and x.ndim}
+    arrays: list[Any] = [x for x in data.values() if isinstance(x, Tensor | np.ndarray)]
+    rows: set[int] = {x.shape[0] for x in arrays if x.ndim}
     rows = rows or {len(x) for x in data.values() if _is_column(x)}
 
     def build(part: Mapping[Any, Any], size: list[int]) -> TensorDict:
@@ -251,14 +252,8 @@ def _column(values: _Rows) -> Tensor | None:
     if values and all(isinstance(value, numbers) for value in values):
         return torch.tensor(values, device="cpu")
     of_text = any(not isinstance(x, numbers) for value in values if type(value) is list for x in cast("_Rows", value))
-    if (
-        not values
-        or of_text
-        or not all(
-            isinstance(value, Tensor | np.ndarray | list) and str(getattr(value, "dtype", "")) != "object"
-            for value in values
-        )
-    ):
+    objects = any(str(getattr(value, "dtype", "")) == "object" for value in values)
+    if not values or of_text or objects or not all(isinstance(value, Tensor | np.ndarray | list) for value in values):
         return None
     rows = [torch.as_tensor(value, device="cpu") for value in values]
     kinds = {(row.dtype, row.shape[1:]) for row in rows if row.numel()} or {(rows[0].dtype, rows[0].shape[1:])}

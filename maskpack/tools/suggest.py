@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -348,6 +348,6 @@ def _pads_like(pad: PadValue, x: Tensor) -> list[PadValue]:
 def _several(x: Tensor, fit: _Fit) -> str:
     """Some of the values under a mask."""
     x = x.movedim(fit.dim, 1)
-    values: list[Any] = _under(x, fit.layout).flatten()[:1000].tolist()
+    values = cast("list[Any]", _under(x, fit.layout).flatten()[:1000].tolist())
     seen = [*dict.fromkeys(map(repr, values))]
     return f"{', '.join(seen[:_SHOWN])}{' and more' if len(seen) > _SHOWN else ' and others'}"
