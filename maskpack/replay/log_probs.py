@@ -53,7 +53,7 @@ class ReplayModel(Protocol):
 
     @property
     def head(self) -> Tensor:
-        """[V, H]: the weight of the output layer. Only log-probs need it."""
+        """[V, H]: the weight of the output layer. Only log-probs need it. If it is float32, hidden states are cast."""
         ...
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
@@ -275,9 +275,10 @@ def _outputs(
     rows = _scoring_rows(call, model, inputs, self_check)
     parts: list[Tensor] = []
     if ask.log_probs:
+        head = model.head
         scored: Any = packed_log_probs(
-            rows,
-            model.head,
+            in_dtype(rows, head),
+            head,
             pad(inputs.targets, (0, rows.shape[0] - inputs.targets.shape[0])),
             temperature=cast("float", ask.temperature),
             keep=options.keep,
@@ -408,6 +409,11 @@ def _scoring_rows(call: str, model: ReplayModel, inputs: PackedInputs, self_chec
 def padded_rows(rows: Tensor) -> Tensor:
     """[N, H] with rows of zeros after them, so that N is a multiple whose products have the bits of all others."""
     return pad(rows, (0, 0, 0, -rows.shape[0] % _MULTIPLE))
+
+
+def in_dtype(rows: Tensor, head: Tensor) -> Tensor:
+    """Hidden states in the dtype of a head that is float32, as one that casts its input has it."""
+    return rows.to(head.dtype) if head.dtype == torch.float32 else rows
 
 
 def packing_is_on(call: str) -> bool:

@@ -169,6 +169,22 @@ def test_options_of_trl(tmp_path, models, kind, options):
     assert_same_runs(*runs)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_float32(tmp_path, models, tied):
+    options = {"cast_lm_head_to_fp32": True, "max_steps": 3, **REUSED}
+    folder = models(tie_word_embeddings=tied)
+    assert_same_runs(*both(GRPOTrainer, tmp_path, folder, **options))
+    own = work.trained(
+        packed(GRPOTrainer, self_check=True), tmp_path / "half", work.loaded(folder).bfloat16(), **options
+    )
+    assert own.model.lm_head(torch.ones(1, 32, dtype=torch.bfloat16)).dtype == torch.float32
+    ids, mask, width = padded_rows()
+    with torch.no_grad():
+        ours, theirs = (getattr(kind, METHOD)(own, own.model, ids, mask, width)[0] for kind in (type(own), GRPOTrainer))
+    assert ours.dtype == theirs.dtype == torch.float32
+    assert (ours - theirs).abs().max() < 0.25  # states are rounded to bfloat16
+
+
 @pytest.mark.parametrize("family", ["gpt2", "state"])
 def test_other_models(tmp_path, models, family):
     """GPT-2 learns positions, which it numbers by column; what layers remember ends with a row."""
@@ -535,10 +551,6 @@ def test_models_that_replay_refuses(tmp_path, falls_back):
     fallback(work.trainer(packed(GRPOTrainer), tmp_path, model), "takes no position_ids")
 
 
-def test_a_head_in_float32(tmp_path, models, falls_back):
-    fallback(work.trainer(packed(GRPOTrainer), tmp_path, models(), cast_lm_head_to_fp32=True), "or has hooks")
-
-
 def test_dropout(tmp_path, models, falls_back):
     folder = models("Qwen3", attention_dropout=0.5)
     run = work.trainer(packed(RLOOTrainer), tmp_path, folder)
@@ -677,9 +689,9 @@ MANY_PASSES = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 
 """The ranks plan 14 and 12 of them, and would wait for each other if they did not agree."""
 
 
-def of_ranks(tmp_path, models, cases, sharded):
+def of_ranks(tmp_path, models, cases, sharded, **more):
     """The results of two ranks, by case."""
-    options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {})
+    options = {"max_steps": 3, **REUSED} | (MANY_PASSES if sharded else {}) | more
     given = str(tmp_path), models(), cases, sharded, options
     return dict(zip(cases, zip(*values(run_ranks(work.of_rank, 2, *given)), strict=True), strict=True))
 
@@ -701,10 +713,14 @@ def furthest(one, other):
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
-def test_two_ranks(tmp_path, models, sharded):
+@pytest.mark.parametrize(
+    ("sharded", "options"),
+    [(False, {}), (True, {}), (True, {"cast_lm_head_to_fp32": True})],
+    ids=["ddp", "fsdp2", "fsdp2, a head in float32"],
+)
+def test_two_ranks(tmp_path, models, sharded, options):
     cases = ("padded", "packed") if sharded else ("padded", "packed", "bypassed")
-    runs = of_ranks(tmp_path, models, cases, sharded)
+    runs = of_ranks(tmp_path, models, cases, sharded, **options)
     for theirs, own in zip(runs["padded"], runs["packed"], strict=True):
         assert theirs[3] == own[3]
         assert (

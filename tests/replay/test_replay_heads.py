@@ -4,6 +4,7 @@ predict further tokens. Against each row alone in the same model."""
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -90,6 +91,67 @@ def test_half_precision() -> None:
         (3 * torch.tanh(logits / 3)).log_softmax(-1)[range(len(seen)), inputs.targets] for logits in (exact, rounded)
     )
     assert (seen - truth).abs().max() <= LIMIT < 1e-3 < (own - truth).abs().max()
+
+
+def product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """As `head_dtype` of vLLM."""
+    return nn.functional.linear(x.float(), layer.weight.float(), None if layer.bias is None else layer.bias.float())
+
+
+class Wide(nn.Linear):
+    forward = product
+
+
+def as_trl(layer: Any) -> None:
+    """`cast_lm_head_to_fp32`: the weight, too, is float32."""
+    layer.float().forward = functools.partial(product, layer)
+
+
+@pytest.mark.parametrize("make", [llama, HEADS["Gemma 2, a cap"][0], HEADS["Phi, a bias"][0]])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("change", [as_trl, lambda layer: setattr(layer, "__class__", Wide)])
+def test_a_head_that_multiplies_in_float32(
+    make: Any, dtype: torch.dtype, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = pair(make, dtype, tie_word_embeddings=False)
+    change(model.lm_head)
+    batch, replay, forward = batch_of(), replayable(model), model.lm_head.forward
+    inputs = PackedInputs.of(batch)
+    cap = 3.0 if make is HEADS["Gemma 2, a cap"][0] else None
+    logits = model.lm_head(replay.hidden(inputs)[inputs.predict])
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    truth = logits.log_softmax(-1)[range(len(inputs.targets)), inputs.targets]
+    wanted = gradients(model, truth)
+    seen = response_log_probs(replay, batch, self_check=True).values()
+    assert seen.dtype == logits.dtype == torch.float32
+    assert off(seen, truth) <= LIMIT
+    limit = 1e-2 if dtype == torch.bfloat16 else 1e-5  # of gradients that bfloat16 rounds on their way
+    for got, want in zip(gradients(model, seen), wanted, strict=True):
+        assert float((got - want).norm()) <= limit * float(want.norm()) + 1e-12
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
+    response_log_probs(replay, batch, self_check=True)
+    assert model.lm_head.forward == forward
+
+
+NARROW: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "the product is rounded": lambda layer, x: product(layer, x).bfloat16().float(),
+    "the product is in half": lambda layer, x: nn.functional.linear(x, layer.weight, layer.bias).float(),
+    "a cap": lambda layer, x: product(layer, x).clamp(-1e4, 1e4),
+    "no bias": lambda layer, x: nn.functional.linear(x.float(), layer.weight.float()),
+    "another scale": lambda layer, x: product(layer, x) / 0.7,
+    "it fails": lambda layer, x: product(layer, x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("forward", NARROW.values(), ids=NARROW)
+def test_other_forwards_of_an_output_layer_are_refused(forward: Any) -> None:
+    model, _ = pair(HEADS["Phi, a bias"][0], torch.bfloat16)
+    replay = replayable(model)
+    model.lm_head.forward = functools.partial(forward, model.lm_head)
+    with pytest.raises(ReplayError, match=r"layer of PhiForCausalLM is a torch.*Linear, or has hooks; .* in float32"):
+        response_log_probs(replay, batch_of())
+    del model.lm_head.forward
+    response_log_probs(replay, batch_of())
 
 
 # -------------------------------------------------------------------- LoRA

@@ -54,7 +54,7 @@ from maskpack.errors import ReplayError
 from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops.attention import packed_attention, widened
 from maskpack.replay.inputs import PackedInputs
-from maskpack.replay.log_probs import padded_rows
+from maskpack.replay.log_probs import in_dtype, padded_rows
 from maskpack.replay.media import Media
 from maskpack.replay.routes import RoutedExperts
 
@@ -234,6 +234,7 @@ class Replayable:
             raise Refusal.NO_MODEL(seen=said(model))
         self.model = model
         self._output: Any = cast("Any", model).get_output_embeddings()
+        self._wide: Any = None  # the forward of an output layer that multiplies in float32
         whole = self._output is None and vision.sees(model)  # its decoder takes text alone
         self._base: Any = getattr(model, model.base_model_prefix, None) or (model if whole else model.get_decoder())
         self._config: Any = model.config.get_text_config()
@@ -321,9 +322,13 @@ class Replayable:
 
     @property
     def head(self) -> Tensor:
-        """[V, H]: the weight of the output layer. Where FSDP2 has sharded it again after the forward pass, all ranks
-        have to ask for it: it is gathered, until the backward pass, or without gradients as a copy."""
-        return self._whole(weight=True).weight
+        """[V, H]: the weight of the output layer, in float32 if that multiplies in float32. Where FSDP2 has sharded it
+        again after the forward pass, all ranks have to ask for it: it is gathered, until the backward pass, or without
+        gradients as a copy."""
+        return self._factor(self._whole(weight=True).weight)
+
+    def _factor(self, weight: Tensor) -> Tensor:
+        return weight if self._wide is None else weight.float()
 
     @property
     def head_logits(self) -> Logits:
@@ -335,7 +340,7 @@ class Replayable:
         """The output layer with gathered tensors; without `weight`, that one may be a shard."""
         if self._output is None:
             raise Refusal.NO_HEAD(model=type(self.model).__name__)
-        check_layer(self.model, self._output)
+        self._wide = check_layer(self.model, self._output, self._wide)
         gathered: list[Any] = []
         for part in (self._output, self.model):
             if Layer.of(self._output).is_sharded(weight=weight) and isinstance(part, FSDPModule):
@@ -458,7 +463,7 @@ class Replayable:
             head, logits = self.head, self.head_logits
         except ReplayError:  # the call for log-probs raises it, that for values does not need a head
             return hidden.detach(), None
-        rows, targets = padded_rows(hidden.index_select(0, inputs.predict)), inputs.targets
+        rows, targets = in_dtype(padded_rows(hidden.index_select(0, inputs.predict)), head), inputs.targets
         ids = pad(targets, (0, rows.shape[0] - targets.shape[0]))
         return hidden.detach(), packed_log_probs(rows, head, ids, logits=logits)[: targets.shape[0]].detach()
 
@@ -651,7 +656,7 @@ class Replayable:
                 off = (states - truth).float().abs().max() / truth.float().square().mean().sqrt()
             else:
                 scored = ids[0, places + 1]
-                seen = packed_log_probs(states, head[0], scored, logits=head[1])
+                seen = packed_log_probs(in_dtype(states, head[0]), head[0], scored, logits=head[1])
                 logits = out.logits[0] if "logits_to_keep" in more else out.logits[0, places]
                 truth = logits.to(seen.dtype).log_softmax(-1).gather(-1, scored[:, None])[:, 0]
                 off = (seen - truth).abs().max()

@@ -1,6 +1,7 @@
 """What output layers are made of, and what models do to their logits.
 
-    Layer   of modules    nn.Linear: weight, bias; LoRA of PEFT around it: the active pairs of lora_A and lora_B
+    Layer   of modules    nn.Linear: weight, bias; LoRA of PEFT around it: the active pairs of lora_A and lora_B;
+                          nn.Linear with another forward: the same product in float32, found by running it
     curve   of forward    scale and soft cap, found by running the model's own forward on given logits
 
 A model applies its scale and cap in its forward pass, by options with names of its own: `logits_scaling` divides in one
@@ -16,10 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -74,17 +77,30 @@ class Layer(NamedTuple):
 # -------------------------------------------------------------------- modules
 
 
-def check_layer(model: Any, output: Any) -> None:
+def check_layer(model: Any, output: Any, known: Any = None) -> Any:
     """Raises ReplayError unless `Layer.of` says all that an output layer does. Adapters can be added later, so every
-    call checks."""
+    call checks. Returns the forward of a layer that multiplies in float32, to be `known` in later calls, or None."""
     who, kind = type(model).__name__, cast("Any", type(output))
     sharded = FSDPModule in kind.__mro__
     if FSDPModule not in type(model).__mro__ and (sharded or isinstance(getattr(output, "weight", None), DTensor)):
         raise Refusal.SHARDED_HEAD(model=who)
     if _is_lora(output):
         _check_lora(who, output)
-    elif not _is_plain(output) or kind.forward is not nn.Linear.forward:
-        raise Refusal.HEAD(model=who, kind=f"{kind.__module__}.{kind.__name__}")
+        return None
+    return wide_forward(who, output, known, hooks=False)
+
+
+def wide_forward(who: str, output: Any, known: Any, *, hooks: bool) -> Any:
+    """The forward of a layer that multiplies in float32; None of one that has nn.Linear's. Raises ReplayError for
+    others, and, unless it may have them, for hooks."""
+    if isinstance(output, nn.Linear) and (hooks or not _hooked(output)):
+        if _is_linear(output):
+            return None
+        forward = getattr(output.forward, "__func__", output.forward)
+        if forward is known or _is_wide(output):
+            return forward
+    kind = cast("Any", type(output))
+    raise Refusal.HEAD(model=who, kind=f"{kind.__module__}.{kind.__name__}")
 
 
 def _is_lora(output: Any) -> bool:
@@ -102,7 +118,7 @@ def _check_lora(who: str, output: Any) -> None:
     """LoRA adds scaling * lora_B(lora_A(dropout(x))) for each active adapter, and no more."""
     if output.disable_adapters and output.merged:
         raise Refusal.LORA(model=who, seen="merged adapters that are disabled", remedy="Call unmerge_adapter() first")
-    if not (_unhooked(output) and _is_plain(output.base_layer)):
+    if _hooked(output) or "forward" in vars(output) or not _is_plain(output.base_layer):
         kind = cast("Any", type(output.base_layer))
         seen, remedy = f"a base layer {kind.__module__}.{kind.__name__}, or hooks", "Use torch.nn.Linear without hooks"
         raise Refusal.LORA(model=who, seen=seen, remedy=remedy)
@@ -123,15 +139,59 @@ def _check_lora(who: str, output: Any) -> None:
 
 def _is_plain(layer: Any) -> bool:
     """Whether a layer is x @ weight.T + bias."""
-    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and _unhooked(layer)
+    return _is_linear(layer) and not _hooked(layer)
 
 
-def _unhooked(layer: Any) -> bool:
-    """Whether a layer runs its class's forward without hooks, or with those by which FSDP gathers weights."""
+def _is_linear(layer: Any) -> bool:
+    """Whether a layer has the forward of nn.Linear."""
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+
+
+def _is_wide(layer: Any) -> bool:
+    """Whether a linear layer multiplies its input and its weight in float32, whatever their dtypes, and adds its bias:
+    a trial has these bits. The trial has another weight, [V, 2], because that of the layer may be sharded; the second
+    row has logits that a cap would change."""
+    own: dict[str, Any] = layer._parameters
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or not weight.is_floating_point():
+        return False
+    given = torch.tensor([[0.3, -1.7], [3e5, -1e6]], dtype=torch.bfloat16, device="cpu")
+    points = torch.linspace(-3, 3, 3 * weight.shape[0], dtype=weight.dtype, device="cpu").view(3, -1)
+    small = {"weight": points[:2].T} | ({} if bias is None else {"bias": points[2].to(bias.dtype)})
+    vars(layer)["_parameters"] = own | small
+    try:
+        with torch.no_grad():
+            seen: Any = layer.forward(given)
+    except Exception as error:
+        if not may_refuse(error):
+            raise
+        return False
+    finally:
+        vars(layer)["_parameters"] = own
+    want = F.linear(given.float(), *(x.float() for x in small.values()))
+    return isinstance(seen, Tensor) and seen.dtype == want.dtype and torch.equal(seen, want)
+
+
+def _hooked(layer: Any) -> bool:
+    """Whether a layer has hooks beside those of FSDP."""
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
     homes = [type(getattr(hook, "__self__", None)).__module__ for hook in hooks]
     gathers = isinstance(layer, FSDPModule) and all(home.startswith("torch.distributed.fsdp.") for home in homes)
-    return (gathers or not hooks) and "forward" not in vars(layer)
+    return bool(hooks) and not gathers
+
+
+@contextmanager
+def other_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives a layer another forward, and then the one that it had."""
+    before = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del layer.forward
+        else:
+            layer.forward = before
 
 
 # -------------------------------------------------------------------- the forward pass after the output layer
@@ -162,11 +222,8 @@ def states_of(model: Any, output: Any, given: dict[str, Any]) -> Tensor:
         seen.append(states)
         return states
 
-    output.forward = note
-    try:
+    with other_forward(output, note):
         logits = model(**given).logits
-    finally:
-        del output.forward
     return cast("Callable[..., Any]", _Through.apply)(seen[0], logits)
 
 

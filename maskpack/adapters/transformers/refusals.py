@@ -146,7 +146,7 @@ class Refusal(Enum):
     )
     HEAD = (
         "the output layer of {model} is a {kind}, or has hooks",
-        "torch.nn.Linear, whose weight and bias say all, or LoRA of PEFT around it",
+        "torch.nn.Linear, whose weight and bias say all, the same product in float32, or LoRA of PEFT around it",
         "Merge other adapters of the output layer, or leave it without one",
     )
     LORA = (

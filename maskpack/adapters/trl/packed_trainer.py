@@ -44,7 +44,7 @@ from maskpack.adapters.transformers.model import (
     precision,
     too_far,
 )
-from maskpack.adapters.transformers.output import Layer
+from maskpack.adapters.transformers.output import Layer, other_forward, wide_forward
 from maskpack.adapters.transformers.refusals import PADDED, Refusal
 from maskpack.adapters.trl.tree_row import is_async, with_tree_rows
 from maskpack.core.arguments import IntArray, flag, said, whole
@@ -55,7 +55,7 @@ from maskpack.ops.prefix_attention import gather_rows
 from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.plan import plan_micro_batches
 from maskpack.replay.inputs import PackedInputs, prefix_tree
-from maskpack.replay.log_probs import packing_is_on
+from maskpack.replay.log_probs import in_dtype, packing_is_on
 from maskpack.replay.mismatch import MismatchLimit, compare
 from maskpack.replay.options import ReplayOptions
 
@@ -184,7 +184,13 @@ class _Ask:
 
 
 class _Inside(Replayable):
-    """A Replayable that runs inside the forward pass of its model, in which the weights of the root are gathered."""
+    """A Replayable that runs inside the forward pass of its model, in which the weights of the root are gathered.
+
+    Attributes:
+        computed_in: the dtype of the last hidden states; weights may have others.
+    """
+
+    computed_in: torch.dtype
 
     def _find_ranks(self) -> None:
         """Nothing: it would reshard the weights. The trainer compares rows on all ranks."""
@@ -197,7 +203,9 @@ class _Inside(Replayable):
         its weight is whole only while it runs."""
         layer: Any = self._output
         sharded = isinstance(layer, FSDPModule) or isinstance(getattr(layer, "weight", None), DTensor)
-        if not (sharded and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward):
+        if sharded and isinstance(layer, nn.Linear):
+            self._wide = wide_forward(type(self.model).__name__, layer, self._wide, hooks=True)
+        else:
             _ = self.head
 
     def check_dropout(self) -> None:
@@ -208,26 +216,25 @@ class _Inside(Replayable):
         self.check_head()
         inputs, layer = ask.inputs, self._output
         hidden = self.hidden(inputs)
+        self.computed_in = hidden.dtype
         rows = hidden.index_select(0, inputs.predict) if inputs.tree is None else gather_rows(hidden, inputs.predict)
-        layer.forward = functools.partial(self._scores, ask)
-        try:
+        with other_forward(layer, functools.partial(self._scores, ask)):
             return layer(rows)  # by its hooks: FSDP gathers its weight, which may be sharded with the last norm
-        finally:
-            del layer.forward
 
     def _scores(self, ask: _Ask, rows: Tensor) -> tuple[Tensor, ...]:
         """The forward of the output layer while it answers."""
         layer, device = Layer.of(self._output), rows.device.type
         if layer.is_sharded(weight=True):
             raise Refusal.SHARDED_HEAD(_CALL, model=type(self.model).__name__)
+        weight = self._factor(layer.weight)
         if torch.is_autocast_enabled(device) and rows.dtype != torch.float64:  # its product would cast both, too
             dtype = torch.get_autocast_dtype(device)
-            rows, layer = rows.to(dtype), layer._replace(weight=layer.weight.to(dtype))
+            rows, weight = rows.to(dtype), weight.to(dtype)
         logits = layer.logits(self._scale, self._softcap)
         with torch.autocast(device, enabled=False):
             out: Any = packed_log_probs(
-                rows,
-                layer.weight,
+                in_dtype(rows, weight),
+                weight,
                 ask.inputs.targets,
                 temperature=ask.temperature,
                 entropy=ask.entropy,
@@ -504,7 +511,7 @@ class _Run:
         gaps = [ours.detach()[row] - own[0].masked_fill(away, 0) for ours, own in pairs]
         off = max(float(gap.abs().nan_to_num(torch.inf).max()) for gap in gaps)
         with accelerator.autocast():
-            dtype = precision(out[0].new_zeros(0, dtype=self.trainer.model.dtype))
+            dtype = precision(out[0].new_zeros(0, dtype=self.replay.computed_in))
         model, most = type(self.replay.model).__name__, TOLERANCE[dtype] / min(self.trainer.temperature, 1.0)
         far = too_far(off, most, groups, accelerator.device)
         if far is not None:
