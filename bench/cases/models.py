@@ -67,8 +67,9 @@ SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_ssm"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8), "mamba_expand": 2, "expand": 2, "mamba_dt_rank": 4,
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8), "full_attention_interval": 2,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    "full_attention_interval": 2,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout"), 0.0),
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
 }  # fmt: skip
