@@ -106,10 +106,11 @@ typedef struct {
 /* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
    `read` writes and `write` reads; BY_SIGNS, whose words lie together, a bit for each word of the row: whether it is
    a masked-out -0.0, the first in the highest bit. `read` sets `stray` to 1 + the first row with another value under the
-   mask; a value stays 0 if all is well. */
+   mask; a value stays 0 if all is well. `is_expanded` if all elements of a row are the first one; `read` takes such a
+   field. */
 typedef struct {
     u8 *padded, *packed;
-    i64 row_stride, outer, outer_stride, size, items, layout, mode;
+    i64 row_stride, outer, outer_stride, size, items, is_expanded, layout, mode;
     u64 pad[2];
     u8 *row_pads;
     i64 stray;

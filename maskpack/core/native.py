@@ -206,15 +206,17 @@ def described(padded: Tensor) -> tuple[Any, Tensor]:
 def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[list[Any], Tensor]:
     """A row of the table of fields, under layout 0; and the tensor that it points to, which may be a copy."""
     padded = padded.detach().resolve_conj().resolve_neg()
-    outer = _outer(padded)
+    is_expanded = padded.shape[1] > 1 and not padded.stride(1)
+    padded = padded[:, :1] if is_expanded else padded
+    outer, row_stride = _outer(padded), padded.stride(0)
     if outer is None:
         bits = padded.view(torch.uint8) if padded.dtype is torch.bool else padded  # a copy of bools has 0 and 1 alone
-        padded = bits.contiguous()
-        outer = 1, 0
+        padded = (bits if row_stride else bits[:1]).contiguous()
+        outer, row_stride = (1, 0), padded.stride(0) if row_stride else 0
     size, groups = padded.element_size(), math.prod(padded.shape[2:])
     field: list[Any] = [
-        *(padded.data_ptr(), 0 if packed is None else packed.data_ptr(), padded.stride(0) * size),
-        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), 0, pads.mode, *pads.words),
+        *(padded.data_ptr(), 0 if packed is None else packed.data_ptr(), row_stride * size),
+        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), is_expanded, 0, pads.mode, *pads.words),
         *(0 if pads.of_rows is None else pads.of_rows.data_ptr(), 0),
     ]
     return field, padded

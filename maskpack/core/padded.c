@@ -19,8 +19,9 @@ static int equal_elements(const u8 *p, i64 n, const u8 *element, i64 items, i64 
 static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     i64 size = field->size, first = layout->splits[row], last = layout->splits[row + 1];
     i64 place = first == last || layout->starts[first] > 0 ? 0 : layout->counts[first];
+    i64 at = field->is_expanded ? 0 : place * field->items * size;
     u8 word[16] = {0};
-    if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + place * field->items * size, (size_t)size);
+    if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + at, (size_t)size);
     if ((field->mode & ~TRUSTED) == BY_SIGN && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
     memcpy(field->row_pads + row * size, word, (size_t)size);
     return repeated(word, size);
@@ -31,11 +32,11 @@ static i64 row_pad_size(const Field *field, const Layout *layout) {
     return (field->mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : field->size;
 }
 
-/* Reads the signs of masked-out words; returns whether all of them are zeros. */
-static int read_signs(const u8 *words, i64 from, i64 to, i64 size, u8 *bits) {
+/* Reads the signs of masked-out words, `step` bytes apart; returns whether all of them are zeros. */
+static int read_signs(const u8 *words, i64 step, i64 from, i64 to, i64 size, u8 *bits) {
     u64 minus = 1ull << (8 * size - 1), others = 0;
     for (i64 at = from; at < to; at++) {
-        u64 word = word_at(words + at * size, size);
+        u64 word = word_at(words + at * step, size);
         others |= word & ~minus;
         bits[at >> 3] |= (u8)((word >> (8 * size - 1)) << (7 - (at & 7)));
     }
@@ -50,6 +51,7 @@ static void write_signs(u8 *words, i64 from, i64 to, i64 size, const u8 *bits) {
    element is its pad. */
 static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
+    i64 apart = field->is_expanded ? 0 : element; /* bytes from one position to the next */
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     Pattern pad = repeated((const u8 *)field->pad, size);
     i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
@@ -61,25 +63,24 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
         u8 *to = values ? values + slice * element : NULL;
-        const u8 *edge = first < last ? from + layout->starts[first] * element : NULL;
+        const u8 *edge = first < last ? from + layout->starts[first] * apart : NULL;
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
-            i64 stop = span < last ? layout->starts[span] : layout->width, masked = (stop - at) * element;
+            i64 stop = span < last ? layout->starts[span] : layout->width, masked = apart ? stop - at : stop > at;
+            const u8 *here = from + at * apart;
             if (signs) {
-                if (!read_signs(from, at, stop, size, signs) && mode) return 0;
+                if (!read_signs(from, apart, at, stop, size, signs) && mode) return 0;
             } else if (mode == BY_EDGE && edge) {
-                if (!equal_elements(from + at * element, stop - at, edge, items, size)) return 0;
-            } else if (mode == BY_EDGE) {
-                if (equal_bytes(from + at * element, masked, ZEROS) < masked) return 0;
-            } else if (mode && equal_bytes(from + at * element, masked, pad) < masked) return 0;
+                if (!equal_elements(here, masked, edge, items, size)) return 0;
+            } else if (mode && equal_bytes(here, masked * element, mode == BY_EDGE ? ZEROS : pad) < masked * element) return 0;
             if (span == last) break;
             i64 n = layout->counts[span];
             if (to) {
-                copy_apart(to, step, from + stop * element, element, n, element);
+                copy_apart(to, step, from + stop * apart, apart, n, element);
                 to += n * step;
             }
             at = stop + n;
-            edge = from + (at - 1) * element;
+            edge = from + (at - 1) * apart;
         }
     }
     return 1;

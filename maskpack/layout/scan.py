@@ -36,11 +36,12 @@ def is_plain(mask: Tensor) -> bool:
 
 def readable(mask: Tensor) -> tuple[torch.dtype, Tensor]:
     """The dtype and the words of a mask [B, S] on the CPU, as the core reads them: a copy if they do not lie together
-    in each row, or if 0 has no bits of its own."""
+    in each row, or if 0 has no bits of its own; of one row if all rows are the same memory."""
+    shape, mask = mask.shape, mask if mask.stride(0) else mask[:1]
     if not is_plain(mask):
         mask = mask.to(torch.complex128 if mask.dtype.is_complex else torch.float32) != 0
     bits = words(mask)
-    return mask.dtype, bits if bits.stride(1) == 1 else bits.contiguous()
+    return mask.dtype, (bits if bits.stride(1) == 1 else bits.contiguous()).expand(shape)
 
 
 def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:

@@ -7,7 +7,19 @@ import torch
 from oracle import assert_same_batch
 from tensordict import TensorDict
 
-from maskpack import ANY_ZERO, SIGNED_ZERO, MaskNestingSpec, VerifyFirst, compress, decompress, nest_batch_by_mask
+from maskpack import (
+    ANY_ZERO,
+    EDGE,
+    PER_ROW,
+    SIGNED_ZERO,
+    MaskNestingSpec,
+    VerifyFirst,
+    compress,
+    decompress,
+    nest_batch_by_mask,
+    unnest_batch_by_mask,
+)
+from maskpack.core import native
 from maskpack.errors import MaskpackError
 from maskpack.nesting.axes import Source
 
@@ -76,3 +88,35 @@ def test_many_masks_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Source, "__eq__", equal)
     assert_same_batch(decompress(compress(batch, registry=registry)), batch)
     assert compared < 20 * count
+
+
+SHAPES = {
+    "rows": (1, 4),
+    "columns": (3, 1),
+    "both": (1, 1),
+    "elements": (3, 1, 2),
+    "strided": (3, 1, 1, 2),
+    "rows of": (1, 1, 3),
+}
+MASKS = {"own": [[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], "rows": [[0, 1, 1, 0]], "both": [[1]]}
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_expanded_tensors_are_read_where_they_lie(shape: tuple[int, ...], mask: str) -> None:
+    """Bit for bit as those that are written out, whatever the pad; no copy is larger than a column or a row."""
+    full = (3, 4, *(5 if size == 1 else size for size in shape[2:]))
+    mask_of = torch.tensor(MASKS[mask]).expand(3, 4)
+    for first, last in ((0, 0), (1, 2), (-0.0, 0.0), (0.0, 0.0), (2.5, 2.5), (True, False), (3j, 4j), (0, None)):
+        x = torch.full(shape, first)
+        x[-1] = torch.arange(x[-1].numel()).view(shape[1:]) if last is None else last
+        for pad in (0, EDGE, PER_ROW, SIGNED_ZERO, ANY_ZERO):
+            registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", pad)}
+            batch = TensorDict({"m": mask_of, "x": x.expand(full)}, [3])
+            written = TensorDict({name: value.contiguous() for name, value in batch.items()}, [3])
+            for call in (compress, nest_batch_by_mask):
+                back = decompress if call is compress else unnest_batch_by_mask
+                assert_same_batch(back(call(batch, registry=registry)), written)
+    held = native.described(x.expand(full))[1]
+    assert 3 * held.untyped_storage().nbytes() <= x.expand(full).numel() * x.element_size()

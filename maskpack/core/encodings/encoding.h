@@ -324,7 +324,7 @@ static const u8 *row_words(const Rows *rows, i64 row) {
     if (rows->field) {
         const Layout *layout = rows->layout;
         i64 first = layout->splits[row];
-        int lies = element && layout->splits[row + 1] - first == 1 && rows->field->outer == 1;
+        int lies = element && layout->splits[row + 1] - first == 1 && rows->field->outer == 1 && !rows->field->is_expanded;
         if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
         words = lies ? rows->field->padded + row * rows->field->row_stride + layout->starts[first] * element : rows->scratch;
     } else words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
