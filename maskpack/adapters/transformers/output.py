@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -181,9 +181,9 @@ def _hooked(layer: Any) -> bool:
 
 
 @contextmanager
-def other_forward(layer: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def other_forward(layer: Any, forward: Callable[..., Any]) -> Generator[None]:
     """Gives a layer another forward, and then the one that it had."""
-    before = vars(layer).get("forward")
+    before = cast("dict[str, Any]", vars(layer)).get("forward")
     layer.forward = forward
     try:
         yield
