@@ -210,7 +210,7 @@ def packed_log_probs(
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in factors)
     kept = _kept_tokens(hidden, weight, keep) if differentiable and curve.inner is None else 0
     plain = sampling_mask is None and not any(x is not None for x in layer.tensors)
-    fused = kernels and plain and _fused().fits(_matrix(hidden), weight)
+    fused = kernels and plain and _fused().fits(hidden, weight)
     how = _How(
         curve, float(layer.lora_scale), kept, bool(entropy or statistics), bool(statistics), kernels, fused, split
     )
@@ -341,6 +341,8 @@ class _LogProbs(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Any:
         """Takes the tensors of a _Layer, ids, those and offsets of a sampling mask or None, and a _How."""
         layer, ids, how = _Layer(*given[:5]), cast(Tensor, given[5]), cast(_How, given[8])
+        if how.kernels:
+            layer = layer._replace(hidden=_even(layer.hidden), weight=_even(layer.weight))
         hidden, rows = layer.hidden, layer.weight.shape[0]
         kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device)
         thin = _Thin.of(layer, how.lora_scale)
@@ -758,6 +760,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _matrix(x: Tensor) -> Tensor:
     """`x`, made contiguous if each product would copy it."""
     return x if 1 in x.stride() else x.contiguous()
+
+
+def _even(x: Tensor) -> Tensor:
+    """`x` [N, H], copied unless H is innermost and rows begin at multiples of 16 bytes. Products of other operands are
+    slow on a GPU, and the bits of a row depend on the number of rows."""
+    step = 16 // x.itemsize
+    if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % step == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.new_empty(len(x), -(-x.shape[1] // step) * step)[:, : x.shape[1]].copy_(x)
 
 
 def _buffer(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

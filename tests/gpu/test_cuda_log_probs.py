@@ -80,6 +80,24 @@ def test_strides_chunks_and_one_output_change_nothing() -> None:
         assert torch.allclose(entropy, want_entropy, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs a fused product"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width", "offset"), [(1024, 0), (1024, 1), (1020, 0), (511, 0), (250, 0), (100, 0), (100, 1)])
+def test_a_token_has_the_same_bits_alone_and_in_batches(width: int, offset: int, dtype: torch.dtype) -> None:
+    """Whatever the width, and where the weight begins."""
+    hidden, weight, ids = inputs(3000, width, 32_001, dtype)
+    memory = torch.empty(weight.numel() + offset, dtype=dtype, device="cuda")
+    moved = memory[offset:].view_as(weight).copy_(weight)
+    want = packed_log_probs(hidden, moved, ids)
+    assert torch.equal(packed_log_probs(hidden, weight, ids), want)
+    source = torch.Generator("cuda").manual_seed(0)
+    for count in (1, 2, 3, 17, 64, 127, 128, 129, 500, 1000, 2047, 2048, 2049):
+        some = torch.randperm(3000, generator=source, device="cuda")[:count]
+        assert torch.equal(packed_log_probs(hidden[some], moved, ids[some]), want[some]), count
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_the_host_never_waits(backend: Any) -> None:
     hidden, weight, ids = inputs(777, 64, 5003, torch.bfloat16)

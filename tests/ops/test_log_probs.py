@@ -375,7 +375,7 @@ def test_kept_tokens_have_the_gradients_of_all_outputs(narrow: None, use: str, b
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    """Of half precision by the weight alone, in aligned memory; forward, and again backward if nothing is kept."""
+    """Of half precision by the weight alone; forward, and again backward if nothing is kept."""
     fused = importlib.import_module("maskpack.ops.log_probs_fused_triton")
     if DEVICE == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs Hopper")
@@ -395,10 +395,33 @@ def test_products_that_are_fused(monkeypatch: pytest.MonkeyPatch, backend: Any) 
     assert runs(half, keep=0) == ["reduce_rows", "differentiate"]
     assert runs(half, keep=0, logits=Logits(softcap=3.0, scale=0.5)) == ["reduce_rows", "differentiate"]
     assert runs(half, keep=1 << 30) == ["reduce_rows"]
-    assert runs(torch.float32) == runs(half, 12) == []
+    assert runs(half, 12, keep=0) == runs(half, 1, keep=0) == ["reduce_rows", "differentiate"]
+    assert runs(torch.float32) == []
     assert runs(half, logits=Logits(torch.zeros(300, device=DEVICE))) == []
     mask = torch.arange(5, device=DEVICE), torch.arange(6, device=DEVICE)
     assert runs(half, sampling_mask=mask) == []
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
+@pytest.mark.parametrize("width", [16, 12, 1])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("stride", [None, 17])
+def test_bits_do_not_depend_on_addresses(width: int, offset: int, stride: int | None, backend: Any) -> None:
+    """Rows lie at multiples of 16 bytes, or at other addresses."""
+
+    def results_at(offset: int, stride: int) -> list[Tensor]:
+        leaves = []
+        for x in (hidden, weight):
+            memory = torch.zeros(offset + len(x) * stride, dtype=x.dtype, device=DEVICE)
+            leaves.append(memory[offset:].view(len(x), stride)[:, :width].copy_(x).requires_grad_())
+        log_probs, entropy = packed_log_probs(*leaves, ids, entropy=True, keep=0, backend=backend)
+        grads = torch.autograd.grad((log_probs - entropy).sum(), leaves)
+        assert all(torch.equal(x, y) for x, y in zip(leaves, (hidden, weight), strict=True))
+        return [log_probs, entropy, *grads]
+
+    hidden, weight, ids = inputs(5, width, 300, torch.float16, device=DEVICE)
+    seen, even = results_at(offset, stride or width), results_at(0, -(-width // 8) * 8)
+    assert all(torch.equal(x, y) for x, y in zip(seen, even, strict=True))
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
