@@ -31,11 +31,8 @@ enum { CODES = 16 };                          /* codes of words in a number */
 enum { NONE, OF_ROWS, OF_COLUMNS, OF_FIELD, OF_NEAR };
 #define KINDS(X)              \
     X(PLAIN, NONE, NONE)      \
-    X(NARROW, NONE, NONE)     \
     X(BLOCKS, NONE, OF_NEAR)  \
-    X(BITMAP, NONE, NONE)     \
     X(RLE, NONE, NONE)        \
-    X(ARANGE, NONE, NONE)     \
     X(DELTA, NONE, NONE)      \
     X(SPARSE, OF_ROWS, OF_NEAR) \
     X(DICTIONARY, OF_ROWS, NONE) \
@@ -125,7 +122,7 @@ typedef struct {
 /* How a field was encoded: what to try first the next time. `cost` is bytes for COST_WORDS words, `age` how often it was
    used. */
 typedef struct {
-    i64 kind, number, bytes, inner_kind, inner_number, inner_bytes, cost, age;
+    i64 kind, number, inner_kind, inner_number, cost, age;
 } Form;
 
 enum { MAY = 1, DID = 2 }; /* stay padded */
@@ -173,7 +170,7 @@ typedef struct {
 /* ------------------------------------------------------------------ decoding on a device (packed/cuda/job_table.py) */
 
 /* How its kernel finds a word. FROM_TABLE: the table itself. */
-enum { BY_PLACE, BY_PIECE, BY_BIT, BY_BLOCK, FROM_TABLE };
+enum { BY_PLACE, BY_PIECE, BY_BLOCK, FROM_TABLE };
 
 typedef struct {
     i64 tokens, longest, bounds, splits, starts, ends;
@@ -199,14 +196,13 @@ typedef struct {
    row_stride: words from one row to the next in a padded tensor.
    counts, low, width: of a padded tensor, the address of int32 [3, rows]: valid tokens of its mask, spans (at most one) and
      first valid position; and the columns of the mask that it has. Address 0 for packed values.
-   number, second, bytes: base of NARROW, and bytes of its words and of those of PLAIN; widths of codes of BLOCKS; step of
-     ARANGE; the two words of BITMAP.
+   number: widths of codes of BLOCKS.
    near, head, tail: the units that a field is near to, or put together from; -1 for none.
    bools: the bits that no bool has, 0 for other words.
    pad_mode, pad: what is under the mask of a padded tensor, and the word of a constant.
    b_size, c_size: bytes of the numbers of arrays b and c; 0 if the kernel does not write the array. */
 typedef struct {
-    i64 kind, words, size, items, stride, offset, rows, bounds, row_stride, counts, low, width, number, second, bytes;
+    i64 kind, words, size, items, stride, offset, rows, bounds, row_stride, counts, low, width, number;
     i64 near, head, tail, bools, pad_mode, pad, b_size, c_size;
 } Unit;
 
@@ -214,7 +210,7 @@ typedef struct {
    flags: IS_MISFIT, its words do not fit the form; IS_ODD, bytes of bools are not 0 and 1; NEAR_USED, some block has
      distances; IS_STRAY, something under the mask is not the pad.
    total: numbers of the bits of all blocks; stretches of RLE and DELTA.
-   low, high: least and largest word of the stretches or blocks; of ARANGE and BITMAP, `low` is the first word of the row.
+   low, high: least and largest word of the stretches or blocks.
    least, most: of the lengths of all stretches but the last of the row.
    hash: of all words; equal rows have the same. CONCAT has the flags alone. */
 typedef struct {

@@ -8,10 +8,9 @@ static int is_larger(i64 bytes, const Form *form, i64 words) {
     return (bytes - 64) * COST_WORDS > form->cost * words + form->cost * words / 50;
 }
 
-static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Rows *near, Out *out, Entry *entry) {
+static int encode_as(i64 kind, i64 number, const Rows *rows, const Rows *near, Out *out, Entry *entry) {
     *entry = entry_of(kind, entry->layout, entry->items, rows->size);
     entry->number = number;
-    entry->a.size = bytes;
     return has_kind(kind) && ENCODINGS[kind]->encode ? ENCODINGS[kind]->encode(rows, near, out, entry) : MISFIT;
 }
 
@@ -46,13 +45,10 @@ static i64 try_sample(const Rows *rows, const Rows *near, int integers, const Fo
     for (i64 kind = 0; kind < NUM_KINDS; kind++) {
         Out out = {memory, 0, 0, sizeof memory};
         Entry entry = {0};
-        i64 base = 0, bytes = 8;
         sizes[kind] = MOST;
         if (!integers && ENCODINGS[kind]->integers) continue;
-        if (kind == form->kind) base = form->number, bytes = form->bytes;
-        else if (ENCODINGS[kind]->fit && kind != BLOCKS) /* to find codes takes longer than a sample may */
-            ENCODINGS[kind]->fit(&sample, &base, &bytes);
-        if (encode_as(kind, base, bytes, &sample, near ? &beside : NULL, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
+        i64 number = kind == form->kind ? form->number : 0; /* to fit one takes longer than a sample may */
+        if (encode_as(kind, number, &sample, near ? &beside : NULL, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
         least = sizes[kind] < least ? sizes[kind] : least;
     }
     return least;
@@ -71,7 +67,7 @@ static int adopt(Out *out, i64 start, const Out *spare) {
 /* Encodes rows of packed values in one entry. */
 static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entry, Form *form) {
     i64 sizes[NUM_KINDS], sampled, total = total_words(rows), start = out->used, plain = total * rows->size, best = plain;
-    *form = (Form){PLAIN, 0, 0, -1, 0, 0, 0, 0};
+    *form = (Form){PLAIN, 0, -1, 0, 0, 0};
     i64 least = try_sample(rows, near, integers, form, sizes, &sampled, SAMPLE_WORDS, BLOCK), room = plain + 8 * rows->rows + 4096;
     u8 *memory = NULL;
     Entry header = *entry;
@@ -81,9 +77,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room};
         Entry tried = header;
-        i64 base = 0, wide = 8;
-        if (ENCODINGS[kind]->fit) ENCODINGS[kind]->fit(rows, &base, &wide);
-        int done = encode_as(kind, base, wide, rows, near, &spare, &tried);
+        int done = encode_as(kind, ENCODINGS[kind]->fit ? ENCODINGS[kind]->fit(rows) : 0, rows, near, &spare, &tried);
         if (done == NO_MEMORY) {
             free(memory);
             return NO_MEMORY;
@@ -91,13 +85,13 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         if (done != FITS || bytes_of(&tried) >= best || adopt(out, start, &spare) != FITS) continue;
         best = bytes_of(&tried);
         *entry = tried;
-        *form = (Form){kind, tried.number, tried.a.size, -1, 0, 0, 0, 0};
+        *form = (Form){kind, tried.number, -1, 0, 0, 0};
     }
     free(memory);
     form->cost = total ? best * COST_WORDS / total : 0;
     if (form->kind != PLAIN) return FITS;
     out->used = start;
-    return encode_as(PLAIN, 0, 0, rows, NULL, out, entry);
+    return encode_as(PLAIN, 0, rows, NULL, out, entry);
 }
 
 /* Whether one entry of another form is clearly smaller than the form in use, which takes so many bytes for so many words; as

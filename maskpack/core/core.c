@@ -44,11 +44,8 @@
 #include "place.h"
 
 #include "encodings/plain.c"
-#include "encodings/narrow.c"
 #include "encodings/blocks.c"
-#include "encodings/bitmap.c"
 #include "encodings/stretches.c"
-#include "encodings/arange.c"
 #include "encodings/dictionary.c"
 #include "encodings/pieces.c"
 #include "encodings/sparse.c"

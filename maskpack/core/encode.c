@@ -68,7 +68,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         if (!ways[way]) continue;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
         i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
-        Form found = {COLUMNS, 0, 0, -1, 0, 0, 0, 0};
+        Form found = {COLUMNS, 0, -1, 0, 0, 0};
         int fits;
         tried[0] = tried[1] = entry_of(PLAIN, layout, rows->items, rows->size);
         if (way == 1) fits = dictionary_encode(rows, NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
@@ -121,7 +121,7 @@ static int encode_again(const Task *task) {
     u64 *ends = rows.ends = form->inner_kind == NO_GAIN ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
     int done;
     if (many) done = columns_encode(&rows, job->columns, task->out, task->slots);
-    else done = encode_as(form->kind, form->number, form->bytes, &rows, task->near, task->out, task->slots);
+    else done = encode_as(form->kind, form->number, &rows, task->near, task->out, task->slots);
     if (many) *task->count = job->columns + 1;
     if (done == FITS) {
         Field unverified;
@@ -205,7 +205,7 @@ static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, En
     int has_near = may_refer(work, at, job->near), done;
     *slots = entry_of(PLAIN, job->layout, job->items, job->size);
     *count = 1;
-    if (!total_words(rows)) return encode_as(PLAIN, 0, 0, rows, NULL, out, slots); /* the pads are verified all the same */
+    if (!total_words(rows)) return encode_as(PLAIN, 0, rows, NULL, out, slots); /* the pads are verified all the same */
     if (may_refer(work, at, job->head) && may_refer(work, at, job->tail)) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
         done = opened ? concat_encode(rows, &head, &tail) : NO_MEMORY;

@@ -8,7 +8,6 @@ static void sum_rows(Placing *placing, Placed *placed) {
         i64 row = placed->index ? placed->index[i] : i, words = unit_words(placing, placed->number, row);
         const Stat *stat = placed->stats + row;
         Spot *spot = placing->spots + placed->number * placing->rows + row;
-        if (unit->kind == BITMAP) words = (words + 7) / 8;
         if (unit->kind == BLOCKS) words = (words + BLOCK - 1) / BLOCK;
         spot->at[0] = sums[0];
         spot->at[1] = unit->kind == BLOCKS ? sums[0] : sums[1];
@@ -80,7 +79,6 @@ static i64 same_before(const Placing *placing, const Settled *fields, i64 at) {
         const Unit *theirs = placing->units + other->first;
         if (other->entry < 0 || other->kind != field->kind || other->layout != field->layout || theirs->near >= 0) continue;
         if (theirs->items != own->items || theirs->size != own->size || theirs->number != own->number) continue;
-        if (theirs->second != own->second || theirs->bytes != own->bytes) continue;
         i64 row = 0;
         const Stat *one = placing->stats + field->first * placing->rows, *two = placing->stats + other->first * placing->rows;
         while (row < placing->rows && one[row].hash == two[row].hash) row++;

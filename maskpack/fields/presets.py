@@ -19,7 +19,7 @@ from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW, PadValue
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS, WHITENED, ZEROS
 
-_MASK = ("rle", "bitmap")
+_MASK = ("rle",)
 _ROWS: dict[Key, MaskNestingSpec] = {
     **{name: RL_FIELDS[name] for name in ("attention_mask", "position_ids", "routed_experts")},
     "input_ids": MaskNestingSpec("sequence", PAD_TOKEN_ID),

@@ -22,7 +22,7 @@ from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, s
 from maskpack.core.pads import Pad, PadValue, text_of
 from maskpack.errors import RegistryError
 
-HINTS = ("narrow", "blocks", "bitmap", "rle", "arange", "delta", "sparse", "dictionary", "columns", "pieces")
+HINTS = ("blocks", "rle", "delta", "sparse", "dictionary", "columns", "pieces")
 """The encodings that a spec may name in `hints`."""
 
 

@@ -36,10 +36,10 @@ RL_FIELDS = MaskNestingRegistry(
         "prompts": _field("prompt", PAD_TOKEN_ID, hints=("dictionary",)),
         "responses": _field("response", PAD_TOKEN_ID),
         "input_ids": _field("sequence", PAD_TOKEN_ID, hints=("concat:prompts,responses",)),
-        "attention_mask": _field("sequence", hints=("rle", "bitmap")),
-        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "arange")),
-        "response_mask": _field("response", hints=("rle", "bitmap")),
-        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("rle", "bitmap")),
+        "attention_mask": _field("sequence", hints=("rle",)),
+        "position_ids": _field("sequence", [EDGE, 0, 1], ragged_dim=-1, hints=("columns", "delta")),
+        "response_mask": _field("response", hints=("rle",)),
+        "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("rle",)),
         **{
             name: _field(_RESPONSE_OR_SEQUENCE, ZEROS, hints=hints)
             for name, hints in {

@@ -53,7 +53,7 @@ class FieldReport:
         shape: the shape that `decompress` restores; [T, *F] for a field that was jagged before it was packed.
         padded_bytes: bytes of a tensor of that shape.
         real_bytes: bytes of its valid elements, not encoded.
-        encoding: the name of its encoding, with the encodings inside: `dictionary narrow`.
+        encoding: the name of its encoding, with the encodings inside: `dictionary blocks`.
         wire_bytes: bytes of its arrays as they are sent; 0 for a concat of other fields, and for a field that equals an
             earlier one.
         reason: why the field stays padded; None if it does so by design.

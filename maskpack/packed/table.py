@@ -378,15 +378,13 @@ class Table:
         return [self.array(place).view(f"u{place['size']}") for place in self.entry_places(at)]
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
-        """The same values, with some entries plain: their words, flat, by the numbers of the entries; narrow if the
-        words are in fewer bytes."""
+        """The same values, with some entries plain: their words, flat, by the numbers of the entries."""
         entries, parts, end = self.entries.copy(), [self.body], self.body.nbytes
         for at, own in words.items():
             gap = np.zeros(-end % 8, np.uint8)
             parts += [gap, own.view(np.uint8)]
             line = entries[at]
-            kind = abi.PLAIN if own.itemsize == line["size"] else abi.NARROW
-            line["kind"], line["number"], line["first"], line["second"] = kind, 0, -1, -1
+            line["kind"], line["number"], line["first"], line["second"] = abi.PLAIN, 0, -1, -1
             line["a"], line["b"], line["c"] = (end + gap.nbytes, own.itemsize, own.size), _NOTHING, _NOTHING
             end += gap.nbytes + own.nbytes
         return self.like(entries=entries, body=np.concatenate(parts))

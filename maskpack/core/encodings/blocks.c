@@ -40,12 +40,10 @@ static i64 coded_numbers(const u8 *from, i64 n, const Codes *codes, i64 left) {
     return numbers_of_codes(codes, n, counts);
 }
 
-/* Finds the widths of codes for which rows take fewest bits, 0 if codes take no fewer bits by far; and the bytes of words. */
-static void blocks_fit(const Rows *rows, i64 *number, i64 *bytes) {
-    i64 counts[34] = {0}, below[34], most = 0, total = 0, best, step = rows->rows / FIT_ROWS + 1;
-    *number = 0;
-    *bytes = 8;
-    if (rows->items != 1) return; /* words of an element are not of one kind */
+/* The widths of codes for which rows take fewest bits, 0 if codes take no fewer bits by far. */
+static i64 blocks_fit(const Rows *rows) {
+    i64 counts[34] = {0}, below[34], most = 0, total = 0, number = 0, best, step = rows->rows / FIT_ROWS + 1;
+    if (rows->items != 1) return 0; /* words of an element are not of one kind */
     for (i64 row = 0; row < rows->rows; row += step) {
         i64 n = row_length(rows, row);
         const u8 *words = row_words(rows, row);
@@ -53,7 +51,7 @@ static void blocks_fit(const Rows *rows, i64 *number, i64 *bytes) {
             u32 numbers[BLOCK];
             i64 count = n - at < BLOCK ? n - at : BLOCK, least;
             i64 bits = bits_for(block_loops()->above_least(rows->size, words + at * rows->size, count, &least, numbers));
-            if (bits > MOST_CODED) return;
+            if (bits > MOST_CODED) return 0;
             most = bits > most ? bits : most;
             for (i64 i = 0; i < count; i++) counts[bits_for(numbers[i])]++;
             total += count;
@@ -69,8 +67,9 @@ static void blocks_fit(const Rows *rows, i64 *number, i64 *bytes) {
                 i64 bits = total * 2 + below[a] * a + (second - below[a]) * b + (third - second) * c + (total - third) * most;
                 if (bits >= best) continue;
                 best = bits;
-                *number = a | b << 8 | c << 16 | most << 24;
+                number = a | b << 8 | c << 16 | most << 24;
             }
+    return number;
 }
 
 typedef struct {

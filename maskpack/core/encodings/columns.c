@@ -135,7 +135,7 @@ static int columns_encode(const Rows *rows, i64 columns, Out *out, Entry *slots)
 /* Whether the words of a row can be decoded piece by piece. */
 static int has_pieces(const Cursor *cursor) {
     i64 kind = cursor->entry->kind;
-    return !cursor->done && (kind == PLAIN || kind == NARROW || (kind == BLOCKS && cursor->entry->second < 0));
+    return !cursor->done && (kind == PLAIN || (kind == BLOCKS && cursor->entry->second < 0));
 }
 
 /* The block of the next n tokens, of EIGHT words each, which go `step` bytes apart. */

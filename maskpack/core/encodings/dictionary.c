@@ -1,7 +1,7 @@
 /* DICTIONARY a: the row of the entry `first` that each row equals, plus `number`; b: the elements of each of those rows */
 
 static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, Out *out, Entry *entry, Form *form);
-static int encode_as(i64 kind, i64 number, i64 bytes, const Rows *rows, const Rows *near, Out *out, Entry *entry);
+static int encode_as(i64 kind, i64 number, const Rows *rows, const Rows *near, Out *out, Entry *entry);
 static int is_better(const Rows *rows, const Rows *near, int integers, const Form *form, i64 bytes, i64 words);
 
 /* Which of the stored rows of a dictionary a row is; negative if it is none. */
@@ -100,15 +100,15 @@ static i64 find_repeated(const Rows *rows, List *index, i64 *firsts) {
 /* Rows that another entry stores, in one entry: `again` in the form of the last time, or in the one that is best. `form` is that
    of the other entry then. */
 static int stored_encode(const Rows *stored, i64 hints, int integers, Out *out, Entry *entry, Form *form, int again) {
-    Form inner = {form->inner_kind, form->inner_number, form->inner_bytes, -1, 0, 0, 0, 0};
+    Form inner = {form->inner_kind, form->inner_number, -1, 0, 0, 0};
     i64 start = out->used;
-    int done = again ? encode_as(inner.kind, inner.number, inner.bytes, stored, NULL, out, entry) : MISFIT;
+    int done = again ? encode_as(inner.kind, inner.number, stored, NULL, out, entry) : MISFIT;
     if (done == FITS && is_better(stored, NULL, integers, &inner, bytes_of(entry), total_words(stored))) done = MISFIT;
     if (done == MISFIT || done == FULL) {
         out->used = start;
         done = choose(stored, NULL, hints, integers, out, entry, &inner);
     }
-    *form = (Form){DICTIONARY, 0, 0, inner.kind, inner.number, inner.bytes, form->cost, form->age};
+    *form = (Form){DICTIONARY, 0, inner.kind, inner.number, form->cost, form->age};
     return done;
 }
 

@@ -76,8 +76,8 @@ typedef struct {
 typedef struct {
     int integers; /* whether it is for integers only */
     int marked;   /* whether marks say where rows begin; else this follows from their bounds */
-    /* Finds `number` and the bytes of array a for rows of packed values; NULL if there is nothing to find. */
-    void (*fit)(const Rows *rows, i64 *number, i64 *bytes);
+    /* The `number` for rows of packed values; NULL if there is nothing to find. */
+    i64 (*fit)(const Rows *rows);
     /* Encodes rows in one entry, with `near` rows of another field; NULL if encode.c makes it of several. */
     int (*encode)(const Rows *rows, const Rows *near, Out *out, Entry *entry);
     /* Of an encoding that stores rows (OF_ROWS): packed values as two entries, `again` in the form of the last time; how many

@@ -1,11 +1,30 @@
 /* RLE        a: stretches of equal words of each row; b: lengths of all but the last of a row; c: their words
    DELTA      as RLE, of the first word and the differences behind it */
 
+enum { AT_ONCE = 64 };
+
+/* Whether each of AT_ONCE words is `step` above the one before it, the first above `word`. */
+static int all_rise(const u8 *words, i64 word, i64 step, i64 size) {
+    u64 any = 0;
+#define RISE(wide, T)                                                              \
+    case wide:                                                                     \
+        for (i64 i = 0; i < AT_ONCE; i++) {                                        \
+            T next;                                                                \
+            memcpy(&next, words + wide * i, wide);                                 \
+            any |= (T)(next ^ (T)((T)word + (T)(i + 1) * (T)step));                \
+        }                                                                          \
+        break;
+    switch (size) { RISE(1, u8) RISE(2, uint16_t) RISE(4, u32) RISE(8, u64) }
+    return !any;
+}
+
 /* The words from `at` on that are one stretch: where it ends. `before` is the word before them, `value` what is kept. */
 static i64 stretch_end(i64 kind, const u8 *words, i64 at, i64 n, i64 size, i64 *before, i64 *value) {
     i64 word = *value = signed_word(words + at * size, size), end = at + 1;
     if (kind == RLE) return at + equal_bytes(words + at * size, (n - at) * size, repeated(words + at * size, size)) / size;
     *value = as_signed((u64)word - (u64)*before, size);
+    for (; end + AT_ONCE <= n && all_rise(words + end * size, word, *value, size); end += AT_ONCE)
+        word = signed_word(words + (end + AT_ONCE - 1) * size, size);
     for (i64 next; end < n; end++, word = next) {
         next = signed_word(words + end * size, size);
         if (as_signed((u64)next - (u64)word, size) != *value) break;
@@ -41,6 +60,19 @@ static i64 stretches_of(const Cursor *cursor, i64 n) {
     return cut_to(number_at(cursor->table->body, &cursor->entry->a, cursor->row), n);
 }
 
+/* n words behind `word`, each `step` above the one before; the last of them. */
+static i64 steps(u8 *out, i64 n, i64 word, i64 step, i64 size) {
+#define STEPS(bytes)                                                       \
+    case bytes:                                                            \
+        for (i64 i = 0; i < n; i++) {                                      \
+            u64 next = (u64)word + (u64)(i + 1) * (u64)step;               \
+            memcpy(out + bytes * i, &next, bytes);                         \
+        }                                                                  \
+        break;
+    switch (size) { STEPS(1) STEPS(2) STEPS(4) STEPS(8) }
+    return (i64)((u64)word + (u64)n * (u64)step);
+}
+
 static void stretches_decode(Cursor *cursor, i64 n, u8 *out) {
     const Entry *entry = cursor->entry;
     const u8 *body = cursor->table->body;
@@ -50,8 +82,7 @@ static void stretches_decode(Cursor *cursor, i64 n, u8 *out) {
         i64 count = left > 1 ? cut_to(number_at(body, &entry->b, cursor->b++), n) : n;
         i64 value = signed_at(body, &entry->c, cursor->c++);
         if (entry->kind == RLE) fill(out, count * size, repeated((const u8 *)&value, size), 0);
-        else
-            for (i64 i = 0; i < count; i++) put_word(out + i * size, word = (i64)((u64)word + (u64)value), size);
+        else word = steps(out, count, word, value, size);
         out += count * size;
         n -= count;
     }
@@ -149,7 +180,6 @@ static int stretches_stage(Stage *stage, const Entry *entry, const Extent *exten
     source->kind = BY_PIECE;
     source->data = entry->c.at;
     source->data_size = entry->c.size;
-    source->number = 0;
     source->single = entry->c.count == 1;
     source->sums = entry->kind == DELTA && !inner ? 0 : -1;
     if (inner || entry->c.count > 1) {

@@ -29,7 +29,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
 
-_WRITTEN_HERE = {abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT}
+_WRITTEN_HERE = {abi.PLAIN, abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT}
 CHUNK = 1024
 """Words that a program reads at once: whole blocks of the encoding BLOCKS."""
 MOST = (1 << 31) - 2 * CHUNK
@@ -160,11 +160,7 @@ class KnownForms:
 def _unit_of(table: Table, at: int) -> Any:
     """A Unit with the form of an entry."""
     entry = table.entries[at]
-    kind, size = int(entry["kind"]), int(entry["size"])
-    if kind == abi.BITMAP:
-        first, second = table.array(entry["b"]).view(f"<i{size}").tolist()
-        return Unit(kind, number=first, second=second)
-    return Unit(kind, number=int(entry["number"]), bytes=int(entry["a"]["size"]))
+    return Unit(int(entry["kind"]), number=int(entry["number"]))
 
 
 def _referred(job: Any, kind: int | None) -> tuple[int, int, int]:

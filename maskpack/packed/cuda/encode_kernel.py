@@ -24,16 +24,16 @@ from maskpack.packed.cuda.encode import CHUNK
 
 UNIT, STAT, SPOT = (tl.constexpr(n) for n in (abi.UNIT_NUMBERS, abi.STAT_NUMBERS, abi.SPOT_NUMBERS))
 (
-    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, SECOND, BYTES, NEAR,
+    KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, NEAR,
     HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
 ) = (tl.constexpr(place) for place in range(abi.UNIT_NUMBERS))  # fmt: skip
 (
-    PLAIN, NARROW, BLOCKS, BITMAP, RLE, ARANGE, DELTA, CONCAT, BLOCK, NEAR_BIT, CODED, CODES,
+    BLOCKS, RLE, DELTA, CONCAT, BLOCK, NEAR_BIT, CODED, CODES,
     MISFIT, ODD, NEAR_USED, STRAY, WRITTEN,
 ) = (
     tl.constexpr(number)
     for number in (
-        abi.PLAIN, abi.NARROW, abi.BLOCKS, abi.BITMAP, abi.RLE, abi.ARANGE, abi.DELTA, abi.CONCAT, abi.BLOCK, abi.NEAR,
+        abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT, abi.BLOCK, abi.NEAR,
         abi.CODED, abi.CODES, abi.IS_MISFIT, abi.IS_ODD, abi.NEAR_USED, abi.IS_STRAY, abi.WRITTEN,
     )
 )  # fmt: skip
@@ -288,35 +288,6 @@ def _joined(units, tables, own, n, number, row, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _wrong(unit, words, first, at):
-    """Where words do not fit the form of a unit, NARROW, BITMAP or ARANGE; `first` is the first word of the row."""
-    kind, size, number = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NUMBER)
-    wrong = at < 0
-    if kind == NARROW:
-        wrong = (_unsigned(words - number, size) >> (8 * tl.load(unit + BYTES))) != 0
-    elif kind == BITMAP:
-        wrong = (words != number) & (words != tl.load(unit + SECOND))
-    elif kind == ARANGE:
-        wrong = words != _signed(first + at.to(tl.int64) * number, size)
-    return wrong
-
-
-@triton.jit
-def _write_words(unit, a, words, begin, n, CHUNK: tl.constexpr):
-    """Writes a chunk of a row whose words take as many bits each: PLAIN, NARROW or BITMAP."""
-    kind, number = tl.load(unit + KIND), tl.load(unit + NUMBER)
-    at = begin + tl.arange(0, CHUNK)
-    if kind == PLAIN:
-        store_words(a, tl.load(unit + SIZE), at, words, at < n)
-    elif kind == NARROW:
-        store_words(a, tl.load(unit + BYTES), at, words - number, at < n)
-    elif kind == BITMAP:
-        byte = begin // 8 + tl.arange(0, CHUNK // 8)
-        ones = tl.reshape(((at < n) & (words != number)).to(tl.int32), (CHUNK // 8, 8))
-        tl.store(a + byte, tl.sum(ones << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=byte * 8 < n)
-
-
-@triton.jit
 def _store_stat(stat, total, low, high, least, most, hashed):
     """Stores a Stat but for its flags."""
     tl.store(stat + 1, total)
@@ -332,14 +303,13 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
     """Writes the arrays of a row where the Spot at `place` says, of b and c those that the host does not write itself;
     or the Stat of the row to `place`, without its flags, which it returns."""
     unit = units + number * UNIT
-    kind, size, near, base = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR), tl.load(unit + NUMBER)
-    widths, b_size, c_size = base.to(tl.int32), tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
+    kind, size, near = tl.load(unit + KIND), tl.load(unit + SIZE), tl.load(unit + NEAR)
+    widths, b_size, c_size = tl.load(unit + NUMBER).to(tl.int32), tl.load(unit + B_SIZE), tl.load(unit + C_SIZE)
     beside = own
     if near >= 0:
         beside = _row(units, near, tables, row, rows)[0]
     if WRITE:
         a, b, c = body + tl.load(place), body + tl.load(place + 1), body + tl.load(place + 2)
-    first = _words(own, n * 0, n > 0)
     total, most = n.to(tl.int64) * 0, n.to(tl.int64) * 0
     low, high, least = total + _MOST, total - _MOST - 1, total + _MOST
     found = tl.zeros((CHUNK,), tl.int32)
@@ -377,17 +347,14 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
                 most = tl.maximum(most, tl.max(tl.where(ends, length, 0)))
             total += tl.sum(starts.to(tl.int32))
         elif WRITE:
-            _write_words(unit, a, words, begin, n, CHUNK)
-        else:
-            found = found | tl.where((at < n) & _wrong(unit, words, first, at), MISFIT, 0)
+            store_words(a, size, at, words, at < n)
         if not WRITE:
             hashes += tl.where(at < n, _mixed(words, at), 0)
             found = found | tl.where((words & tl.load(unit + BOOLS)) != 0, ODD, 0)
         begin += CHUNK
     if not WRITE:
-        low = tl.where((kind == ARANGE) | (kind == BITMAP), first, low)
         _store_stat(place, total, low, high, least, most, tl.sum(hashes))
-    return flags | tl.max(found & MISFIT) | tl.max(found & ODD)
+    return flags | tl.max(found)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -74,10 +74,9 @@ class JobTarget(NamedTuple):
 class JobSource(NamedTuple):
     """How a word is found; `Source` in abi.h.
 
-    BY_PLACE    data[begin + place] + number
-    BY_PIECE    piece p at the place: data[p] + number * place; with `sums`, what the pieces before add up to, and
-                data[p] once for each place in the piece
-    BY_BIT      more[bit]
+    BY_PLACE    data[begin + place]
+    BY_PIECE    piece p at the place: data[p]; with `sums`, what the pieces before add up to, and data[p] once for each
+                place in the piece
     BY_BLOCK    the least word of the block, in the table `more`, + the bits of the place in `numbers`, in coded blocks
                 those behind the words before it; or the distance that they are, added to the word of another source
     FROM_TABLE  the table itself
@@ -85,11 +84,10 @@ class JobSource(NamedTuple):
     Attributes:
         kind: one of these.
         rows: table [B] of the stored row of each row; without it, the row itself.
-        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces, bytes
-            or blocks; without it, row b begins at `b * begin_unit`.
+        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces or blocks; without it, row b begins at `b * begin_unit`.
         data, data_size: array, and bytes of an entry.
-        more: a second array, or table: words.
-        number: a base, a step, or the widths of codes.
+        more: of blocks, a table of the least words.
+        number: the widths of codes.
         single: 1 where `data` has one entry for all.
         pieces, counts, sums: of rows with several pieces: table [B + 1] of the first entry of each row in the other
             two; words before each piece but the last of a row, cumulated over all rows; and what they add up to. Of

@@ -259,7 +259,7 @@ class _RecipeWriter:
         for at, part in parts:
             entry = self._entries[at]
             columns = range(entry["first"], entry["first"] + entry["number"]) if entry["kind"] == abi.COLUMNS else [at]
-            by_place = all(self._entries[column]["kind"] in (abi.PLAIN, abi.NARROW) for column in columns)
+            by_place = all(self._entries[column]["kind"] == abi.PLAIN for column in columns)
             flat = not padded and not part and not self.is_large and by_place and not self.some
             of_rows = dict(numbers)
             if flat:

@@ -20,7 +20,7 @@ from maskpack.nesting.read_triton import load_words, store_words
 from maskpack.packed.cuda import job_table
 
 JOB = tl.constexpr(job_table.JOB)
-BY_PLACE, BY_PIECE, BY_BIT, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
+BY_PLACE, BY_PIECE, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
 BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
 HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
 _WARPS = 8
@@ -82,7 +82,7 @@ def _nearest(tables, splits, starts, ends, row, column, mask):
 @triton.jit
 def _by_place(body, source, begin, place, mask):
     size = tl.load(source + DATA_SIZE)
-    return load_words(body + tl.load(source + DATA) + begin * size, size, place, mask) + tl.load(source + NUMBER)
+    return load_words(body + tl.load(source + DATA) + begin * size, size, place, mask)
 
 
 @triton.jit
@@ -106,14 +106,7 @@ def _by_piece(body, tables, source, stored, first, place, mask):
     value = load_words(body + tl.load(source + DATA) + several * first * size, size, several.to(tl.int32) * piece, mask)
     value = (value << (64 - 8 * size)) >> (64 - 8 * size)
     times = tl.where(sums >= 0, place - start + 1, 1)
-    return words + value * times + tl.load(source + NUMBER) * place
-
-
-@triton.jit
-def _by_bit(body, source, size, first, place, mask):
-    byte = tl.load(body + tl.load(source + DATA) + first + (place >> 3), mask=mask, other=0)
-    bit = (byte.to(tl.int32) >> (place & 7)) & 1
-    return load_words(body + tl.load(source + MORE), size, bit, mask)
+    return words + value * times
 
 
 @triton.jit
@@ -178,7 +171,7 @@ def _by_block(body, tables, source, first, place, mask):
 
 
 @triton.jit
-def _of_source(body, tables, source, size, row, place, mask):
+def _of_source(body, tables, source, row, place, mask):
     """The words at some places of a row, int64; and which of them are distances to the words of the next source."""
     stored = row
     rows = tl.load(source + ROWS)
@@ -198,8 +191,6 @@ def _of_source(body, tables, source, size, row, place, mask):
         words = _by_place(body, source, first, place, mask)
     elif kind == BY_PIECE:
         words = _by_piece(body, tables, source, stored, first, place, mask)
-    elif kind == BY_BIT:
-        words = _by_bit(body, source, size, first, place, mask)
     elif kind == BY_BLOCK:
         words, by_block = _by_block(body, tables, source, first, place, mask)
         apart = apart | by_block
@@ -213,12 +204,11 @@ def _of_source(body, tables, source, size, row, place, mask):
 @triton.jit
 def _words(body, tables, job, row, place, mask):
     """The words at some places of a row, int64."""
-    size = tl.load(job + SIZE)
-    words, left = _of_source(body, tables, job + SOURCE, size, row, place, mask)
+    words, left = _of_source(body, tables, job + SOURCE, row, place, mask)
     left = left & mask
     near = tl.load(job + SOURCE + NEAR)
     while near >= 0:
-        more, apart = _of_source(body, tables, tables + near, size, row, place, left)
+        more, apart = _of_source(body, tables, tables + near, row, place, left)
         words += tl.where(left, more, 0)
         left = left & apart
         near = tl.load(tables + near + NEAR)

@@ -58,20 +58,13 @@ def as_sent(table: Table, codec: str | None) -> Table:
         in_pieces = kind.startswith("pieces ")
         if at not in plain and (kind in ("blocks", "columns blocks") or in_pieces):
             own = made[:-1] if kind == "columns blocks" else [at]
-            some = {one: _narrow(table.words_of(one)) for one in own[:: -(-len(own) // _COLUMNS)]}
+            some = {one: table.words_of(one) for one in own[:: -(-len(own) // _COLUMNS)]}
             least = sum(max(_share(words), 1 / MOST) * words.nbytes for words in some.values())  # more is paid for
             instead = made if in_pieces else some
             if least < sum(_share(array) * array.nbytes for one in instead for array in table.arrays_of(one)):
                 plain |= some
-                plain |= {one: _narrow(table.words_of(one)) for one in own if one not in some}
+                plain |= {one: table.words_of(one) for one in own if one not in some}
     return table.with_plain(plain).compacted()
-
-
-def _narrow(words: Words) -> Words:
-    """The words in as few bytes as hold them, if they are small."""
-    unsigned = words.view(f"u{words.itemsize}")
-    most = int(unsigned.max(initial=0))
-    return unsigned.astype(f"u{1 if most < 1 << 8 else 2 if most < 1 << 16 else words.itemsize}", copy=False)
 
 
 def compressed_arrays(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
