@@ -112,10 +112,6 @@ def encodings() -> Golden:
     fields = {
         "plain": rows_under(MASK, noise(5, 2**63), i64),
         "plain1": rows_under(MASK, noise(6, 256), torch.uint8),
-        "narrow1": rows_under(MASK, noise(7, 256), i64),
-        "narrow1_based": rows_under(MASK, [[value - 1000 for value in row] for row in noise(8, 256)], i64),
-        "narrow2": rows_under(MASK, noise(9, 65536), torch.int32),
-        "narrow4": rows_under(MASK, noise(10, 2**32), i64),
         "blocks": rows_under(MASK, noise(3, 5), torch.int16, -1),
         "blocks_signed": rows_under(MASK, [[value - 2**19 for value in row] for row in spread], i64),
         "blocks_of_one_word": rows_under(MASK, made(lambda b, s: 2**40 * b), i64),
@@ -124,15 +120,14 @@ def encodings() -> Golden:
         "near": rows_under(
             MASK, [[x + y - 2 for x, y in zip(*rows, strict=True)] for rows in zip(far, near, strict=True)], torch.int32
         ),
-        "bitmap": rows_under(MASK, noise(12, 2), torch.bool),
-        "bitmap_of_two": rows_under(MASK, [[2.5 - 4 * value for value in row] for row in noise(13, 2)], torch.float64),
+        "blocks_of_bools": rows_under(MASK, noise(12, 2), torch.bool),
         "rle": rows_under(MASK, made(lambda b, s: b - 3 * (s > 50)), i64),
         "blocks_coded": rows_under(
             MASK, [[2 ** (value % 17) + value // 17 for value in row] for row in noise(15, 999)], i64
         ),
         "blocks_one": rows_under(MASK, made(lambda b, s: 1), torch.float16),
-        "arange": rows_under(MASK, made(lambda b, s: 3 * s - b), i64),
-        "arange_wraps": rows_under(MASK, made(lambda b, s: (27 * s + b + 128) % 256 - 128), torch.int8),
+        "delta_rises": rows_under(MASK, made(lambda b, s: 3 * s - b), i64),
+        "delta_wraps": rows_under(MASK, made(lambda b, s: (27 * s + b + 128) % 256 - 128), torch.int8),
         "delta": rows_under(MASK, made(lambda b, s: 2**33 * b + s + 5 * (s > 30)), i64),
         "sparse": rows_under(MASK, made(lambda b, s: {20: 1.5, 60: -0.0}.get(s, 0.0)), torch.float32),
     }
@@ -164,9 +159,9 @@ def encodings() -> Golden:
         "same": "plain",
         "far": "blocks",
         "near": "blocks",
-        "columns": "columns plain arange",
+        "columns": "columns plain rle",
         "pieces": "pieces plain",
-        "sparse": "sparse bitmap",
+        "sparse": "sparse rle",
         "holes": "sparse blocks",
     }
     return Golden(batch, {"registry": specs}, kinds=kinds)
@@ -176,7 +171,8 @@ def repeated_rows() -> Golden:
     """Some rows are equal, in fields of several kinds; one has no tokens."""
     order = (0, 1, 0, 3, 1, 0, 2)
     mask = [MASK[row] for row in order]
-    lines = {"plain": noise(20, 2**63), "narrow": noise(21, 256), "blocks": noise(22, 8)}
+    lines = {"plain": noise(20, 2**63), "blocks": noise(22, 8)}
+    lines["rle"] = [[2**50 * b - 7 * (s > 20) for s in range(length)] for b, length in enumerate(LENGTHS)]
     lines["delta"] = [[2**40 * b + s * (s > 20) for s in range(length)] for b, length in enumerate(LENGTHS)]
     fields = {name: rows_under(mask, [rows[row] for row in order], torch.int64) for name, rows in lines.items()}
     batch = TensorDict({"mask": torch.tensor(mask, dtype=torch.bool), **fields, "dense": torch.ones(7, 3)}, [7])

@@ -107,7 +107,6 @@ FAMILIES = {
     "one": lambda rng, n: np.ones(n),
     "rle": lambda rng, n: np.repeat(rng.integers(0, 2, n), 60)[:n],
     "sparse": lambda rng, n: rng.random(n) < 0.01,
-    "arange": lambda rng, n: np.arange(n) % 256,
     "delta": lambda rng, n: np.cumsum(np.repeat(rng.integers(-1, 2, n), 60)[:n]) % 256,
     "blocks": lambda rng, n: rng.integers(0, 4, n),
 }

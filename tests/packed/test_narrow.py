@@ -93,7 +93,7 @@ def test_a_codec() -> None:
     packed = compress(batch, pad_token_id=0, codec="zstd")
     want = with_part(batch, "routed_experts", 2, 36, 12)
     for own in (PackedBatch.from_bytes(packed.to_bytes()), pickle.loads(pickle.dumps(packed))):
-        assert kind(own).startswith("columns narrow")
+        assert kind(own).startswith("columns plain")
         assert_same_batch(decompress(own), batch)
         assert_same_batch(decompress(own.narrow("routed_experts", 36, 12)), want)
         again = PackedBatch.from_bytes(own.narrow("routed_experts", 36, 12).to_bytes())
@@ -237,7 +237,7 @@ def test_a_remembered_form_that_no_longer_fits() -> None:
     same = batch[[7] * len(LENGTHS)]
     stray = batch.clone()
     stray["routed_experts"][0, WIDTH - 1, 3, 3] = 7
-    for other, form in ((zeros, "arange"), (batch, ""), (large, ""), (batch, ""), (same, "dictionary"), (stray, "")):
+    for other, form in ((zeros, ""), (batch, ""), (large, ""), (batch, ""), (same, "dictionary"), (stray, "")):
         for _ in range(2):
             packed = compress(other, pad_token_id=0)
             assert_same_batch(decompress(packed), other)

@@ -155,9 +155,7 @@ def _runs(rng: np.random.Generator, n: int) -> np.ndarray:
 WORDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "plain": lambda rng, n: rng.integers(-(2**63), 2**63 - 1, n),
     "blocks": lambda rng, n: rng.integers(0, 100, n) + 20 * rng.integers(-9, 9),
-    "bitmap": lambda rng, n: rng.integers(0, 2, n) * 7 - 3,
     "rle": _runs,
-    "arange": lambda rng, n: np.arange(n) % 4096 * -3 + rng.integers(-99, 99),
     "delta": lambda rng, n: np.cumsum(_runs(rng, n)),
     "sparse": lambda rng, n: rng.integers(-(2**62), 2**62, n) * (rng.random(n) < 0.02),
     "dictionary": lambda rng, n: np.random.default_rng(n).integers(0, 100, n),
@@ -213,11 +211,11 @@ def every_field(seed: int, turn: int, holes: bool, share: int) -> tuple[TensorDi
         elif (number + turn) % share:
             continue
         add(f"{kind} {pad}", tokens(rng, kind, mask, dtype, shape), pad, dim, *["dictionary"] * (kind == "dictionary"))
-    for dim, kind in enumerate(("arange", "blocks"), 1):
+    for dim, kind in enumerate(("delta", "blocks"), 1):
         add(f"columns {dim}", tokens(rng, kind, mask, (torch.int32, torch.int16)[dim - 1], (2, 4)), 1, dim, "columns")
     near = 1000 * tokens(rng, "blocks", mask, torch.int32, ())
     some = torch.arange(len(near)) // 40 % 2
-    for kind in ("blocks", "rle", "arange", "bitmap"):
+    for kind in ("blocks", "rle", "delta"):
         add(f"holes in {kind}", tokens(rng, kind, mask, torch.int32, ()) * some, 0, 1, "sparse")
     add(
         "holes",
@@ -247,7 +245,7 @@ def test_every_dtype_pad_mask_shape_and_form(place: str, turn: int, holes: bool,
         assert own.table.entries[own.table.fields[own.numbers["ids",]]]["number"]  # its blocks have codes
 
 
-@pytest.mark.parametrize("kinds", [("blocks", "rle"), ("sparse", "arange"), ("bitmap", "delta"), ("plain", "blocks")])
+@pytest.mark.parametrize("kinds", [("blocks", "rle"), ("sparse", "delta"), ("plain", "blocks")])
 def test_fields_that_are_joined(place: str, kinds: tuple[str, str], tmp_path: Path) -> None:
     specs = {name: MaskNestingSpec(name) for name in "htw"}
     specs |= {"head": MaskNestingSpec("h", 5), "tail": MaskNestingSpec("t", 5)}

@@ -73,9 +73,8 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
     def small(size: int, most: int) -> np.ndarray:
         return rng.integers(0, most, size).astype(dtype)
 
-    base, pair = noise(1), noise(2)
+    base = noise(1)
     width, few = int(rng.integers(2, min(bits, 8) - 1)), min(bits - 2, 20)
-    step = rng.choice(np.array([1, -1, 0, 3, noise(1)[0]], dtype))
     pool = [noise(max([1, *lengths])) for _ in range(2)]
     wholes: dict[tuple[int, int], np.ndarray] = {}
 
@@ -89,12 +88,9 @@ def words(kind: str, dtype: np.dtype[Any], lengths: Sequence[int], rng: np.rando
         return out
 
     makers: dict[str, Callable[[int], np.ndarray]] = {
-        "narrow": lambda n: base + small(n, 256),
         "blocks": lambda n: np.minimum(base, info.max - 128) + small(n, 1 << width),
         "coded": lambda n: np.minimum(base, info.max - 2**few) + (2 ** (rng.random(n) * few)).astype(dtype),
-        "bitmap": lambda n: rng.choice(pair, n),
         "rle": lambda n: np.repeat(noise(n), rng.integers(1, 90, n))[:n],
-        "arange": lambda n: noise(1) + np.arange(n).astype(dtype) * step,
         "delta": lambda n: np.cumsum(np.repeat(noise(n), 100)[:n], dtype=dtype),
         "sparse": lambda n: np.where(rng.random(n) < 0.03, noise(n), 0),
         "dictionary": lambda n: wholes.setdefault((n, int(rng.integers(0, 2))), noise(n)),
@@ -153,7 +149,7 @@ class Form:
                 ("x", "m", hints.get(self.kind, self.kind)),
                 ("same", "m", "rle"),
                 ("near", "m", f"near:x {dtype}"),
-                ("head", "hm", "narrow"),
+                ("head", "hm", "rle"),
                 ("tail", "tm", "blocks"),
             ):
                 ragged = 1 + len(self.before)
@@ -173,7 +169,7 @@ class Form:
         items = int(np.prod(shape, dtype=int)) * (2 if dtype.itemsize == 16 else 1)
         tokens = oracle.lengths(mask)
         if kind == "columns":
-            several = itertools.islice(itertools.cycle(("arange", "plain", "rle")), items)
+            several = itertools.islice(itertools.cycle(("delta", "plain", "rle")), items)
             columns = [np.concatenate([*words(each, signed(dtype), tokens, rng), []]) for each in several]
             line = np.stack([column.astype(signed(dtype)) for column in columns], 1) if columns else np.zeros(0)
         else:
@@ -319,7 +315,7 @@ def test_each_encoding_is_taken_for_what_it_is_for(kind: str, hinted: bool) -> N
                 assert packed.table.entries[entry_of(packed, f"near {dtype}")]["second"] == entry_of(packed, name)
             elif kind in ("near", "concat", "columns") and not hinted:
                 continue
-            elif size >= {"narrow": 2, "pieces": 4}.get(kind, 1):
+            elif size >= {"pieces": 4}.get(kind, 1):
                 assert found[name].split(" ")[0] == {"near": "plain", "coded": "blocks"}.get(kind, kind), (
                     name,
                     found[name],
@@ -331,7 +327,7 @@ def test_fields_of_the_reference_workload(variant: str) -> None:
     batch = workload(variant, 64, 96, 448)
     packed = compress(batch, pad_token_id=PAD)
     found = {name: kind.split(" ")[0] for name, kind in kinds_of(packed).items()}
-    want = {"prompts": "dictionary", "input_ids": "concat", "position_ids": "arange"}
+    want = {"prompts": "dictionary", "input_ids": "concat", "position_ids": "delta"}
     assert {name: found[name] for name in want} == want
     assert entry_of(packed, "token_level_scores") == entry_of(packed, "token_level_rewards")
     assert entry_of(packed, "advantages") == entry_of(packed, "returns")
@@ -346,7 +342,7 @@ def test_what_is_equal_stays_small_with_more_tokens() -> None:
 
 
 @pytest.mark.parametrize("size", [255, 256, 257, 2047, 2048, 2049, 70_000])
-@pytest.mark.parametrize("hints", [(), ("rle",), ("arange",), ("bitmap", "sparse"), ("delta",)])
+@pytest.mark.parametrize("hints", [(), ("rle",), ("rle", "sparse"), ("delta",)])
 def test_a_sample_is_not_the_whole(size: int, hints: tuple[str, ...]) -> None:
     """One odd word, anywhere, beside words that every sample takes for equal, rising, or few."""
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=hints)}
@@ -427,7 +423,7 @@ def test_a_circle_of_concats(order: tuple[str, ...]) -> None:
         (None, "concat:tail,head"),
         (None, "concat:head,gone"),
         (None, "concat:head,head"),
-        (None, "narrow"),
+        (None, "blocks"),
     ],
     ids=str,
 )
@@ -547,7 +543,7 @@ def test_a_remembered_form_is_exact_when_the_data_change(kind: str) -> None:
 
 
 def test_a_form_that_a_sample_does_not_show_is_kept() -> None:
-    """Floats are not tried as narrow unless a hint asks for it."""
+    """Floats are not tried as steps unless a hint asks for it."""
     x = torch.randint(0, 200, (8, 400), dtype=torch.int32).view(torch.float32)
     registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", hints=("narrow",))}
     packs = [compress(TensorDict({"m": torch.ones(8, 400), "x": x}, [8]), registry=registry) for _ in range(3)]

@@ -784,8 +784,8 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
 
 
 def zeros(made: Made, rows: int = 1, **more: int) -> int:
-    """An entry of words 0, in no bytes to speak of; one for any number of rows."""
-    return made.entry("arange", made.put([0]), **more)
+    """An entry of words 0, in few bytes; one for any number of rows."""
+    return made.entry("rle", made.put([1]), NONE, made.put([0]), **more)
 
 
 def test_claims_are_added_up_before_memory_is_taken() -> None:
@@ -916,9 +916,9 @@ def test_copies_of_words_that_are_not_stored() -> None:
     refused(pieces(number=1), CANNOT)
     for number in (1 << 20, 2**63 - 1):
         idle = of_rows(1)
-        zeros = idle.entry("arange", idle.put([0]), layout=0)
+        words = zeros(idle, layout=0)
         copy = idle.put([0, 1, number, 0], 8)
-        idle.field(idle.entry("pieces", idle.put([1]), idle.put([1]), copy, layout=0, first=zeros, number=number))
+        idle.field(idle.entry("pieces", idle.put([1]), idle.put([1]), copy, layout=0, first=words, number=number))
         refused(idle.joined(), CANNOT, max_bytes=1 << 20)
 
 
@@ -975,7 +975,8 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
         numbers = made.put(range(1, 1 + sum(stored * 3 if len(stored) == 1 else stored)), size)
         inner = made.entry("plain", numbers, layout=0, items=items, size=size)
         if beside is not None:
-            near = made.entry("arange", made.put([10, 20, 250]), **{"layout": 0, "number": 1} | beside)
+            rising = made.put([2]), made.put([1]), made.put([10, 1, 20, 1, 250, 1])
+            near = made.entry("delta", *rising, **{"layout": 0} | beside)
         places = made.put(zeros), made.put(stored), made.put(lengths)
         made.field(made.entry("sparse", *places, layout=0, first=inner, second=-1 if beside is None else near))
         return made.joined()
@@ -1035,8 +1036,7 @@ def test_signs_and_names() -> None:
 
 
 MANY_ROWS: dict[str, Callable[[Made], int]] = {
-    "arange": zeros,
-    "rle": lambda m: m.entry("rle", m.put([1]), NONE, m.put([1])),
+    "rle": zeros,
     "delta": lambda m: m.entry("delta", m.put([2]), m.put([1]), m.put([0]), items=2),
     "sparse": lambda m: m.entry("sparse", NONE, m.put([0]), first=m.entry("plain", NONE)),
     "blocks": lambda m: m.entry("blocks", (0, 1, 0), (0, 1, 0), (0, 4, 0), items=0),
@@ -1097,7 +1097,7 @@ def test_rows_of_one_length_are_checked_at_once(kind: str) -> None:
 
 def test_rows_that_are_not_taken_are_not_decoded() -> None:
     made = Made(1 << 20)
-    made.field(made.entry("arange", made.put([5]), items=4096, number=1))
+    made.field(made.entry("delta", made.put([2]), made.put([1]), made.put([5, 1] * (1 << 20)), items=4096))
     row = (5 + np.arange(4096)) % 256
 
     def run() -> None:
