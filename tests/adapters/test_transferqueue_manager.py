@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import zmq
 from needs import needs
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 needs("transfer_queue")
 
+import zmq
 from transfer_queue import StorageKeyNotFoundError
 
 from maskpack.adapters.transferqueue.chunk import LARGE, packed
