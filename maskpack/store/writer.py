@@ -320,15 +320,14 @@ class Writer:
         disk."""
         with self._turn:
             try:
-                if "segment" in self._files and os.getpid() == self._pid:
-                    if self._synced == self.contents.segments[-1].end:
-                        pass
-                    elif self.failed is None:
+                mine = "segment" in self._files and os.getpid() == self._pid
+                if mine and self._synced < self.contents.segments[-1].end:
+                    if self.failed is None:
                         self.sync()
                     else:
                         raise StorageError(
                             f"RolloutLog: {self._name} is closed with rows that may not be on the disk: {self.failed}; "
-                            "expected a disk that works. Open the log again: it looks which records are whole."
+                            "expected them there. Open the log again: it looks which records are whole."
                         )
             finally:
                 self.failed = self.failed or "it is closed"

@@ -615,8 +615,10 @@ def test_a_file_that_is_replaced_under_a_writer(tmp_path: Path, name: str, call:
         other = opened(path, segment_bytes=1 << 20)
         model = append(other, model)
     else:
+        (path / "000000.seg.part").touch()  # the first one may be compacting
         with pytest.raises(StorageError, match="another RolloutLog"):
             opened(path)
+        (path / "000000.seg.part").unlink()
     op = {"do": call, "rows": [0], "least": 0.0, "schema": 0, "width": 6, "style": 1, "count": 3, "key": 50}
     with pytest.raises(StorageError, match=r"was removed or replaced.*Open the log again.* ask where\(\)"):
         played(log, op)
@@ -629,6 +631,31 @@ def test_a_file_that_is_replaced_under_a_writer(tmp_path: Path, name: str, call:
     with opened(path) as log:
         assert_log(log, model)
         append(log, model)
+
+
+def test_a_lock_that_is_replaced_during_an_append(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The append raises, and cuts off nothing of what the other writer has acknowledged since."""
+    log, sync, others = opened(tmp_path, segment_bytes=1 << 20), disk.sync, list[RolloutLog]()
+    model = append(log, Model())
+    later = append(log, model)
+
+    def replaced(file: int) -> None:
+        monkeypatch.setattr(disk, "sync", sync)
+        (tmp_path / "lock").unlink()
+        (tmp_path / "tail").unlink()
+        others.append(opened(tmp_path, segment_bytes=1 << 20))
+        assert len(others[0]) == 6  # it is whole, so the other one goes on behind it
+        append(others[0], Model({}, 6))
+
+    op = {"do": "append", "schema": 0, "width": 6, "style": 2, "count": 2, "key": 4}
+    monkeypatch.setattr(disk, "sync", replaced)
+    with pytest.raises(StorageError, match=r"lock was removed or replaced.* ask where\(\)"):
+        played(log, op)
+    log.close()
+    others[0].close()
+    with opened(tmp_path) as log:
+        assert log.where(own=[4, 5]).tolist() == [4, 5]  # so they are not appended again
+        assert_log(log, later.after(op).after(op | {"key": 6}))
 
 
 def test_a_folder_that_is_removed(tmp_path: Path) -> None:
