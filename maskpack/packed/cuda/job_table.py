@@ -84,7 +84,8 @@ class JobSource(NamedTuple):
     Attributes:
         kind: one of these.
         rows: table [B] of the stored row of each row; without it, the row itself.
-        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces or blocks; without it, row b begins at `b * begin_unit`.
+        begins, begin_unit: table of the first entry of each stored row, times `begin_unit`: words, pieces or blocks;
+            without it, row b begins at `b * begin_unit`.
         data, data_size: array, and bytes of an entry.
         more: of blocks, a table of the least words.
         number: the widths of codes.
