@@ -79,6 +79,10 @@ _LFM2 = {"layer_types": ["conv", "full_attention"] * 2}
 _GEMMA = {"num_kv_shared_layers": 0}
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_top_k": 2},
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n": _GEMMA, "gemma3n_text": _GEMMA, "gemma4": _GEMMA, "gemma4_text": _GEMMA, "gemma4_unified": _GEMMA,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
