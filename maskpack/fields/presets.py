@@ -137,7 +137,7 @@ areal = MaskNestingRegistry(
 )
 """The trajectories of AReaL before `compute_advantages`."""
 
-areal_advantages = areal | MaskNestingRegistry({}, {"response": MaskAxis("loss_mask", shift=-1)})
+areal_advantages = areal | MaskNestingRegistry({}, {"response": (MaskAxis("loss_mask", shift=-1),)})
 """The trajectories of AReaL after `compute_advantages`, which moves `loss_mask` and `logprobs` one token to the left:
 replay scores the tokens that the mask was for before. Its log-probs have the columns of the moved fields."""
 

@@ -124,7 +124,7 @@ def _rows_of(outputs: Sequence[Any], prompts: Any, shape: tuple[int, int] | None
             )
     first = isinstance(outputs[0], Mapping)
     for number, output in enumerate(outputs):
-        if isinstance(output, Mapping) != first and hasattr(output if first else outputs[0], "outputs"):
+        if isinstance(output, Mapping) != first and (hasattr(output, "outputs") or not first):
             seen, other = ("a RequestOutput", "a dict") if first else ("a dict", "a RequestOutput")
             raise LayoutError(
                 f"{_CALL}: output {number} is {seen}, and output 0 {other}; expected outputs of one engine. Pack "

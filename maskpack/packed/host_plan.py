@@ -98,7 +98,8 @@ class Parts:
         found = {name: apart(name) for name in plan.sources}
         names = sorted(found, key=lambda name: found[name][1] != WHOLE)
         numbers: dict[Source, int] = {}
-        cuts = [(numbers.setdefault(origin, len(numbers)), *cut) for origin, *cut in map(found.__getitem__, names)]
+        own = [found[name] for name in names]
+        cuts = [(numbers.setdefault(origin, len(numbers)), low, width) for origin, low, width in own]
         return cls(tuple(names), list(numbers), cuts)
 
     def stored(self, anchors: Mapping[str, int]) -> Any:

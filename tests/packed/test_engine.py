@@ -263,7 +263,9 @@ def test_without_log_probs():
     packed = mp.from_engine(vllm(rows), pad_token_id=PAD)
     assert ("rollout_log_probs",) not in packed.forms
     assert_rows(packed, rows)
-    assert_rows(mp.from_engine(sglang(rows, prompts="ids"), pad_token_id=PAD), rows)
+    other = mp.from_engine(sglang(rows, prompts="ids"), pad_token_id=PAD)
+    assert_rows(other, rows)
+    assert_rows(mp.PackedBatch.cat([packed, other]), rows * 2)  # as the error for outputs of two engines says
 
 
 def test_ids_of_other_kinds():
