@@ -532,7 +532,7 @@ def test_rows_that_do_not_fit_are_not_stored(slots, rows):
 @pytest.mark.parametrize("logged", [False, True])
 def test_rows_of_other_fields_are_not_stored(logged, opened):
     """The names that are too many or missing, and what the error says to do."""
-    kept = opened(9, pad_token_id=PAD) if logged else storage(9)
+    kept = opened(9) if logged else storage(9)
     kept.set(range(7), batch(1))
     before, row = kept.get(slice(None)), batch(2, rows=1)
     more, less = row.clone().set("d", torch.zeros(1)), row.exclude("advantages")
