@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -230,7 +230,7 @@ class LocalFolder:
             return os.pread(file.fileno(), end - begin, begin)
 
     @contextlib.contextmanager
-    def at_rest(self, lock: str, tail: str) -> Iterator[bool]:
+    def at_rest(self, lock: str, tail: str) -> Generator[bool]:
         """Whether no process writes to the folder; then none begins to before the end of the context. A writer locks
         `lock`, and `tail` once it has written it; one that has only the first is waited for."""
         try:
