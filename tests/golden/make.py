@@ -159,9 +159,9 @@ def encodings() -> Golden:
         "same": "plain",
         "far": "blocks",
         "near": "blocks",
-        "columns": "columns plain rle",
+        "columns": "columns plain blocks",
         "pieces": "pieces plain",
-        "sparse": "sparse rle",
+        "sparse": "sparse plain",
         "holes": "sparse blocks",
     }
     return Golden(batch, {"registry": specs}, kinds=kinds)

@@ -960,6 +960,15 @@ def test_both_parts_of_joined_bools_are_bools(head: int, tail: int, fits: bool) 
         refused(made.joined(), 'field "f2"')
 
 
+def test_rows_of_pieces_that_take_no_bytes_count_by_what_decoding_them_takes() -> None:
+    made = Made(1 << 16)
+    stored = made.entry("rle", made.put([1]), NONE, made.put([7]))
+    made.field(made.entry("pieces", made.put([0]), made.put([1]), first=stored))
+    data = made.joined()
+    assert (decompress(PackedBatch.from_bytes(data, max_bytes=1 << 21))["f0"] == 7).all()
+    refused(data, CANNOT, max_bytes=1 << 19)
+
+
 def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
     """0 1 2 0, 0 0, 3 0 4 5, also beside another field; and all that a reader refuses of these."""
 

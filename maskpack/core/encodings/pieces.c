@@ -287,9 +287,10 @@ static int row_check(const u8 *body, const Entry *entry, i64 row, i64 n, i64 cop
     return number_at(body, &entry->b, own) == fresh + left;
 }
 
-/* Whether the rows that are stored are so few and so short as `left` bytes allow, besides `total` words. */
+/* Whether the rows that are stored are so few and so short as `left` bytes allow, besides `total` words. To decode them takes
+   two numbers a row, which a message need not have. */
 static int stored_check(Check *check, const Entry *entry, i64 rows, i64 total) {
-    if (entry->number < 0 || entry->number > check->left / 8) return 0;
+    if (entry->number < 0 || entry->number > check->left / (2 * (i64)sizeof(i64)) - rows) return 0;
     check->left -= 8 * entry->number;
     i64 stored = rows + entry->number, words = 0, most = total + check->left / entry->size;
     if (!of_each(&entry->b, stored)) return 0;
