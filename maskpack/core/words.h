@@ -75,7 +75,7 @@ static void fill(u8 *p, i64 n, Pattern pattern, i64 stream) {
 #endif
     (void)stream;
     for (; at + 16 <= n; at += 16) memcpy(p + at, &pattern, 16);
-    memcpy(p + at, &pattern, (size_t)(n - at));
+    if (at < n) memcpy(p + at, &pattern, (size_t)(n - at)); /* no bytes may lie at NULL */
 }
 
 /* Copies n elements of `size` bytes that lie `from_step` and `to_step` bytes apart. */

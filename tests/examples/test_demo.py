@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cloudpickle
 import pytest
 import torch
 import warm_workers
+from ray import cloudpickle
 
 import maskpack
 from maskpack.dispatch import WorkerGroup

@@ -321,7 +321,7 @@ def simple_encodings() -> Made:
     words = made.put([1]), NONE, made.put([0, 1, 0])
     made.field(made.entry("rle", *words, layout=1), dtype="bool")
     made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
-    made.field(made.entry("plain", made.put(range(6)), layout=2), "padded", dim=1, pad=9)
+    made.field(made.entry("plain", made.put(range(7)), layout=2), "padded", dim=1, pad=9)
     made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
     blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
     made.field(made.entry("blocks", *blocks, layout=0))
@@ -344,7 +344,7 @@ def encodings_of_others() -> Made:
         places = made.put([1, 0, 1]), made.put([2, 0, 3]), made.put([2, 1, 2])
         made.field(made.entry("sparse", *places, layout=0, first=stored, second=second))
     column = made.entry("plain", made.put(range(10)), layout=0)
-    made.entry("delta", made.put([2]), made.put([1]), made.put([3, 1]), layout=0)
+    made.entry("delta", made.put([2]), made.put([1]), made.put([3, 1] * 3), layout=0)
     made.field(made.entry("columns", layout=0, items=2, first=column, number=2))
     wide = [made.entry("plain", made.put(range(20)), layout=0, items=2) for _ in range(2)]
     made.field(made.entry("columns", layout=0, items=4, first=wide[0], number=2))
