@@ -53,7 +53,7 @@ def naive_wire(packed):
 
     def own(at):
         kind, first, second = entries[at][0], *entries[at][5:7]
-        parts = [first] if kind in (7, 8, 11) else range(first, first + second) if kind == 9 else []
+        parts = [first] if kind in (4, 5, 8) else range(first, first + second) if kind == 6 else []
         return [entries[at][-9:], *(row for part in parts for row in own(part))]
 
     paths = [entry["path"][0] for entry in pieces.manifest["fields"] if "dtype" in entry]
@@ -167,7 +167,7 @@ def test_kinds_shapes_and_encodings():
     found = {field.path[0]: field for field in figures(packed).fields}
     assert list(found) == list(batch.keys())
     assert found["position_ids"].shape == (7, 4, 11)
-    assert found["position_ids"].encoding.startswith("columns ")
+    assert found["position_ids"].encoding == "rle"
     assert found["input_ids"].encoding == "concat"
     assert found["input_ids"].wire_bytes == 0
     assert (found["own"].kind, found["own"].shape, found["own"].padded_bytes) == ("jagged", (21, 2), 21 * 2 * 4)
