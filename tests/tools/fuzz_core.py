@@ -25,7 +25,7 @@ ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "
 CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
 OF_MASK, OF_LAYOUT, KEPT = (abi[name] for name in ("OF_MASK", "OF_LAYOUT", "KEPT"))
 OF_ROWS = [
-    (abi[name], number, *[0] * 6) for name, number in (("DICTIONARY", 0), ("PIECES", 0), ("SPARSE", 0), ("SPARSE", 1))
+    (abi[name], number, *[0] * 4) for name, number in (("DICTIONARY", 0), ("PIECES", 0), ("SPARSE", 0), ("SPARSE", 1))
 ]
 """Forms: a dictionary of plain rows, pieces of them, their words that are not 0, and the distances of these."""
 LIBRARY = list[str]()
