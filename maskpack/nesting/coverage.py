@@ -38,6 +38,7 @@ class DenseField:
         reason: why it would stay padded, or how its rows differ from those of its mask.
         tensors: the number of tensors, which is above 1 only for those inside Python objects of one field. `nbytes` is
             their total; the other attributes describe the first.
+        is_off_axis: whether its rows differ.
     """
 
     path: Path
@@ -46,10 +47,12 @@ class DenseField:
     nbytes: int
     reason: str
     tensors: int = 1
+    is_off_axis: bool = False
 
     @classmethod
-    def of(cls, path: Path, tensor: Tensor, reason: str) -> DenseField:
-        return cls(path, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size(), reason)
+    def of(cls, path: Path, tensor: Tensor, reason: str, *, is_off_axis: bool = False) -> DenseField:
+        nbytes = tensor.numel() * tensor.element_size()
+        return cls(path, tuple(tensor.shape), tensor.dtype, nbytes, reason, is_off_axis=is_off_axis)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -138,13 +141,21 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
     fields = list(dense)
     if fields:
         lines = "\n".join(f"  {field}" for field in fields)
+        kinds = [kind for kind in (False, True) if any(field.is_off_axis == kind for field in fields)]
+        seen = " or ".join("have other rows than their mask" if kind else "would stay padded" for kind in kinds)
         raise CoverageError(
-            f"{call}: {len(fields)} field(s) would stay padded or have other rows than their mask; expected none in "
-            f"strict mode:\n{lines}\n"
-            "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
-            "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry. Fix "
-            "the producer of a field that has other rows than its mask, or allow it in the same way."
+            f"{call}: {len(fields)} field(s) {seen}; expected none in strict mode:\n{lines}\n"
+            f"{' '.join(_REMEDY[kind] for kind in kinds)}"
         )
+
+
+_REMEDY = {
+    False: "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
+    "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry.",
+    True: "Fix the producer of a field that has other rows than its mask, or give the field another mask in the "
+    "registry.",
+}
+"""By `is_off_axis`."""
 
 
 def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> None:
@@ -155,10 +166,9 @@ def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, off
 
 def _dense(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> list[DenseField]:
     """The fields that stay padded, those off their axis, and the tensors inside Python objects."""
-    reasons = {form.path: form.reason for form in forms if form.reason}
-    reasons |= {path: one.difference for path, one in off.items()}
     return [
-        *(DenseField.of(path, entry_at(batch, path), reason) for path, reason in reasons.items()),
+        *(DenseField.of(form.path, entry_at(batch, form.path), form.reason) for form in forms if form.reason),
+        *(DenseField.of(path, entry_at(batch, path), one.difference, is_off_axis=True) for path, one in off.items()),
         *hidden({form.path: entry_at(batch, form.path) for form in forms if form.kind == "object"}, options),
     ]
 

@@ -38,10 +38,10 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
+from maskpack.nesting.coverage import OffAxis, check_coverage, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.plan import Carried, Seen, plan_of, seen_of
+from maskpack.nesting.plan import BatchPlan, Carried, Seen, plan_of, seen_of
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
 from maskpack.packed.arrow import table_of
 from maskpack.packed.columns import Picked
@@ -524,10 +524,11 @@ def compress(
         check_coverage(gathering.forms, batch, options, off)
         packed = _encoded(gathering, codec, seen, options, carried.layouts or layouts)
     else:
-        table, schema = found
-        plan = plan_of(batch, options, carried, layouts, seen)
-        axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
-        off = off_axis(plan, axes, table.layouts) if plan.declared else {}
+        table, schema, plan = found
+        off: dict[Path, OffAxis] = {}
+        if plan.declared:
+            axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
+            off = off_axis(plan, axes, table.layouts)
         check_coverage(schema.forms, batch, options, off)
         objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
         packed = PackedBatch(table.rows, schema, table, objects, codec)
@@ -620,12 +621,14 @@ def _by_plan(
     layouts: Mapping[str, RowLayout],
     seen: Seen,
     like: Any,
-) -> tuple[Table, Schema] | None:
-    """The table and the schema of a batch that is encoded as its plan says; None if it has none, or does not fit it."""
+) -> tuple[Table, Schema, BatchPlan] | None:
+    """The table and the schema of a batch that is encoded as its plan says, and that; None if it has none, or does not
+    fit it."""
     plan = None if seen.signature is None else plans.get(seen.signature)
     if isinstance(plan, DevicePlan):
         runs = uses_triton(plan.device, call="compress")  # MASKPACK_TRITON may have changed since
-        return plan.encoded(seen, batch.batch_size[0]) if runs else None
+        found = plan.encoded(seen, batch.batch_size[0]) if runs else None
+        return None if found is None else (*found, plan.plan)
     given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
     line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
     for uniform in (True, False):
@@ -637,8 +640,10 @@ def _by_plan(
         if line is None:
             line = native.layout_rows([core_layout(layout) for layout in given.values()])
         found = plan.encoded(seen, rows, line, given, options.verify)
-        if found is not None or not plan.misfit:
-            return found
+        if found is not None:
+            return *found, plan.plan
+        if not plan.misfit:
+            return None
     return None
 
 

@@ -28,8 +28,9 @@ def assert_covered(
         registry, pad_token_id, ignore_dense_fields: as for `compress`.
 
     Raises:
-        AssertionError: a field would stay padded, or has other rows than its mask. The message names each such field,
-            the reason, the values under the mask that fits, and the line to register.
+        AssertionError: a field would stay padded, or has other rows than its mask. The message names each such field
+            and the reason; of one that would stay padded, the values under the mask that fits, and the line to
+            register.
         LayoutError, RegistryError: as `compress`.
     """
     fields = dense_fields(batch, registry, pad_token_id=pad_token_id, ignore_dense_fields=ignore_dense_fields)
@@ -37,7 +38,13 @@ def assert_covered(
         return
     suggester = Suggester(batch, registry_of(registry, "assert_covered"), pad_token_id)
     out = [f"assert_covered: {len(fields)} of the fields are not covered by their mask; expected none:"]
-    for one in map(suggester.suggest, fields):
-        out += [f"  {one.field}", f"    {one.seen}", f"    {one.line}"]
-    out.append("Add the lines to the registry: registry | {...}.")
+    for field in fields:
+        out.append(f"  {field}")
+        if not field.is_off_axis:
+            one = suggester.suggest(field)
+            out += [f"    {one.seen}", f"    {one.line}"]
+    if any(field.is_off_axis for field in fields):
+        out.append("Fix the producer of a field that has other rows, or give it another mask in the registry.")
+    if not all(field.is_off_axis for field in fields):
+        out.append("Add the lines to the registry: registry | {...}.")
     raise AssertionError("\n".join(out))

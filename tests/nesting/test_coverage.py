@@ -326,8 +326,11 @@ def test_a_declared_jagged_field_of_other_rows_than_its_mask(make, registry, mas
         with pytest.raises(mp.errors.CoverageError, match=seen) as caught:
             call(batch, registry, **options)
         assert "Fix the producer" in str(caught.value)
-        with pytest.raises(AssertionError, match=seen):
+        with pytest.raises(AssertionError, match=seen) as told:
             assert_covered(batch, registry, pad_token_id=0)
+        assert str(told.value).splitlines()[2:] == [
+            "Fix the producer of a field that has other rows, or give it another mask in the registry."
+        ]
         (off,) = dense_fields(batch, registry, pad_token_id=0)
         call(batch, registry, **options, ignore_dense_fields=[off.path])
         call(batch, registry | {off.path[-1]: mp.MaskNestingSpec(None)}, **options)

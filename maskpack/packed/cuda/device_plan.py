@@ -25,7 +25,7 @@ from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.axes import WHOLE
 from maskpack.nesting.gather import Gathered
-from maskpack.nesting.plan import Seen
+from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.cuda.encode import (
     BOUNDS,
@@ -57,6 +57,7 @@ class DevicePlan:
         cuts: the name of each layout, its mask, and its first column, or WHOLE, and width.
         inputs: the number of the entry of each tensor of the recipe.
         device: where all of them lie.
+        plan: what the batches are.
     """
 
     schema: Schema
@@ -68,6 +69,7 @@ class DevicePlan:
     cuts: Sequence[tuple[str, int, int, int]]
     inputs: Sequence[int]
     device: torch.device
+    plan: BatchPlan
 
     @classmethod
     def of(cls, found: Gathered, schema: Schema, trusted: bool, given: Mapping[str, RowLayout]) -> DevicePlan | None:
@@ -110,6 +112,7 @@ class DevicePlan:
             [(name, *cut) for name, cut in zip(wholes_first(found.layouts), cuts, strict=True)],
             [numbers[tensors[number].path] for number in recipe.tensors],
             devices.pop(),
+            found.plan,
         )
 
     def encoded(self, seen: Seen, rows: int) -> tuple[Table, Schema] | None:
