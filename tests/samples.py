@@ -236,6 +236,11 @@ def rollout(
     return batch
 
 
+def rollout_with(**fields: Any) -> TensorDict:
+    """The same without objects, and with other fields."""
+    return rollout(objects=False).update(fields)
+
+
 # -------------------------------------------------------------------- a few fields under one mask
 
 

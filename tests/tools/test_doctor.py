@@ -34,13 +34,6 @@ B, P, R = len(samples.ROWS), samples.PROMPT, samples.RESPONSE
 PAD = ["--pad-token-id", str(samples.PAD)]
 
 
-def rollout(**fields):
-    batch = samples.rollout(objects=False)
-    for name, value in fields.items():
-        batch.set(name, value)
-    return batch
-
-
 def saved(batch, path):
     torch.save(dict(batch.items()) if isinstance(batch, TensorDict) else batch, path)
     return str(path)
@@ -237,7 +230,7 @@ LINES = [
 
 @pytest.mark.parametrize(("value", "spec", "pad"), LINES, ids=[pad for _, _, pad in LINES])
 def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
-    batch = rollout(mine=value, sub=TensorDict({"mine": value}, [B]))
+    batch = samples.rollout_with(mine=value, sub=TensorDict({"mine": value}, [B]))
     torch.save(batch, tmp_path / "b")
     shown = said([tmp_path / "b"], capsys, 1)
     assert f"    'mine': {spec},\n" in shown
@@ -249,7 +242,7 @@ def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
 
 
 def stays(value):
-    return rollout(mine=value)
+    return samples.rollout_with(mine=value)
 
 
 def under(**values):
@@ -272,7 +265,7 @@ def under(**values):
     ],
 )
 def test_what_no_mask_covers_is_declared_to_stay_padded(value, seen):
-    batch = rollout(mine=value)
+    batch = samples.rollout_with(mine=value)
     (line,) = diagnose(batch, pad_token_id=samples.PAD).suggestions
     assert (line.key, line.spec.mask) == ("mine", None)
     assert re.search(seen, line.seen)
@@ -280,13 +273,13 @@ def test_what_no_mask_covers_is_declared_to_stay_padded(value, seen):
 
 
 def test_the_remedy_for_several_values():
-    batch = rollout(mine=under(a=0.0, b=2.5))
+    batch = samples.rollout_with(mine=under(a=0.0, b=2.5))
     batch["mine"] = batch["mine"].masked_fill(batch["response_mask"] == 0, 0)
     assert diagnose(batch).registry["mine"].mask == "response"
 
 
 def test_a_known_field_with_another_pad_keeps_its_spec():
-    batch = rollout(rollout_log_probs=samples.of("response", torch.float32, 1))
+    batch = samples.rollout_with(rollout_log_probs=samples.of("response", torch.float32, 1))
     found = diagnose(batch)
     spec = found.registry["rollout_log_probs"]
     assert (spec.masks, spec.pads[0], spec.hints) == (
@@ -294,14 +287,14 @@ def test_a_known_field_with_another_pad_keeps_its_spec():
         1.0,
         RL_FIELDS["rollout_log_probs"].hints,
     )
-    for one in (batch, rollout()):  # what was right before still is
+    for one in (batch, samples.rollout_with()):  # what was right before still is
         strict(one, found.registry)
 
 
 def test_a_wrong_pad_token_is_put_right():
-    found = diagnose(rollout(), pad_token_id=3)
+    found = diagnose(samples.rollout_with(), pad_token_id=3)
     assert found.registry["responses"].pads == (samples.PAD, maskpack.PAD_TOKEN_ID)
-    strict(rollout(), found.registry, 3)
+    strict(samples.rollout_with(), found.registry, 3)
 
 
 def test_a_full_mask_shows_no_pad():
@@ -315,12 +308,12 @@ def test_a_full_mask_shows_no_pad():
 def test_a_nan_of_other_bits_is_a_pad_of_rows():
     """0 / 0 is no float("nan") on every processor."""
     nan = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32)
-    batch = rollout(odd=torch.where(samples.of("response", torch.bool), 1.0, nan))
+    batch = samples.rollout_with(odd=torch.where(samples.of("response", torch.bool), 1.0, nan))
     strict(batch, executed(snippet(diagnose(batch)))[0])
 
 
 def test_the_pad_token_is_that_of_most_token_fields():
-    batch, mask = rollout(), samples.of("sequence", torch.bool)
+    batch, mask = samples.rollout_with(), samples.of("sequence", torch.bool)
     for name, pad in (("input_ids", 50), ("teacher_ids", 50), ("prompts", 60), ("responses", 50)):
         columns = {"prompts": slice(P), "responses": slice(P, None)}.get(name, slice(None))
         batch[name] = torch.where(mask[:, columns], 1, pad)
@@ -329,7 +322,9 @@ def test_the_pad_token_is_that_of_most_token_fields():
 
 def test_a_mask_of_the_registry_or_of_more_tokens_comes_first():
     some = samples.of("response", torch.bool) & (torch.arange(R) % 2 == 0)
-    batch = rollout(one=torch.randn(B, R).where(some, 0.0), two=torch.randn(B, R).where(some, 0.0), some=some)
+    batch = samples.rollout_with(
+        one=torch.randn(B, R).where(some, 0.0), two=torch.randn(B, R).where(some, 0.0), some=some
+    )
     assert diagnose(batch).registry["one"].mask == "response"
     wide = torch.arange(12) < torch.tensor([[9], [5], [12]])
     narrow = wide & (torch.arange(12) > 1)
@@ -339,13 +334,13 @@ def test_a_mask_of_the_registry_or_of_more_tokens_comes_first():
 
 
 def test_no_rows_and_no_masks():
-    assert diagnose(rollout()[:0], pad_token_id=1).suggestions == ()
+    assert diagnose(samples.rollout_with()[:0], pad_token_id=1).suggestions == ()
     (line,) = diagnose(TensorDict({"x": torch.ones(2, 3)}, [2])).suggestions
     assert line.seen == "no mask of the batch has its size; there is no mask"
 
 
 def test_packed_and_nested_batches_are_those_that_were_packed():
-    batch = rollout(mine=LINES[1][0])
+    batch = samples.rollout_with(mine=LINES[1][0])
     with pytest.warns(MaskpackWarning):
         forms = maskpack.compress(batch, pad_token_id=7), maskpack.nest_batch_by_mask(batch, pad_token_id=7)
     for form in (batch, *forms):
@@ -403,8 +398,8 @@ def test_a_batch_that_rl_fields_refuses(tmp_path, capsys):
 
 
 def test_a_covered_batch(tmp_path, capsys):
-    shown = said([saved(rollout(), tmp_path / "b.pt")], capsys, 0)
-    assert shown.startswith(f"{tmp_path / 'b.pt'}: {B} rows, {len(rollout().keys())} fields\n")
+    shown = said([saved(samples.rollout_with(), tmp_path / "b.pt")], capsys, 0)
+    assert shown.startswith(f"{tmp_path / 'b.pt'}: {B} rows, {len(samples.rollout_with().keys())} fields\n")
     assert "Every tensor of two or more dims is covered by RL_FIELDS." in shown
     assert f"note: the pad token is {samples.PAD}. Pass that of the tokenizer to compress as pad_token_id" in shown
     assert "registry = " not in shown
@@ -579,12 +574,12 @@ def test_files_that_no_registry_takes_write_none(tmp_path, capsys):
 def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (
-        saved(rollout(), "good"),
-        saved(rollout(mine=LINES[1][0]), "bad"),
-        saved(rollout(responses=torch.zeros(B, 99)), "odd"),
+        saved(samples.rollout_with(), "good"),
+        saved(samples.rollout_with(mine=LINES[1][0]), "bad"),
+        saved(samples.rollout_with(responses=torch.zeros(B, 99)), "odd"),
     )
     (tmp_path / "text").write_text("no batch")
-    fields = len(rollout().keys())
+    fields = len(samples.rollout_with().keys())
     shown = said(["--strict", *PAD, "text", "none", "odd", "bad", "good"], capsys, 2)
     assert [line.partition(" (")[0][:40] for line in shown.splitlines() if not line.startswith("  note")] == [
         "text: text is none of the files that are",
@@ -602,7 +597,7 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
 
 
 def test_json_has_the_figures(tmp_path, capsys):
-    batch = rollout(mine=LINES[1][0])
+    batch = samples.rollout_with(mine=LINES[1][0])
     found = json.loads(said([saved(batch, tmp_path / "b"), "--json", *PAD], capsys, 1))
     registry, _ = executed(found["registry"])
     assert found["wire_bytes"] == wire_bytes(batch, registry)
@@ -613,7 +608,7 @@ def test_json_has_the_figures(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
-    file = saved(rollout(), tmp_path / "b.pt")
+    file = saved(samples.rollout_with(), tmp_path / "b.pt")
     home, name = (doctor, "diagnose") if command == "doctor" else (inspector, "figures")
     for error in (MemoryError("16.0 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 

@@ -28,13 +28,6 @@ from maskpack.tools.files import Unusable, saved_batch
 B = len(samples.ROWS)
 
 
-def rollout(**fields):
-    batch = samples.rollout(objects=False)
-    for name, value in fields.items():
-        batch.set(name, value)
-    return batch
-
-
 def refused(argv, capsys):
     assert cli.main(["doctor", *map(str, argv)]) == 2
     shown = capsys.readouterr()
@@ -167,7 +160,7 @@ def test_a_stream_and_a_folder_of_files(tmp_path, capsys):
         assert "is a stream, and a batch is read from a file. Save it to one" in refused([name], capsys)
     (tmp_path / "shards").mkdir()
     for number in range(2):
-        torch.save(dict(rollout().items()), tmp_path / "shards" / f"{number}.pt")
+        torch.save(dict(samples.rollout_with().items()), tmp_path / "shards" / f"{number}.pt")
     shown = refused([tmp_path / "shards"], capsys)
     assert shown.endswith(f"is a folder of files and no log. Give the files: {tmp_path / 'shards'}/*.pt\n")
     assert cli.main(["doctor", *map(str, sorted((tmp_path / "shards").glob("*.pt")))]) == 0
@@ -189,7 +182,9 @@ def test_files_of_torch_save_with_other_versions_of_tensordict(version):
 
 
 def test_a_folder_of_a_memory_mapped_tensordict_may_hold_pickles(tmp_path):
-    batch = rollout(none=torch.zeros(B, 0), sub=TensorDict({"half": torch.ones(B, 2, dtype=torch.bfloat16)}, [B]))
+    batch = samples.rollout_with(
+        none=torch.zeros(B, 0), sub=TensorDict({"half": torch.ones(B, 2, dtype=torch.bfloat16)}, [B])
+    )
     batch.set("info", NonTensorData({"step": 1}, batch_size=[B]))
     batch.clone().memmap(str(tmp_path / "m"))
     with pytest.raises(Unusable, match=r"m is a folder of TensorDict\.memmap\. Give --allow-pickle"):
@@ -259,7 +254,7 @@ def test_a_data_proto_is_read_without_verl(form, flags, data_proto, tmp_path):
     """With its objects and numbers."""
     images = np.array([{"pixel_values": torch.full((b + 1, 2), float(b))} for b in range(B)], dtype=object)
     info = {"temperature": 0.7, "global_token_num": list(range(B)), "uid": "not a row"}
-    batch = rollout()
+    batch = samples.rollout_with()
     file = data_proto(tmp_path / "b", batch, arrays(multi_modal_inputs=images), info, form=form)
     read, _ = saved_batch(file, bool(flags))
     samples.assert_same(read.select(*batch.keys()), batch)
@@ -281,7 +276,7 @@ def test_a_data_proto_is_read_without_verl(form, flags, data_proto, tmp_path):
 )
 def test_it_runs_no_code_unless_told(form, reason, data_proto, tmp_path, capsys):
     mark = tmp_path / "mark"
-    batch = {"x": Running(mark)} if form == "inside" else rollout()
+    batch = {"x": Running(mark)} if form == "inside" else samples.rollout_with()
     evil = {} if form == "inside" else {"evil": np.array([Running(mark)] * B, dtype=object)}
     file = data_proto(tmp_path / "b", batch, evil, {}, form="pickle" if form == "pickle" else "torch")
     said = refused([file], capsys)
@@ -295,7 +290,7 @@ def test_it_runs_no_code_unless_told(form, reason, data_proto, tmp_path, capsys)
 
 def test_damaged_files_are_one_line(data_proto, tmp_path, capsys):
     for form, flags in FORMS:
-        whole = data_proto(tmp_path / "whole", rollout(), arrays(), {}, form=form).read_bytes()
+        whole = data_proto(tmp_path / "whole", samples.rollout_with(), arrays(), {}, form=form).read_bytes()
         for end in range(0, len(whole), len(whole) // 20):
             (tmp_path / "b").write_bytes(whole[:end])
             refused([tmp_path / "b", *flags], capsys)
@@ -304,13 +299,13 @@ def test_damaged_files_are_one_line(data_proto, tmp_path, capsys):
 def test_arrays_of_no_bytes_and_of_other_rows(data_proto, tmp_path, capsys):
     file = data_proto(tmp_path / "a", None, {"x": np.zeros(1 << 14, "V0")}, {}, form="pickle")
     assert "'x' has 16384 items" in refused([file, "--allow-pickle"], capsys)
-    file = data_proto(tmp_path / "b", rollout(), {"x": np.zeros(B + 1)}, {}, form="torch")
+    file = data_proto(tmp_path / "b", samples.rollout_with(), {"x": np.zeros(B + 1)}, {}, form="torch")
     assert f"'x' has {B + 1} items for rows [{B}]" in refused([file], capsys)
 
 
 def test_verls_own_files(tmp_path):
     protocol = needs("verl.protocol")
-    tensors = {name: rollout()[name] for name in rollout().keys()}  # noqa: SIM118
+    tensors = {name: samples.rollout_with()[name] for name in samples.rollout_with().keys()}  # noqa: SIM118
     data = protocol.DataProto.from_dict(tensors=tensors, non_tensors=arrays(), meta_info={"temperature": 1.0})
     data.save_to_disk(tmp_path / "b")
     torch.save(data, tmp_path / "c")
@@ -323,7 +318,7 @@ def test_verls_own_files(tmp_path):
 
 def wide(path, width):
     """A packed file of a few bytes, whose response fields are `width` wide."""
-    parts = Pieces.of(maskpack.compress(rollout().select("response_mask", "old_log_probs")).to_bytes())
+    parts = Pieces.of(maskpack.compress(samples.rollout_with().select("response_mask", "old_log_probs")).to_bytes())
     table = next(entry for entry in parts.arrays if entry[0] == "0.table")
     table[2] = table[2][:24] + width.to_bytes(8, "little") + table[2][32:]  # behind the counts, the first layout
     path.write_bytes(parts.joined())
