@@ -1031,6 +1031,7 @@ def test_a_group_closes_what_it_launched(local_ray, batch):
 def test_other_actors_take_the_place_of_a_rank(local_ray, batch):
     with WorkerGroup.launch(Worker, 2, worker_kwargs={"factor": 2.0}, pad_token_id=PAD) as own:
         rows = own.put(batch)
+        own.ready()  # a rank that starts slowly would be late, too
         ray.kill(own.actors[1])
         with pytest.raises(WorkerError, match=r"on 1 of 2 ranks: rank 1"):
             own.call("scale", rows, 1.0)
