@@ -5,8 +5,7 @@ nest_batch_by_mask, unnest_batch_by_mask
                                   convert padded fields to nested (jagged) tensors, and back
 select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
 from_engine                       pack what vLLM or SGLang generated
-report                            the bytes of each field of a packed batch
-report_once                       once in a run: the bytes and times of a call, as it is and packed
+report                            the bytes of each field of a packed batch, as a table, metrics or JSON
 
 maskpack.dispatch                 WorkerGroup and endpoint: batches to Ray actors and back
 maskpack.nesting                  take and cat: rows of padded and nested batches, with every tensordict
@@ -30,9 +29,8 @@ from maskpack import ops as ops
 from maskpack import planning as planning
 from maskpack import replay as replay
 from maskpack import views as views
-from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, ZERO
 from maskpack.errors import MaskpackError
-from maskpack.fields.options import VerifyFirst
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
@@ -40,34 +38,30 @@ from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
 from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.engine import from_engine
-from maskpack.packed.payload import report_once
-from maskpack.packed.sizes import report
+from maskpack.packed.report import report
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # records go where the program sends them
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "ANY_ZERO",
     "EDGE",
     "PAD_TOKEN_ID",
     "PER_ROW",
     "RL_FIELDS",
-    "SIGNED_ZERO",
+    "ZERO",
     "MaskAxis",
     "MaskNestingRegistry",
     "MaskNestingSpec",
     "MaskpackError",
     "PackedBatch",
     "RowLayout",
-    "VerifyFirst",
     "compress",
     "decompress",
     "extract_response",
     "from_engine",
     "nest_batch_by_mask",
     "report",
-    "report_once",
     "select_and_pad_to_response",
     "unnest_batch_by_mask",
 ]

@@ -19,7 +19,8 @@ from samples import RESPONSE_FIELDS, indexes_jagged
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingRegistry, MaskNestingSpec
+from maskpack import EDGE, PAD_TOKEN_ID, PER_ROW, RL_FIELDS, MaskNestingRegistry, MaskNestingSpec
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.nesting import take
 
 Path = tuple[str, ...]

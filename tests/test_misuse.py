@@ -19,7 +19,6 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
-from maskpack.packed.sizes import fields
 
 PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
@@ -31,7 +30,6 @@ PUBLIC = EXPORTED | {
     "PackedCollator": PackedCollator,
     "packed_trainer": packed_trainer,
     "packed_attention": packed_attention,
-    "report_fields": fields,
     "math": math,
     "np": np,
     "pickle": pickle,
@@ -101,11 +99,7 @@ compress(b, registry={3: spec})
 compress(b)
 compress(b, pad_token_id="0")
 compress(b, pad_token_id=0, strict_mask_nesting="yes")
-compress(b, pad_token_id=0, ignore_dense_fields="x")
-compress(b, pad_token_id=0, ignore_dense_fields=None)
-compress(b, pad_token_id=0, ignore_dense_fields=[3])
-compress(b, pad_token_id=0, verify=VerifyFirst)
-compress(b, pad_token_id=0, on_loss="raise")
+compress(b, pad_token_id=0, verify="always")
 compress(b, pad_token_id=0, like=m)
 compress(b, pad_token_id=0, like=b)
 compress(b, pad_token_id=0, codec="gzip")
@@ -149,9 +143,7 @@ nest_batch_by_mask(None)
 nest_batch_by_mask(b, "RL_FIELDS")
 nest_batch_by_mask(b, pad_token_id=None)
 nest_batch_by_mask(b, pad_token_id=0, strict_mask_nesting="no")
-nest_batch_by_mask(b, pad_token_id=0, ignore_dense_fields={"x": 1}.get)
-nest_batch_by_mask(b, pad_token_id=0, verify=True)
-nest_batch_by_mask(b, pad_token_id=0, on_loss=None)
+nest_batch_by_mask(b, pad_token_id=0, verify=1)
 nest_batch_by_mask(TensorDict({"x": meta}, [2]))
 nest_batch_by_mask(TensorDict({"_maskpack": m}, [2]))
 take(p, [0])
@@ -600,15 +592,8 @@ MismatchLimit()
 MismatchLimit(k3="0.1")
 MismatchLimit(k3=0.1, action="stop")
 # ---- report
-report(None, None)
-report(p, p)
-report(b[:1], p)
-report(b.exclude("responses"), p)
-report_fields(b)
-report_once(b, m, name="misuse 3")
-report_once(b, name=3)
-report_once(b, name="misuse 4")
-report_once(b, name="misuse 5", pad_token_id="0")
+report(None)
+report(b)
 # ---- testing
 assert_exact(view, view)
 assert_exact(meta, meta)
@@ -619,8 +604,6 @@ assert_covered(None)
 assert_covered(b)
 assert_covered(b, None)
 assert_covered(b, pad_token_id="0")
-assert_covered(b, pad_token_id=0, ignore_dense_fields="x")
-assert_covered(b, pad_token_id=0, ignore_dense_fields=3)
 # ---- collator
 packed_trainer(None)
 packed_trainer(print)

@@ -39,7 +39,7 @@ def nesting(batch: TensorDict) -> None:
     registry = mp.RL_FIELDS | {"score": mp.MaskNestingSpec("response", pad=0.0)}
     assert_type(registry, mp.MaskNestingRegistry)
     plain = {"score": mp.MaskNestingSpec("response", pad=0.0)}
-    assert_type(mp.nest_batch_by_mask(batch, plain, verify="never"), TensorDict)
+    assert_type(mp.nest_batch_by_mask(batch, plain, verify=False), TensorDict)
     pairs = {"score": ("response_mask", 0.0), "kl": (None, 0)}
     assert_type(mp.nest_batch_by_mask(batch, pairs), TensorDict)
     assert_type(mp.RL_FIELDS | pairs, mp.MaskNestingRegistry)

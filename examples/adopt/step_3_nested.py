@@ -23,8 +23,8 @@ REGISTRY = mp.MaskNestingRegistry(
         "tokens": mp.MaskNestingSpec("sequence", mp.PAD_TOKEN_ID),
         "attn": mp.MaskNestingSpec("sequence"),
         "completion_mask": mp.MaskNestingSpec("response"),
-        "adv": mp.MaskNestingSpec("response", [0, mp.SIGNED_ZERO]),
-        "old_logp": mp.MaskNestingSpec("response", [0, mp.SIGNED_ZERO]),
+        "adv": mp.MaskNestingSpec("response", mp.ZERO),
+        "old_logp": mp.MaskNestingSpec("response", mp.ZERO),
     },
     axes={
         "sequence": mp.MaskAxis("attn"),

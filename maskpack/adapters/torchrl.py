@@ -26,7 +26,6 @@ from maskpack.core.index import IntArray, row_index
 from maskpack.core.keys import need_keys
 from maskpack.core.tensors import device_here, host_array
 from maskpack.errors import LayoutError, StorageError
-from maskpack.fields.options import kept_verify
 from maskpack.packed.batch import PackedBatch, Target, compress, decompress
 from maskpack.packed.join import with_stacks
 from maskpack.store.log import RolloutLog
@@ -104,7 +103,7 @@ class PackedStorage(_ListStorage):
         self._format: Target = format
         self._fields = need_keys(fields, "fields", "PackedStorage", LayoutError)
         self._to = None if device is None else device_here(device, "PackedStorage")
-        self._options: dict[str, Any] = {**options, "verify": kept_verify(options.get("verify", "always"))}
+        self._options = options
         self._rows: BatchView | None = None
         if log is not None and not isinstance(log, RolloutLog):
             raise LayoutError(f"PackedStorage: log is {said(log)}; expected a RolloutLog, or None. Open one.")

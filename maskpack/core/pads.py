@@ -22,6 +22,7 @@ class Pad(enum.Enum):
     PAD_TOKEN_ID = "PAD_TOKEN_ID"
     EDGE = "EDGE"
     PER_ROW = "PER_ROW"
+    ZERO = "ZERO"
     SIGNED_ZERO = "SIGNED_ZERO"
     ANY_ZERO = "ANY_ZERO"
 
@@ -36,15 +37,35 @@ EDGE = Pad.EDGE
 row."""
 PER_ROW = Pad.PER_ROW
 """One constant for each row: the masked-out elements of a row are equal, and rows may differ."""
+ZERO = Pad.ZERO
+"""0.0 and -0.0, as `x * mask` gives. The values of a batch decide which signs are kept: none, one for each row or, in a
+field with one number for each token, one for each position. A plain 0 is 0.0 alone."""
 SIGNED_ZERO = Pad.SIGNED_ZERO
-"""0.0 in some rows and -0.0 in others, as `advantages * mask` gives."""
-
+"""0.0 in some rows and -0.0 in others."""
 ANY_ZERO = Pad.ANY_ZERO
-"""0.0 and -0.0 in any order, as `x * mask` gives if the sign of `x` changes within a row. The signs are kept as a bit
-for each position. In a field with several numbers for each token it is SIGNED_ZERO."""
+"""0.0 and -0.0 in any order. The signs are kept as a bit for each position. In a field with several numbers for each
+token it is SIGNED_ZERO."""
+ZEROS = (0, SIGNED_ZERO, ANY_ZERO)
+"""What ZERO stands for, in the order in which they are tried."""
+PUBLIC = ("PAD_TOKEN_ID", "EDGE", "PER_ROW", "ZERO")
+"""The names of pads that a registry may have."""
 
 PadValue = int | float | bool | complex | Pad
 _NAN = struct.pack("<d", math.nan)
+
+
+def expanded(pads: Sequence[PadValue]) -> tuple[PadValue, ...]:
+    """Pads with those that ZERO stands for in its place, each once."""
+    out: list[PadValue] = []
+    for pad in pads:
+        out += [pad] if pad is not ZERO else [zero for zero in ZEROS if not any(own is zero for own in out)]
+    return tuple(out)
+
+
+def said_pads(pads: Sequence[PadValue]) -> str:
+    """Pads for a message: zeros by their one name."""
+    names = ["ZERO" if pad is SIGNED_ZERO or pad is ANY_ZERO else repr(pad) for pad in pads]
+    return " or ".join(dict.fromkeys(name for name in names if name != "0" or "ZERO" not in names))
 
 
 def text_of(pads: Sequence[PadValue]) -> str:

@@ -33,7 +33,7 @@ from maskpack.dispatch.failures import storing
 from maskpack.dispatch.ranks import Broadcast, Ranks, Request, Results
 from maskpack.dispatch.timeline import PREFIX, CallTimes, Span, Timeline
 from maskpack.errors import LayoutError, MaskpackError, PlanError, RegistryError
-from maskpack.fields.options import Options, Registry, Verify, kept_verify
+from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.axes import has_masks
 from maskpack.packed.batch import PackedBatch, Target, check_devices, compress
@@ -79,7 +79,7 @@ class WorkerGroup:
         registry: Registry = RL_FIELDS,
         pad_token_id: int | None = None,
         strict_mask_nesting: bool | Literal["both"] = False,
-        verify: Verify = "always",
+        verify: bool = True,
         codec: str | None = None,
     ) -> None:
         if not isinstance(actors, Iterable) or isinstance(actors, str | bytes | Mapping):
@@ -91,7 +91,7 @@ class WorkerGroup:
                 f'WorkerGroup: strict_mask_nesting is {said(strict_mask_nesting)}; expected True, False or "both". '
                 "Pass one of these."
             )
-        Options.of("WorkerGroup", registry, pad_token_id, strict, (), verify, "keep")
+        Options.of("WorkerGroup", registry, pad_token_id, strict, verify)
         packing: dict[str, Any] = {
             "pad_token_id": pad_token_id,
             "strict_mask_nesting": strict_mask_nesting == "both",
@@ -105,7 +105,7 @@ class WorkerGroup:
             "registry": registry,
             "pad_token_id": pad_token_id,
             "strict_mask_nesting": strict,
-            "verify": kept_verify(verify),
+            "verify": verify,
             "codec": codec,
         }
         self.metrics: dict[str, float] = {}

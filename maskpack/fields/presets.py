@@ -15,9 +15,9 @@ log-probs of every token, and estimators fill whole rows.
 from __future__ import annotations
 
 from maskpack.core.keys import Key
-from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW, PadValue
+from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW, ZERO, PadValue
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
-from maskpack.fields.rl_fields import RL_FIELDS, WHITENED, ZEROS
+from maskpack.fields.rl_fields import RL_FIELDS, WHITENED
 
 _MASK = ("rle",)
 _ROWS: dict[Key, MaskNestingSpec] = {
@@ -36,7 +36,7 @@ def _each(names: str, mask: Key | list[Key], pad: PadValue | list[PadValue], *hi
 
 _ON_RESPONSE: list[Key] = ["response", "sequence"]
 verl = RL_FIELDS | {
-    **_each("log_probs entropy distillation_losses student_mass teacher_mass", _ON_RESPONSE, ZEROS),
+    **_each("log_probs entropy distillation_losses student_mass teacher_mass", _ON_RESPONSE, ZERO),
     **_each("prompt_embeds prompt_embeds_mask", "prompt_embeds_mask", 0),
     **_each("negative_prompt_embeds negative_prompt_embeds_mask", "negative_prompt_embeds_mask", 0),
 }
@@ -55,11 +55,11 @@ trl = MaskNestingRegistry(
         "completion_ids": MaskNestingSpec("response", PAD_TOKEN_ID),
         "completion_mask": MaskNestingSpec("response", hints=_MASK),
         "tool_mask": MaskNestingSpec("response", [1, PER_ROW], hints=_MASK),
-        "old_per_token_logps": MaskNestingSpec("response", ZEROS),
-        **_each("ref_per_token_logps sampling_per_token_logps", "response", ZEROS, "near:old_per_token_logps"),
+        "old_per_token_logps": MaskNestingSpec("response", ZERO),
+        **_each("ref_per_token_logps sampling_per_token_logps", "response", ZERO, "near:old_per_token_logps"),
         # [B, 1] for whole sequences: its own mask, so that a row with 0.0 has no token
         "importance_sampling_ratio": MaskNestingSpec(["response", "importance_sampling_ratio"], PER_ROW),
-        "old_log_probs": MaskNestingSpec("sequence", ZEROS),
+        "old_log_probs": MaskNestingSpec("sequence", ZERO),
     },
 )
 """The batches of TRL's GRPOTrainer and RLOOTrainer, and samples of its AsyncGRPOTrainer that are padded with an
@@ -74,12 +74,12 @@ nemo_rl = MaskNestingRegistry(
         **_ROWS,
         "token_mask": _SCORED,
         **_each("invalid_tool_call_mask malformed_thinking_mask", "sequence", 0, *_MASK),
-        **_each("prev_logprobs teacher_reference_logprobs", "sequence", ZEROS),
-        **_each("reference_policy_logprobs generation_logprobs", "sequence", ZEROS, "near:prev_logprobs"),
+        **_each("prev_logprobs teacher_reference_logprobs", "sequence", ZERO),
+        **_each("reference_policy_logprobs generation_logprobs", "sequence", ZERO, "near:prev_logprobs"),
         **_each("advantages returns values", "sequence", WHITENED, "rle"),
-        **_each("teacher_topk_logits teacher_topk_indices", "sequence", ZEROS),
-        **_each("generation_topk_ids generation_topk_logprobs", "sequence", ZEROS),
-        **_each("teacher_full_hidden_states teacher_full_logits", "sequence", ZEROS),
+        **_each("teacher_topk_logits teacher_topk_indices", "sequence", ZERO),
+        **_each("generation_topk_ids generation_topk_logprobs", "sequence", ZERO),
+        **_each("teacher_full_hidden_states teacher_full_logits", "sequence", ZERO),
         "prompt_ids_for_adv": MaskNestingSpec(None),
     },
 )
@@ -96,10 +96,10 @@ skyrl = MaskNestingRegistry(
         "attention_mask": RL_FIELDS["attention_mask"],
         "rollout_expert_indices": RL_FIELDS["routed_experts"],
         **_each("response_mask loss_mask", "response", 0, *_MASK),
-        **_each("rewards rollout_logprobs", "response", ZEROS),
+        **_each("rewards rollout_logprobs", "response", ZERO),
         # of a short response, the R columns begin with tokens of the prompt, which models score, too
-        **_each("action_log_probs values", "columns", ZEROS),
-        **_each("base_action_log_probs", "columns", ZEROS, "near:action_log_probs"),
+        **_each("action_log_probs values", "columns", ZERO),
+        **_each("base_action_log_probs", "columns", ZERO, "near:action_log_probs"),
         **_each("advantages returns kl", "columns", WHITENED, "rle"),
     },
 )
@@ -115,8 +115,8 @@ openrlhf = MaskNestingRegistry(
         "sequences": MaskNestingSpec("sequence", [PAD_TOKEN_ID, 0]),
         "attention_mask": RL_FIELDS["attention_mask"],
         "action_mask": MaskNestingSpec("response", hints=_MASK),
-        **_each("action_log_probs values kl", "response", ZEROS),
-        **_each("base_action_log_probs rollout_log_probs", "response", ZEROS, "near:action_log_probs"),
+        **_each("action_log_probs values kl", "response", ZERO),
+        **_each("base_action_log_probs rollout_log_probs", "response", ZERO, "near:action_log_probs"),
         # returns sum up rewards from the end of a row to its beginning
         **_each("advantages returns", "predicted", WHITENED, "rle"),
     },
@@ -130,8 +130,8 @@ areal = MaskNestingRegistry(
         "input_ids": MaskNestingSpec("sequence", 0),
         "loss_mask": _SCORED,
         "versions": MaskNestingSpec("sequence", hints=("rle",)),
-        **_each("logprobs prox_logp teacher_logp values", "sequence", ZEROS),
-        **_each("ref_logp", "sequence", ZEROS, "near:logprobs"),
+        **_each("logprobs prox_logp teacher_logp values", "sequence", ZERO),
+        **_each("ref_logp", "sequence", ZERO, "near:logprobs"),
         **_each("advantages returns kl_rewards tot_rewards", "sequence", WHITENED, "rle"),
     },
 )
@@ -152,9 +152,9 @@ prime_rl = MaskNestingRegistry(
         "token_ids": MaskNestingSpec("sequence", PAD_TOKEN_ID),
         **_each("loss_mask mask", ["rows", "response"], 0, *_MASK),
         "mm_token_type_ids": MaskNestingSpec("sequence", hints=_MASK),
-        **_each("logprobs inference_logprobs ref_logprobs teacher_logprobs", "sequence", ZEROS),
+        **_each("logprobs inference_logprobs ref_logprobs teacher_logprobs", "sequence", ZERO),
         **_each("advantages rewards rl_weights ce_weights ref_kl_weights", "sequence", WHITENED, "rle"),
-        "temperatures": MaskNestingSpec("sequence", [*ZEROS, 1], hints=("rle",)),
+        "temperatures": MaskNestingSpec("sequence", [ZERO, 1], hints=("rle",)),
         "sampling_mask": MaskNestingSpec("sequence", -1),
     },
 )
@@ -169,8 +169,8 @@ slime = MaskNestingRegistry(
     fields={
         "tokens": MaskNestingSpec("sequence", PAD_TOKEN_ID),
         "loss_masks": MaskNestingSpec("response", hints=_MASK),
-        **_each("log_probs values entropy", "response", ZEROS),
-        **_each("ref_log_probs rollout_log_probs teacher_log_probs", "response", ZEROS, "near:log_probs"),
+        **_each("log_probs values entropy", "response", ZERO),
+        **_each("ref_log_probs rollout_log_probs teacher_log_probs", "response", ZERO, "near:log_probs"),
         **_each("advantages returns kl", "response", WHITENED, "rle"),
         "rollout_routed_experts": RL_FIELDS["routed_experts"],
     },

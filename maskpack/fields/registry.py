@@ -19,7 +19,7 @@ import numpy as np
 
 from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, show
-from maskpack.core.pads import Pad, PadValue, text_of
+from maskpack.core.pads import PUBLIC, Pad, PadValue, expanded, text_of
 from maskpack.errors import RegistryError
 
 HINTS = ("blocks", "rle", "delta", "sparse", "dictionary", "columns", "pieces")
@@ -81,14 +81,14 @@ class MaskNestingSpec:
     Attributes:
         mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
             the first with a matching shape is used. None: the field has no mask and stays padded.
-        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `SIGNED_ZERO`, `ANY_ZERO`,
-            `PER_ROW`; or a list, of which the first that matches the batch is used.
+        pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `ZERO`, `PER_ROW`; or a list, of which
+            the first that matches the batch is used.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but the result is still exact. Names of
             HINTS; `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field
             with values close to another's.
-        masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask. Specs
-            are compared by these.
+        masks, pads: tuples of the masks and pads to try in order; `masks` is empty for a field without a mask, and
+            `pads` has what ZERO stands for. Specs are compared by these.
     """
 
     mask: Key | list[Key] | None = field(compare=False)
@@ -108,8 +108,9 @@ class MaskNestingSpec:
             object.__setattr__(self, f"{name}s", tuple(values))
         masks = () if self.mask is None else tuple(need_key(mask, "mask", "MaskNestingSpec") for mask in self.masks)
         object.__setattr__(self, "masks", tuple(map(plain, masks)))
-        pads = (cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in self.pads)
-        object.__setattr__(self, "pads", tuple(pads))
+        pads = [cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in self.pads]
+        object.__setattr__(self, "pad", pads if isinstance(self.pad, list) else pads[0])
+        object.__setattr__(self, "pads", expanded(pads))
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
@@ -122,10 +123,10 @@ class MaskNestingSpec:
                 )
         for pad in self.pads:
             if not isinstance(pad, int | float | complex | Pad):
-                name = f"maskpack.{pad}" if isinstance(pad, str) and pad in Pad.__members__ else None
+                name = f"maskpack.{pad}" if isinstance(pad, str) and pad in PUBLIC else None
                 raise RegistryError(
-                    f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW, "
-                    f"SIGNED_ZERO or ANY_ZERO, or a list of these. Give {name or 'the value under the mask'}."
+                    f"MaskNestingSpec: pad is {said(pad)}; expected a number, PAD_TOKEN_ID, EDGE, PER_ROW "
+                    f"or ZERO, or a list of these. Give {name or 'the value under the mask'}."
                 )
         if isinstance(self.ragged_dim, bool) or not isinstance(self.ragged_dim, int) or self.ragged_dim == 0:
             seen = "0, the rows" if self.ragged_dim == 0 else said(self.ragged_dim)
@@ -336,7 +337,8 @@ def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
     masks = [_joined(mask) for mask in spec.masks]
-    pads = [pad.value if isinstance(pad, Pad) else pad for pad in spec.pads]
+    own: list[Any] = cast("list[Any]", spec.pad) if isinstance(spec.pad, list) else [spec.pad]
+    pads = [pad.value if isinstance(pad, Pad) else pad for pad in own]
     out: dict[str, Any] = {
         "mask": None if spec.mask is None else masks if isinstance(spec.mask, list) else masks[0],
         "pad": pads if isinstance(spec.pad, list) else pads[0],
@@ -367,7 +369,7 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
     def pad(value: Any) -> PadValue:
         if not isinstance(value, str):
             return value
-        _one_of(call, "pad", value, tuple(name.value for name in Pad))
+        _one_of(call, "pad", value, PUBLIC)
         return Pad(value)
 
     masks = None if data["mask"] is None else listed(data["mask"], mask)

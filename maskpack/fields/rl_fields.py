@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maskpack.core.keys import Key
-from maskpack.core.pads import ANY_ZERO, EDGE, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, PER_ROW, ZERO, PadValue
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 
 _SPLIT: dict[str, Any] = {
@@ -13,9 +13,7 @@ _SPLIT: dict[str, Any] = {
     "tail": ("responses", "response_mask", "max_response_length"),
 }
 _RESPONSE_OR_SEQUENCE: list[Key] = ["response", "sequence"]
-ZEROS: list[PadValue] = [0, SIGNED_ZERO, ANY_ZERO]
-"""The pads that `x * mask` leaves."""
-WHITENED: list[PadValue] = [*ZEROS, PER_ROW]
+WHITENED: list[PadValue] = [ZERO, PER_ROW]
 """Also the pads of `masked_whiten(x, mask)`: one constant in each batch."""
 
 
@@ -41,7 +39,7 @@ RL_FIELDS = MaskNestingRegistry(
         "response_mask": _field("response", hints=("rle",)),
         "loss_mask": _field(_RESPONSE_OR_SEQUENCE, hints=("rle",)),
         **{
-            name: _field(_RESPONSE_OR_SEQUENCE, ZEROS, hints=hints)
+            name: _field(_RESPONSE_OR_SEQUENCE, ZERO, hints=hints)
             for name, hints in {
                 "rollout_log_probs": ("near:old_log_probs",),
                 "old_log_probs": (),
@@ -57,7 +55,7 @@ RL_FIELDS = MaskNestingRegistry(
         **{name: _field(_RESPONSE_OR_SEQUENCE, WHITENED) for name in ("values", "returns", "token_level_rewards")},
         "routed_experts": _field("sequence", [0, -1], hints=("columns",)),
         "teacher_ids": _field("sequence", PAD_TOKEN_ID),
-        "teacher_logprobs": _field("sequence", ZEROS),
+        "teacher_logprobs": _field("sequence", ZERO),
         "reward_baselines": MaskNestingSpec(None),
         "dummy_tensor": MaskNestingSpec(None),
         "multi_modal_inputs": MaskNestingSpec(None),

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch import Tensor
 
-from maskpack.core.keys import Key, Path, show
+from maskpack.core.keys import Path, show
 from maskpack.core.objects import Objects
 from maskpack.core.tree import entry_at
 from maskpack.errors import CoverageError, MaskpackWarning
@@ -150,8 +150,8 @@ def check_strict(call: str, dense: Iterable[DenseField]) -> None:
 
 
 _REMEDY = {
-    False: "Give each field a MaskNestingSpec in the registry, or allow it to stay padded: name it, or the Python "
-    "object that the tensor is in, in ignore_dense_fields, or as MaskNestingSpec(None) in the registry.",
+    False: "Give each field a MaskNestingSpec in the registry; with MaskNestingSpec(None) a field, or the Python "
+    "object that the tensor is in, may stay as it is.",
     True: "Fix the producer of a field that has other rows than its mask, or give the field another mask in the "
     "registry.",
 }
@@ -218,33 +218,28 @@ def warn_dense(
 
 
 def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:
-    """The tensors inside the Python objects that are not declared without a mask or ignored."""
+    """The tensors inside the Python objects that are not declared without a mask."""
     found: list[DenseField] = []
     for path, value in objects.items():
         spec = options.registry.find(path)
-        ignored = path in options.ignore or path[-1:] in options.ignore
-        if not ignored and not (spec is not None and spec.mask is None):
+        if spec is None or spec.mask is not None:
             found += hidden_tensors(path, value)
     return found
 
 
 def dense_fields(
-    batch: TensorDictBase,
-    registry: Registry,
-    *,
-    pad_token_id: int | None = None,
-    ignore_dense_fields: Iterable[Key] = (),
+    batch: TensorDictBase, registry: Registry, *, pad_token_id: int | None = None
 ) -> tuple[DenseField, ...]:
     """Lists the tensors of a batch that would stay padded, or have other rows than their mask, as DenseFields.
 
     These are tensors that the registry does not know, that have no mask in the batch, or that have non-pad values under
     their mask; then jagged fields and fields [T] that have other rows than their mask; then one DenseField for each
-    Python object with tensors inside. Other tensors of at most one dim, and fields declared without a mask or ignored,
-    are left out.
+    Python object with tensors inside. Other tensors of at most one dim, and fields declared without a mask, are
+    left out.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does.
     """
-    options = Options.of("dense_fields", registry, pad_token_id, False, ignore_dense_fields, "always", "keep")
+    options = Options.of("dense_fields", registry, pad_token_id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MaskpackWarning)
         batch, carried = whole_batch(batch, options.call)

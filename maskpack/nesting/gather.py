@@ -20,11 +20,11 @@ from torch import Tensor
 from maskpack.core.bits import empty_of, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.pads import ANY_ZERO, PER_ROW, SIGNED_ZERO, PadValue, said_pads
 from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, rows_in, unflatten
 from maskpack.errors import LayoutError, LossyPadError
-from maskpack.fields.options import Options, VerifyFirst
+from maskpack.fields.options import Options
 from maskpack.layout.jagged import all_values, check_lengths, held_by, to_host, values_of
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
@@ -34,9 +34,9 @@ from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, Schema, pads_of_
 from maskpack.nesting.signs import signs_of
 from maskpack.ops import pack_torch
 
-LOSSY = 'it has non-pad values under its mask (on_loss="error" names one, and the remedy)'
-_MIXED_ZEROS = "A row mixes 0.0 and -0.0, as x * mask gives: the pad ANY_ZERO takes them in a field [B, width]. "
-_OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either, one sign a row. "
+LOSSY = "it has non-pad values under its mask (strict mode names one, and the remedy)"
+_MIXED_ZEROS = "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with one number for each token alone. "
+_OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pad ZERO takes both. "
 DIFFERENT_PADS = "its rows were nested with different pads"
 
 
@@ -139,22 +139,9 @@ def is_away(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def fields_key(forms: Mapping[Path, FieldForm]) -> tuple[Any, ...]:
-    """What VerifyFirst remembers fields by."""
-    return tuple((f.path, f.dtype, f.layout, f.ragged_dim, f.pads_by_bits) for f in forms.values())
-
-
 def _of_kernel(pads: Sequence[PadValue]) -> list[PadValue]:
     """The pads that the kernel of device_read.py tries."""
     return [pad for pad in pads if pad is not ANY_ZERO]
-
-
-def rivals(form: FieldForm, pad: PadValue | None) -> list[PadValue]:
-    """The pads that may fit a batch beside its own and not the next one, EDGE beside others. A VerifyFirst remembers no
-    pad that has some."""
-    if pad is None or EDGE not in form.pads:
-        return []
-    return [other for other in form.pads if other is not pad and EDGE in (pad, other)]
 
 
 @lru_cache(1024)
@@ -181,8 +168,6 @@ class Verifier:
     known: Mapping[Path, PadValue]
     values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
     _row_pads: dict[tuple[Path, PadValue], Tensor] = field(default_factory=dict[tuple[Path, PadValue], Tensor])
-    _ambiguous: set[Path] = field(default_factory=set[Path])
-    """EDGE and another pad fit."""
     _odd: list[Path] = field(default_factory=list[Path])
     """Bools with bytes other than 0 and 1."""
     _bools: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
@@ -200,7 +185,7 @@ class Verifier:
         self._bools = {path: x for path, x in bools if is_away(x) and x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None])
         lossy = [form for path, form in unsure.items() if found[path] is None and path not in self.restored]
-        if lossy and self.options.on_loss == "error":
+        if lossy and self.options.strict:
             raise LossyPadError("\n".join(map(self._message, lossy)))
         row_pads: dict[Path, Tensor] = {}
         sure: list[FieldForm] = []
@@ -237,28 +222,12 @@ class Verifier:
 
     def _pads(self, unsure: Mapping[Path, FieldForm], gathered: Sequence[FieldForm]) -> dict[Path, PadValue | None]:
         """The pad of each field, or None if none of its pads fits. Also gathers the values."""
-        verify, key = self.options.verify, fields_key(unsure)
-        first = verify if isinstance(verify, VerifyFirst) else None
-        sure = {**({} if first is None else first.known(key)), **self.known}
-        if verify == "never":
+        sure = dict(self.known)
+        if not self.options.verify:
             sure = {path: form.pads[0] for path, form in unsure.items() if path not in self.restored}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}
         read = self._read(gathered, doubtful, sure)
-        if first is not None:
-            learnt = {
-                path: SIGNED_ZERO if pad == 0 and SIGNED_ZERO in unsure[path].pads else pad
-                for path, pad in read.items()
-                if pad is not None and self._may_learn(unsure[path])
-            }
-            if learnt:
-                first.learn(key, learnt)
         return {**sure, **read}
-
-    def _may_learn(self, form: FieldForm) -> bool:
-        """Whether the pad that fits a batch is the one of its producer: a field without padding does not tell, nor one
-        that both EDGE and another pad fit."""
-        layout = self.layouts[form.layout or ""]
-        return layout.num_tokens < layout.num_rows * layout.width and form.path not in self._ambiguous
 
     def _read(
         self, gathered: Sequence[FieldForm], doubtful: Mapping[Path, FieldForm], sure: Mapping[Path, PadValue]
@@ -335,10 +304,6 @@ class Verifier:
                     left.append(form)
         for form in left:
             found[form.path], self.values[form.path] = None, self.gather(form)
-        rivals = [(form, other) for form in forms for other in self._rivals(form, found[form.path])]
-        if rivals:
-            exact, _ = checks.read([(*padded[form.path], other, None) for form, other in rivals])
-            self._ambiguous.update(form.path for (form, _), fits in zip(rivals, exact, strict=True) if fits)
         return found
 
     def _tried(
@@ -365,9 +330,6 @@ class Verifier:
         for attempt in range(max(map(len, left.values()), default=0)):
             trials = [(unsure[path], pads[attempt]) for path, pads in left.items() if len(pads) > attempt]
             found |= self._fitting([(form, pad) for form, pad in trials if found[form.path] is None])
-        rest = [form for path, form in unsure.items() if path not in known]
-        rivals = [(form, other) for form in rest for other in self._rivals(form, found[form.path])]
-        self._ambiguous.update(self._fitting(rivals))
         return found
 
     def _fitting(self, trials: Sequence[tuple[FieldForm, PadValue]]) -> dict[Path, PadValue]:
@@ -389,13 +351,8 @@ class Verifier:
             if form is not None:
                 fitting = [pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ]
                 found[path] = fitting[0] if fitting else None
-                if any(other is pad for pad in fitting for other in self._rivals(form, found[path])):
-                    self._ambiguous.add(path)
             if path in self._bools and differs and differs[-1]:
                 self._odd.append(path)
-
-    def _rivals(self, form: FieldForm, pad: PadValue | None) -> list[PadValue]:
-        return rivals(form, pad) if isinstance(self.options.verify, VerifyFirst) else []
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)
@@ -429,10 +386,9 @@ class Verifier:
         zero = ""
         if seen in ("0.0", "-0.0"):
             zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
-        pads = " or ".join(map(repr, form.pads))
         return (
             f'{self.options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
-            f'mask "{form.layout}" masks out; expected its pad {pads} there. {zero}Fix the producer, check '
-            "pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: named in "
-            'ignore_dense_fields, or with on_loss="keep" and without strict mode.'
+            f'mask "{form.layout}" masks out; expected its pad {said_pads(form.pads)} there. {zero}Fix the '
+            "producer, check pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: "
+            "with MaskNestingSpec(None), or without strict mode."
         )

@@ -14,7 +14,7 @@ from maskpack.core.keys import Key, Path, show
 from maskpack.core.tensors import need_gradients
 from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
-from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
@@ -31,9 +31,7 @@ def nest_batch_by_mask(
     *,
     pad_token_id: int | None = None,
     strict_mask_nesting: bool = False,
-    ignore_dense_fields: Iterable[Key] = (),
-    verify: Verify = "always",
-    on_loss: OnLoss = "keep",
+    verify: bool = True,
 ) -> TensorDict:
     """Converts the padded fields of a batch to nested tensors (layout `torch.jagged`). The input is not changed.
 
@@ -43,12 +41,11 @@ def nest_batch_by_mask(
             and shared offsets are restored.
         registry: the mask and pad of each field: a MaskNestingRegistry or a dict of specs.
         pad_token_id: the tokenizer's pad id, for fields padded with PAD_TOKEN_ID.
-        strict_mask_nesting: raise an error instead of letting a field stay padded.
-        ignore_dense_fields: fields (paths or last names) that may stay padded in strict mode. A batch may lack some.
-        verify: when to check that masked-out elements equal the pad: `always`; for a `VerifyFirst`, only in its first
-            batch with these fields; or `never`.
-        on_loss: how to treat a field with non-pad values under its mask: `keep` it padded and warn, or raise an `error`
-            (implied by `strict_mask_nesting`).
+        strict_mask_nesting: raise an error instead of letting a field stay padded, which no mask covers or which has
+            non-pad values under its mask. Without it, such fields are named in a warning. A field that may stay padded
+            is MaskNestingSpec(None) in the registry.
+        verify: whether to check that masked-out elements equal the pad. Without it, each field has the first pad of its
+            spec, whatever is under its mask.
 
     Returns:
         A TensorDict with the same keys in the same order, followed by LAYOUTS. Jagged fields are [B, j, *F] with min
@@ -57,7 +54,7 @@ def nest_batch_by_mask(
     Raises:
         CoverageError: in strict mode, a tensor of two or more dims, or one inside a Python object, would stay padded;
             or a jagged field or a field [T] has other rows than its mask in the batch.
-        LossyPadError: non-pad values under a mask, with strict_mask_nesting or on_loss="error".
+        LossyPadError: in strict mode, non-pad values under a mask.
         LayoutError: a field does not match any of its masks.
         RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
 
@@ -65,9 +62,7 @@ def nest_batch_by_mask(
     each mask, a second one if its rows have several spans, and one for all checks; none for checks if every pad is
     trusted.
     """
-    options = Options.of(
-        "nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss
-    ).of_this_process()
+    options = Options.of("nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
     batch, carried = whole_batch(batch, options.call)
     found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
     off = off_axis(found.plan, found.axes, found.layouts)

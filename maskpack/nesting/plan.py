@@ -23,7 +23,7 @@ from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
 from maskpack.core.tree import Node, entry_at, flatten, has, is_object, names_of, number_at
 from maskpack.errors import LayoutError, RegistryError
-from maskpack.fields.options import Options, VerifyFirst
+from maskpack.fields.options import Options
 from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
@@ -71,9 +71,7 @@ def seen_of(batch: TensorDictBase, options: Options, carried: Carried, stand_in:
     both = carried.layouts and stand_in
     if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]) or both:
         return found
-    given, verify = carried.layouts or stand_in, options.verify
-    learnt = verify.times if isinstance(verify, VerifyFirst) else 0
-    of_call = options.pad_token_id, options.strict, options.ignore, verify, learnt, options.on_loss
+    given, of_call = carried.layouts or stand_in, (options.pad_token_id, options.strict, options.verify)
     parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried.schema, carried.restored]
     numbers = {id(layout): number for number, layout in enumerate(given.values())}
     for name, layout in given.items():
@@ -297,9 +295,7 @@ class _Planner:
     # ---------------------------------------------------------------- tensors
 
     def _spec(self, path: Path) -> MaskNestingSpec | None:
-        """The spec of a field; one without masks for a field that is ignored."""
-        ignored = path in self.options.ignore or path[-1:] in self.options.ignore
-        return MaskNestingSpec(None) if ignored else self.options.registry.find(path)
+        return self.options.registry.find(path)
 
     def _dense(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         dense = FieldForm(path, "dense", dtype=value.dtype)

@@ -33,7 +33,7 @@ from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
 from maskpack.core.tree import entry_at, select_entries, unflatten
 from maskpack.errors import LayoutError, MaskpackError
-from maskpack.fields.options import OnLoss, Options, Registry, Verify
+from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
@@ -484,9 +484,7 @@ def compress(
     registry: Registry = RL_FIELDS,
     pad_token_id: int | None = None,
     strict_mask_nesting: bool = False,
-    ignore_dense_fields: Iterable[Key] = (),
-    verify: Verify = "always",
-    on_loss: OnLoss = "keep",
+    verify: bool = True,
     like: PackedBatch | TensorDictBase | None = None,
     codec: str | None = None,
 ) -> PackedBatch:
@@ -494,7 +492,6 @@ def compress(
 
     Args:
         batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
-        strict_mask_nesting: `strict` of `nest_batch_by_mask`.
         like: a packed or nested batch with the same rows. Its layouts replace masks that `batch` lacks, as the outputs
             of a worker do.
         codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
@@ -512,8 +509,7 @@ def compress(
             "compress: the batch is a PackedBatch; expected a TensorDict. Use it as it is, or decompress it first."
         )
     check_codec(codec, "compress")
-    options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, ignore_dense_fields, verify, on_loss)
-    options = options.of_this_process()
+    options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
     batch, carried = whole_batch(batch, "compress")
     layouts = _layouts_of(like)
     seen = seen_of(batch, options, carried, layouts)
@@ -639,9 +635,10 @@ def _by_plan(
             plans.keep(seen.signature, plan)
         if line is None:
             line = native.layout_rows([core_layout(layout) for layout in given.values()])
-        found = plan.encoded(seen, rows, line, given, options.verify)
+        found = plan.encoded(seen, rows, line, given)
         if found is not None:
-            return *found, plan.plan
+            table, schema = found
+            return table, schema, plan.plan
         if not plan.misfit:
             return None
     return None
@@ -681,7 +678,7 @@ def _encoded(
             learn_forms(tensors, values, found.rows, encoded)
         table = encoded.table if away is None else _together(away, encoded.table, rest, len(tensors))
     elif seen.signature is not None:
-        plan = DevicePlan.of(found, schema, options.verify == "never", given)
+        plan = DevicePlan.of(found, schema, not options.verify, given)
         if plan is not None:
             plans.keep(seen.signature, plan)
     assert table is not None

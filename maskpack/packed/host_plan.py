@@ -21,14 +21,13 @@ from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, PadValue, pad_words
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, pad_words
 from maskpack.errors import LayoutError
-from maskpack.fields.options import Options, VerifyFirst
+from maskpack.fields.options import Options
 from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks
 from maskpack.nesting.axes import WHOLE, Source
-from maskpack.nesting.gather import DIFFERENT_PADS, LOSSY, fields_key, rivals
+from maskpack.nesting.gather import DIFFERENT_PADS, LOSSY
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.table import KEPT, Job, Table, check_memory, done_jobs, forms_key, job_table, pads_of, recall
@@ -132,7 +131,6 @@ class HostPlan:
         rows_at: where the number of rows is, and `results_at` what became of each job.
         order: int64 [n], the place of each tensor among the jobs.
         key: what the jobs are remembered by, for plans of other widths.
-        unlearnt: the numbers of the fields whose pads a VerifyFirst does not know.
         uniform: whether some masks are taken to have valid words that are all equal.
         bytes_of_row: bytes of a row of the padded fields.
         misfit: whether the last such batch had a mask that is not uniform.
@@ -155,7 +153,6 @@ class HostPlan:
     results_at: IntArray
     order: IntArray
     key: tuple[Any, ...]
-    unlearnt: Sequence[int]
     uniform: bool
     bytes_of_row: int
     room: int = 0
@@ -177,16 +174,8 @@ class HostPlan:
         numbers = {form.path: number for number, form in enumerate(plan.forms)}
         masks = [source.key for source in parts.origins if source.way == "mask"]
         alike = {path for path in masks if uniform and _may_trust(plan, padded.get(path), tensors[path])}
-        verify = options.verify
-        known: Mapping[Path, PadValue] = {}
-        if isinstance(verify, VerifyFirst):
-            known = verify.known(fields_key(padded))
-        pads = {path: pad for path, pad in known.items() if path not in alike}
         schema = replace(plan.schema, forms=packed_forms(plan.schema, tensors, padded))
-        schema = replace(
-            schema, forms=tuple(replace(f, pads=(pads[f.path],)) if f.path in pads else f for f in schema.forms)
-        )
-        trusted = padded.keys() - plan.restored if verify == "never" else {*pads, *alike}
+        trusted = alike if options.verify else padded.keys() - plan.restored
         jobs = _jobs(schema, tensors, padded, options, trusted)
         rows, held = plan.rows, list[Any]()
         table = job_table(jobs, parts.names, {}, rows, rows, held)
@@ -225,13 +214,12 @@ class HostPlan:
             each + _RESULT,
             table.order,
             key,
-            [at for at, job in enumerate(jobs) if _learns(verify, job, known, alike)],
             bool(alike),
             sum(tensors[path].nbytes for path in padded) // rows,
         )
 
     def encoded(
-        self, seen: Seen, rows: int, given: IntArray, layouts: Mapping[str, RowLayout], verify: Any
+        self, seen: Seen, rows: int, given: IntArray, layouts: Mapping[str, RowLayout]
     ) -> tuple[Table, Schema] | None:
         """The table and the schema of a batch of this signature; None if the core leaves it to `gather`. `given` is the
         table of the `layouts` of another batch."""
@@ -265,8 +253,6 @@ class HostPlan:
         key = *pads, *by_row
         if key not in self.schemas:
             self.schemas[key] = with_pads(self.schema, self.padded, self.plan.restored, pads, by_row)
-        if self.unlearnt:
-            self._learn(verify, seen, table, pads)
         return table, self.schemas[key]
 
     def _has_layouts(self, seen: Seen, layouts: Mapping[str, RowLayout]) -> bool:
@@ -284,22 +270,6 @@ class HostPlan:
                 return False
             checked.add((number, form.layout or ""))
         return True
-
-    def _learn(self, verify: Any, seen: Seen, table: Table, pads: Sequence[int]) -> None:
-        """Tells a VerifyFirst the pads that fitted, but for those that this batch does not tell."""
-        tensors = [(f, x) for f, x in zip(self.plan.forms, seen.tensors, strict=True) if x is not None]
-        found: dict[Path, PadValue] = {}
-        for number in self.unlearnt:
-            form, x = tensors[number]
-            layout = table.layouts[form.layout or ""]
-            if pads[number] == KEPT or layout.num_tokens == layout.num_rows * layout.width:
-                continue
-            pad, x = form.pads[pads[number]], x.movedim(form.ragged_dim, 1)
-            if not any(checks.read([(x, layout, other, None) for other in rivals(form, pad)])[0]):
-                found[form.path] = SIGNED_ZERO if pad == 0 and SIGNED_ZERO in form.pads else pad
-        if found:
-            padded = {form.path: form for form in self.plan.forms if form.path in self.padded}
-            verify.learn(fields_key(padded), found)
 
 
 _NO_WORDS = np.zeros(0, np.uint8)
@@ -335,16 +305,11 @@ def _jobs(
     for form in schema.forms:
         x = tensors.get(form.path)
         if x is not None and form.path in padded:
-            keeps = options.on_loss == "keep" and not options.strict and form.ragged_dim == 1 and x.is_contiguous()
+            keeps = not options.strict and form.ragged_dim == 1 and x.is_contiguous()
             jobs.append(Job(form, x, None, None, form.path in trusted, keeps))
         elif x is not None:
             jobs.append(Job(form, words=_NO_WORDS))
     return jobs
-
-
-def _learns(verify: Any, job: Job, known: Mapping[Path, PadValue], alike: Collection[Path]) -> bool:
-    path = job.form.path
-    return isinstance(verify, VerifyFirst) and job.padded is not None and path not in known and path not in alike
 
 
 def _line(

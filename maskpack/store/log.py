@@ -21,7 +21,6 @@ from maskpack.core.arguments import flag, said, whole
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import host_array
 from maskpack.errors import LayoutError, StorageError
-from maskpack.fields.options import kept_verify
 from maskpack.fields.registry import Key
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.store.compaction import compact
@@ -88,7 +87,7 @@ class RolloutLog:
             raise LayoutError(f"RolloutLog: interval is {said(interval)}; expected seconds above 0. Give some.")
         compress(TensorDict({}, batch_size=[0]), **options)  # wrong options raise here, not at the first append
         self.path = os.fspath(cast("str", path))
-        self._options: dict[str, Any] = {**options, "verify": kept_verify(options.get("verify", "always"))}
+        self._options = options
         self._allow_pickle = flag(allow_pickle, "allow_pickle", "RolloutLog")
         self._turn = threading.RLock()
         self._writer: Writer | None = None

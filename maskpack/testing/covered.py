@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tensordict import TensorDictBase
 
-from maskpack.core.keys import Key
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.nesting.coverage import dense_fields
 from maskpack.tools.suggest import Suggester
 
 
-def assert_covered(
-    batch: TensorDictBase,
-    registry: Registry = RL_FIELDS,
-    *,
-    pad_token_id: int | None = None,
-    ignore_dense_fields: Iterable[Key] = (),
-) -> None:
+def assert_covered(batch: TensorDictBase, registry: Registry = RL_FIELDS, *, pad_token_id: int | None = None) -> None:
     """Asserts that strict mode takes a batch: every padded field is covered by a mask of the registry, and holds its
     pad under that mask; jagged fields and fields [T] have the rows of theirs.
 
     Args:
         batch: padded or nested. It is not changed.
-        registry, pad_token_id, ignore_dense_fields: as for `compress`.
+        registry, pad_token_id: as for `compress`.
 
     Raises:
         AssertionError: a field would stay padded, or has other rows than its mask. The message names each such field
@@ -33,7 +24,7 @@ def assert_covered(
             register.
         LayoutError, RegistryError: as `compress`.
     """
-    fields = dense_fields(batch, registry, pad_token_id=pad_token_id, ignore_dense_fields=ignore_dense_fields)
+    fields = dense_fields(batch, registry, pad_token_id=pad_token_id)
     if not fields:
         return
     suggester = Suggester(batch, registry_of(registry, "assert_covered"), pad_token_id)

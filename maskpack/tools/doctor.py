@@ -35,11 +35,11 @@ from maskpack.nesting.response import RESPONSE, SEQUENCE
 from maskpack.nesting.rows import take
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed.batch import PackedBatch, compress, decompress
-from maskpack.packed.sizes import Figures, figures, printable, to_json
+from maskpack.packed.report import Report, printable, report
 from maskpack.packed.table import forget
 from maskpack.replay import PackedInputs, ReplayOptions
 from maskpack.replay.documents import BOUNDS, LENGTHS
-from maskpack.tools import files, inspector
+from maskpack.tools import files
 from maskpack.tools.suggest import FoundAxes, Suggester, Suggestion, found_axes, is_integer, is_mask, is_padded, line_of
 
 _CALL = "maskpack doctor"
@@ -75,11 +75,11 @@ class Diagnosis:
     found: FoundAxes
     suggestions: tuple[Suggestion, ...]
     pad_token_id: int | None
-    sizes: Figures
+    sizes: Report
     ids: Key
     scored: int | None
     why: str
-    before: Figures | None = None
+    before: Report | None = None
     refusal: str = ""
     padded: tuple[DenseField, ...] = ()
     packed_rows: str = ""
@@ -155,7 +155,7 @@ def _fit(
     registry = known.registry | {one.key: one.spec for one in lines}
     ids = found.ids or next((key for key in _IDS if (key,) in known.tensors), "input_ids")
     options = ReplayOptions(registry=registry, input_ids=ids, no_prompt="skip")
-    sizes, scored, why = list[Figures](), 0, ""
+    sizes, scored, why = list[Report](), 0, ""
     for part, packed in _packed(batch, registry, token, strict=True):
         back = dict(flatten(decompress(packed, max_bytes=None)))
         for path, x in flatten(part):
@@ -163,7 +163,7 @@ def _fit(
                 raise LayoutError(
                     f'{_CALL}: field "{show(path)}" does not come back with its bits. Please report this.'
                 )
-        sizes.append(figures(packed, left=False))
+        sizes.append(report(packed))
         try:
             scored += 0 if why or blind else PackedInputs.of(part, options=options).response.num_tokens
         except MaskpackError as error:
@@ -219,8 +219,8 @@ def _packed(
         yield part, packed
 
 
-def _sizes(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Figures:
-    return _sum([figures(packed, left=False) for _, packed in _packed(batch, registry, pad_token_id)])
+def _sizes(batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> Report:
+    return _sum([report(packed) for _, packed in _packed(batch, registry, pad_token_id)])
 
 
 def _some_rows(batch: TensorDictBase) -> TensorDictBase:
@@ -229,14 +229,14 @@ def _some_rows(batch: TensorDictBase) -> TensorDictBase:
     return take(batch, np.linspace(0, rows - 1, most).astype(np.int64)) if most < rows else batch
 
 
-def _sum(parts: list[Figures]) -> Figures:
+def _sum(parts: list[Report]) -> Report:
     out, *more = parts
     for part in more:
         same = [
             replace(_plus(x, y, "padded_bytes", "real_bytes", "wire_bytes"), reason=x.reason or y.reason)
             for x, y in zip(out.fields, part.fields, strict=True)
         ]
-        out = replace(_plus(out, part, "rows", "layouts", "objects", "header"), fields=tuple(same))
+        out = replace(_plus(out, part, "rows", "layouts", "objects", "header"), fields=tuple(same), tokens=None)
     return out
 
 
@@ -244,7 +244,7 @@ def _plus(x: _T, y: _T, *names: str) -> _T:
     return replace(x, **{name: getattr(x, name) + getattr(y, name) for name in names})
 
 
-def _dense(sizes: Figures, known: Suggester) -> list[DenseField]:
+def _dense(sizes: Report, known: Suggester) -> list[DenseField]:
     return [DenseField.of(of.path, known.tensors[of.path], of.reason) for of in sizes.fields if of.reason]
 
 
@@ -323,7 +323,7 @@ def text(one: Diagnosis, file: str, note: str = "") -> str:
     """The diagnosis as text."""
     sizes, base = one.sizes, "the registry" if one.name == "registry" else "RL_FIELDS"
     out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
-    out += [*inspector.table(sizes), "", f"padded:  {sizes.padded_bytes:,} bytes"]
+    out += [*sizes.table(), "", f"padded:  {sizes.padded_bytes:,} bytes"]
     for found, which in ((one.before, base), (sizes if one.adds else None, "the registry below")):
         if found is not None:
             out.append(f"packed:  {found.wire_bytes:,} bytes, {found.ratio:,.1f} times fewer, with {which}")
@@ -374,7 +374,7 @@ def as_json(one: Diagnosis, file: str, note: str = "") -> dict[str, Any]:
     return {
         "file": file,
         "note": note,
-        **to_json(one.sizes),
+        **one.sizes.to_dict(),
         "wire_bytes_before": None if one.before is None else one.before.wire_bytes,
         "stay_padded": [list(field.path) for field in one.padded],
         "lines": [of.line for of in one.suggestions],

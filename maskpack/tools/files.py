@@ -34,7 +34,7 @@ from maskpack.layout.jagged import jagged_from
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import MAX_BYTES
 from maskpack.packed.file.container import FORMAT, MAX_HEADER
-from maskpack.packed.sizes import printable
+from maskpack.packed.report import printable
 from maskpack.store.log import RolloutLog
 from maskpack.tools import formats
 from maskpack.views.view import BatchView

@@ -29,7 +29,6 @@ from maskpack.core.keys import Key, Path, plain, show
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
-from maskpack.fields.rl_fields import ZEROS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
@@ -340,7 +339,7 @@ def _pads_like(pad: PadValue, x: Tensor) -> list[PadValue]:
     sign, and `masked_whiten(x, mask)` a constant of each batch."""
     if pad in (0, Pad.SIGNED_ZERO, Pad.ANY_ZERO):
         floats = x.is_floating_point() and x.dtype.itemsize > 1
-        return [*ZEROS] if floats else [0 if pad == 0 and str(pad) != "-0.0" else pad]
+        return [Pad.ZERO] if floats else [0 if pad == 0 and str(pad) != "-0.0" else pad]
     fraction = isinstance(pad, float) and math.isfinite(pad) and not pad.is_integer()
     return [pad, Pad.PER_ROW] if fraction else [pad]
 

@@ -28,5 +28,5 @@ def check_pickles(switch: Callable[..., Callable[[], None]], value: Any, told: C
     for content in small:  # the reader needs no call
         assert told(pickle.load(io.BytesIO(content))["value"]) == told(value)
     assert told(pickle.loads(stream, buffers=buffers)) == told(value)
-    with pytest.raises(RegistryError, match="on_loss"):
-        switch(on_loss="maybe")
+    with pytest.raises(RegistryError, match="verify"):
+        switch(verify="maybe")

@@ -438,7 +438,7 @@ def test_a_ratio_of_whole_sequences_and_one_of_tokens():
         packed = mp.compress(batch, registry=fields.trl, pad_token_id=PAD, strict_mask_nesting=True)
         forms = {form.path[0]: form for form in packed.schema.forms}
         assert forms["importance_sampling_ratio"].layout == ("importance_sampling_ratio" if shape else "response")
-        unchecked = mp.compress(batch, registry=fields.trl, pad_token_id=PAD, verify="never")
+        unchecked = mp.compress(batch, registry=fields.trl, pad_token_id=PAD, verify=False)
         assert_same(mp.decompress(unchecked)["importance_sampling_ratio"], batch["importance_sampling_ratio"])
         assert_same(mp.decompress(packed.take([5, 0])), batch[[5, 0]])
 

@@ -234,7 +234,7 @@ def test_look_up_in_a_batch():
     batch["s", "x"] = field(mask, torch.int64, 2)
     batch["t", "x"] = field(mask, torch.int64, 1)
     registry = {"x": MaskNestingSpec("m", 1), ("s", "x"): MaskNestingSpec("m", 2)}
-    nested = mp.nest_batch_by_mask(batch, registry, on_loss="error", ignore_dense_fields=["m"])
+    nested = mp.nest_batch_by_mask(batch, registry | {"m": MaskNestingSpec(None)}, strict_mask_nesting=True)
     assert all(nested[key].is_nested for key in ("x", ("s", "x"), ("t", "x")))
     assert_same(mp.unnest_batch_by_mask(nested), batch)
 
@@ -246,7 +246,9 @@ def test_masks_are_tried_in_order():
     def length(*names):
         batch = TensorDict({**{name: torch.tensor(masks[name]) for name in names}, "x": x}, batch_size=[2])
         registry = {"x": MaskNestingSpec([*names])}
-        return mp.nest_batch_by_mask(batch, registry, ignore_dense_fields=names)["x"].values().shape[0]
+        return (
+            mp.nest_batch_by_mask(batch, registry | dict.fromkeys(names, MaskNestingSpec(None)))["x"].values().shape[0]
+        )
 
     assert length("short", "long") == length("long", "short") == 2  # the one that fits
     assert (length("short", "equal"), length("equal", "short")) == (2, 6)  # both fit, the first counts

@@ -18,7 +18,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import (
-    ANY_ZERO,
     EDGE,
     PAD_TOKEN_ID,
     PER_ROW,
@@ -29,6 +28,7 @@ from maskpack import (
     PackedBatch,
     compress,
 )
+from maskpack.core.pads import ANY_ZERO
 from maskpack.packed.table import forget
 
 HERE = Path(__file__).parent

@@ -182,10 +182,10 @@ def test_what_the_error_says_to_do_covers_a_batch():
     batch.set("extra", per_row([{"t": torch.ones(2)}] + [None] * 6))
     options = {"pad_token_id": PAD, "strict_mask_nesting": True}
     with pytest.raises(
-        mp.errors.CoverageError, match=r"name it, or the Python object that the tensor is in, in ignore_dense"
+        mp.errors.CoverageError,
+        match=r"with MaskNestingSpec\(None\) a field, or the Python object that the tensor is in, may stay",
     ):
         mp.compress(batch, **options)
-    assert_same(mp.decompress(mp.compress(batch, **options, ignore_dense_fields=["secret", "extra"])), batch)
     registry = mp.RL_FIELDS | dict.fromkeys(("secret", "extra"), mp.MaskNestingSpec(None))
     assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
 
@@ -229,7 +229,7 @@ def test_a_field_declared_in_the_registry():
     mp.nest_batch_by_mask(batch, dense, strict_mask_nesting=True)
 
 
-IGNORED = [
+ALLOWED = [
     ([], {("x",), ("a", "x"), ("a", "b", "x"), ("o", "t")}),
     (["x"], {("o", "t")}),
     ([("a", "x")], {("x",), ("a", "b", "x"), ("o", "t")}),
@@ -239,20 +239,21 @@ IGNORED = [
 ]
 
 
-@pytest.mark.parametrize(("ignore", "left"), IGNORED, ids=range(len(IGNORED)))
-def test_ignore_dense_fields_by_path_and_by_last_name(ignore, left):
+@pytest.mark.parametrize(("allowed", "left"), ALLOWED, ids=range(len(ALLOWED)))
+def test_fields_without_a_mask_by_path_and_by_last_name(allowed, left):
     batch = TensorDict({"x": torch.ones(2, 3)}, batch_size=[2])
     batch["a", "x"] = torch.ones(2, 4)
     batch["a", "b", "x"] = torch.ones(2, 5)
     batch.set("o", entry({"t": torch.ones(2)}))
-    assert set(paths(batch, {}, ignore_dense_fields=ignore)) == left
+    registry = dict.fromkeys(allowed, mp.MaskNestingSpec(None))
+    assert set(paths(batch, registry)) == left
     if left:
         with pytest.raises(mp.errors.CoverageError, match=rf"{len(left)} field\(s\)"):
-            mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+            mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
     else:
-        nested = mp.nest_batch_by_mask(batch, {}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+        nested = mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
         assert_same(mp.unnest_batch_by_mask(nested), batch)
-        packed = mp.compress(batch, registry={}, strict_mask_nesting=True, ignore_dense_fields=ignore)
+        packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
         assert_same(mp.decompress(packed), batch)
 
 
@@ -332,7 +333,6 @@ def test_a_declared_jagged_field_of_other_rows_than_its_mask(make, registry, mas
             "Fix the producer of a field that has other rows, or give it another mask in the registry."
         ]
         (off,) = dense_fields(batch, registry, pad_token_id=0)
-        call(batch, registry, **options, ignore_dense_fields=[off.path])
         call(batch, registry | {off.path[-1]: mp.MaskNestingSpec(None)}, **options)
 
 
@@ -350,7 +350,7 @@ def test_a_declared_line_of_other_tokens_than_its_bounds(call):
         call(batch, fields.prime_rl, **options)
     with pytest.raises(AssertionError, match='"logprobs"'):
         assert_covered(batch, fields.prime_rl)
-    call(batch, fields.prime_rl, **options, ignore_dense_fields=["logprobs"])
+    call(batch, fields.prime_rl | {"logprobs": mp.MaskNestingSpec(None)}, **options)
 
 
 def test_results_of_other_rows_than_the_batch_that_they_are_like():

@@ -16,7 +16,8 @@ from oracle import assert_same_tensor
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, SIGNED_ZERO, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
+from maskpack.core.pads import SIGNED_ZERO
 from maskpack.errors import LayoutError
 from maskpack.nesting import device_read, plan
 
@@ -86,7 +87,7 @@ def test_forms_are_remembered_by_all_that_they_depend_on(monkeypatch: pytest.Mon
         (True, batch(stray=5), {}),
         (False, batch(13), {}),
         (False, batch(y=torch.zeros(3, 12)), {}),
-        (False, batch(), {"ignore_dense_fields": ["x"]}),
+        (False, batch(), {"registry": registry | {"x": MaskNestingSpec(None)}}),
         (False, batch(), {"registry": registry | {"x": MaskNestingSpec("m", 5)}}),
         (False, batch(), {"registry": registry | {"x": MaskNestingSpec("m", [0.0, 7])}}),
         (True, batch(), {}),
@@ -106,7 +107,7 @@ def test_bools_of_other_bytes_are_refused(place: str) -> None:
     batch = TensorDict({"m": mask.bool(), "x": mask.bool(), "free": mask.bool()}, batch_size=[2])
     batch[place] = torch.tensor([[1, 2, 0, 0], [1, 1, 1, 0]], dtype=torch.uint8).view(torch.bool)
     with at("kernels", 32), pytest.raises(LayoutError, match=rf'field "{place}" is torch\.bool with bytes other'):
-        nest_batch_by_mask(batch.to(DEVICE), registry, ignore_dense_fields=["free"])
+        nest_batch_by_mask(batch.to(DEVICE), registry)
 
 
 def test_fields_that_require_gradients_keep_them() -> None:

@@ -20,14 +20,12 @@ from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from maskpack import (
-    ANY_ZERO,
     EDGE,
     PER_ROW,
     RL_FIELDS,
-    SIGNED_ZERO,
+    MaskNestingRegistry,
     MaskNestingSpec,
     RowLayout,
-    VerifyFirst,
     compress,
     decompress,
     nest_batch_by_mask,
@@ -38,6 +36,7 @@ from maskpack import (
     unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.layout.row_layout import core_layout, host_spans
 from maskpack.nesting import gather, take
@@ -110,7 +109,7 @@ def test_round_trip_bit_for_bit(case: Case) -> None:
     """Nested, packed, and each once more from the nested form; what is given stays as it is."""
     tree = oracle.snapshot(case.batch)
     nested, packed = nest_batch_by_mask(case.batch, **case.options), compress(case.batch, **case.options)
-    for options in ({"strict_mask_nesting": True}, {"on_loss": "error"}, {"pad_token_id": None}):
+    for options in ({"strict_mask_nesting": True}, {"pad_token_id": None}):
         for call in (nest_batch_by_mask, compress):
             with contextlib.suppress(MaskpackError):
                 call(case.batch, **{**case.options, **options})
@@ -182,11 +181,10 @@ def test_named_fields(case: Case, device: Any, data: st.DataObject) -> None:
 
 @quiet
 @given(batches())
-def test_verify_never_and_first_are_exact_without_non_pads(case: Case) -> None:
+def test_unchecked_pads_are_exact_without_non_pads(case: Case) -> None:
     if case.lossy:
         return
-    assert_same_batch(unnest(nest_batch_by_mask(case.batch, **case.options, verify="first")), case.batch)
-    got = unnest(nest_batch_by_mask(case.batch, **case.options, verify="never"))
+    got = unnest(nest_batch_by_mask(case.batch, **case.options, verify=False))
     for path, field in case.nested.items():
         if field.trusted:
             assert_same_tensor(entry(got, path), entry(case.batch, path), "/".join(path))
@@ -199,10 +197,9 @@ def test_plain_torch_finds_the_pads_that_the_core_finds(case: Case) -> None:
     want = nest_batch_by_mask(case.batch, **case.options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "is_away", lambda x: True)
-        for how in ("always", VerifyFirst()):
-            got = nest_batch_by_mask(case.batch, **case.options, verify=how)
-            assert_same_batch(got.exclude(LAYOUTS), want.exclude(LAYOUTS))
-            assert_same_batch(unnest(got), case.batch)
+        got = nest_batch_by_mask(case.batch, **case.options)
+        assert_same_batch(got.exclude(LAYOUTS), want.exclude(LAYOUTS))
+        assert_same_batch(unnest(got), case.batch)
 
 
 def test_round_trip_keeps_gradients() -> None:
@@ -599,7 +596,8 @@ def test_non_pads_are_found_exactly(case: Case) -> None:
     reported = {field.path for field in dense_fields(case.batch, case.registry, pad_token_id=case.pad_token_id)}
     assert reported == case.loose
     wrong = case.lossy or case.loose
-    ignored = {"ignore_dense_fields": sorted(case.loose)}
+    allowed = {path: MaskNestingSpec(None) for path in case.loose}
+    options = {**case.options, "registry": MaskNestingRegistry({}) | case.registry | allowed}
     if wrong:
         tree = oracle.snapshot(case.batch)
         with pytest.raises(LossyPadError if case.lossy else CoverageError) as caught:
@@ -607,69 +605,18 @@ def test_non_pads_are_found_exactly(case: Case) -> None:
         named = {line.split('"')[1] for line in str(caught.value).splitlines() if line.count('"') > 1}
         assert named >= {"/".join(path) for path in wrong}
         assert oracle.snapshot(case.batch) == tree
-    nest_batch_by_mask(case.batch, **case.options, strict_mask_nesting=True, **ignored)
+    nest_batch_by_mask(case.batch, **options, strict_mask_nesting=True)
 
 
 @quiet
-def test_verify_always_first_never() -> None:
-    """What a VerifyFirst learns belongs to its caller and to batches with the same fields, pads and registry."""
-    clean, dirty = rollout(), stray_batch()
-    mine = VerifyFirst()
-
-    def trusts(verify: Any, batch: TensorDict = dirty, **options: Any) -> bool:
-        nested = nest_batch_by_mask(batch, **{"pad_token_id": PAD, **options}, verify=verify)
-        packed = compress(batch, **{"pad_token_id": PAD, **options}, verify=verify)
-        restored = unnest(nested), decompress(packed)
-        same = [torch.equal(one["advantages"], batch["advantages"]) for one in restored]
-        assert same == [not nested["advantages"].is_nested] * 2
-        return nested["advantages"].is_nested
-
-    assert not trusts(mine)  # a field with non-pad values is not learnt
-    assert nest_batch_by_mask(clean, pad_token_id=PAD, verify=mine)["advantages"].is_nested
-    assert [trusts(verify) for verify in (mine, "never")] == [True, True]
-    others = ["always", "first", VerifyFirst(), pickle.loads(pickle.dumps(mine))]
-    assert [trusts(verify) for verify in others] == [False] * 4
-    assert not trusts(mine, dirty.exclude("input_ids"))
-    assert not trusts(mine, registry=RL_FIELDS | {"advantages": MaskNestingSpec("response", [0, -1])})
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["padding both times", "no padding first"])
-def test_edge_is_not_trusted_while_another_pad_fits(again: bool) -> None:
-    """The first batch fits EDGE and 0; the next fits 0 alone."""
-    first, mask = VerifyFirst(), [[1, 1, 0], [1, 0, 0]]
-    positions = [[[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [0, 0, 0]]]
-    if again:
-        positions.insert(0, [[0, 1, 2], [0, 1, 2]])
-    for number, x in enumerate(positions):
-        ones = [[1, 1, 1]] * 2 if again and not number else mask
-        batch, registry = under(ones, {"x": [EDGE, 0]}, x=torch.tensor(x))
-        for _ in range(2):
-            assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
-            assert_same_batch(decompress(compress(batch, registry=registry, verify=first)), batch)
-
-
-@quiet
-def test_edge_is_trusted_once_no_other_pad_fits() -> None:
-    first = VerifyFirst()
-    for x, is_trusted in (
-        ([0, 0, 7], False),
-        ([0, 0, 0], False),
-        ([0, 0, 7], False),
-        ([0, 1, 1], False),
-        ([0, 1, 7], True),
-    ):
-        batch, registry = under([[1, 1, 0]], {"x": [EDGE, 0]}, x=torch.tensor([x]))
-        nested = nest_batch_by_mask(batch, registry, verify=first)
-        assert torch.equal(unnest(nested)["x"], batch["x"]) != is_trusted
-
-
-def test_verify_first_keeps_registries_apart_by_the_bits_of_their_pads() -> None:
-    mask = torch.tensor([[1, 0, 0]])
-    first = VerifyFirst()
-    for pad in (0.0, -0.0):
-        batch = TensorDict({"m": mask, "x": torch.full((1, 3), pad)}, batch_size=[1])
-        registry = {"x": MaskNestingSpec("m", pad), "m": MaskNestingSpec(None), "tag": MaskNestingSpec("bits")}
-        assert_same_batch(unnest(nest_batch_by_mask(batch, registry, verify=first)), batch)
+def test_pads_that_are_not_checked_are_those_of_the_registry() -> None:
+    dirty = stray_batch()
+    for verify in (True, False):
+        nested = nest_batch_by_mask(dirty, pad_token_id=PAD, verify=verify)
+        packed = compress(dirty, pad_token_id=PAD, verify=verify)
+        assert nested["advantages"].is_nested != verify
+        for restored in (unnest(nested), decompress(packed)):
+            assert torch.equal(restored["advantages"], dirty["advantages"]) == verify
 
 
 def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:

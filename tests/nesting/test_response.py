@@ -359,7 +359,7 @@ def test_prompts_as_wide_as_responses_are_not_responses():
     ids = torch.tensor([[0, 4, 5, 6], [3, 4, 5, 0]])
     batch = TensorDict({"attention_mask": (ids != 0).long(), "prompts": ids[:, :2], "responses": ids[:, 2:]}, [2])
     batch["unknown"] = torch.zeros(2, 2)
-    for form in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0, ignore_dense_fields=["unknown"])):
+    for form in (batch, mp.nest_batch_by_mask(batch, pad_token_id=0)):
         assert list(mp.select_and_pad_to_response(form).keys()) == ["responses"]
         with pytest.raises(mp.errors.LayoutError, match='"prompts"'):
             mp.select_and_pad_to_response(form, "prompts")

@@ -11,12 +11,13 @@ from oracle import assert_same_batch
 from tensordict import TensorDict
 
 import maskpack as mp
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 
-ZEROS = {"m": ("m", 0), "x": ("m", [0, mp.ANY_ZERO])}
+ZEROS = {"m": ("m", 0), "x": ("m", [0, ANY_ZERO])}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("pads", [mp.ANY_ZERO, [mp.ANY_ZERO, 1], [0, mp.ANY_ZERO], mp.PER_ROW, mp.SIGNED_ZERO])
+@pytest.mark.parametrize("pads", [ANY_ZERO, [ANY_ZERO, 1], [0, ANY_ZERO], mp.PER_ROW, SIGNED_ZERO])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_field_of_no_width(rows: int, pads: Any, dtype: torch.dtype) -> None:
     batch = TensorDict({"m": torch.zeros(rows, 0).long(), "x": torch.zeros(rows, 0, dtype=dtype)}, [rows])

@@ -64,12 +64,12 @@ CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-@pytest.mark.parametrize("verify", ["always", "first", "never"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("place", PLACES)
 def test_other_bytes_are_refused(place, call, verify):
     fields, registry, name = PLACES[place]
-    if verify != "always" and place == "under a mask":
+    if not verify and place == "under a mask":
         pytest.skip("nobody looks there")
     batch = TensorDict(dict(fields), batch_size=[2])
     before = freeze(batch)

@@ -8,31 +8,20 @@ from oracle import assert_same_batch
 from tensordict import TensorDict
 
 from maskpack import (
-    ANY_ZERO,
     EDGE,
     PER_ROW,
-    SIGNED_ZERO,
     MaskNestingSpec,
-    VerifyFirst,
     compress,
     decompress,
     nest_batch_by_mask,
     unnest_batch_by_mask,
 )
 from maskpack.core import native
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import MaskpackError
 from maskpack.nesting.axes import Source
 
 M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
-
-
-def test_a_zero_that_was_seen_first_is_one_of_either_sign() -> None:
-    first = VerifyFirst()
-    registry = {"x": MaskNestingSpec("m", [0, SIGNED_ZERO]), "m": MaskNestingSpec("m")}
-    for zeros in ([0.0, 0.0], [0.0, -0.0], [-0.0, -0.0]):
-        x = torch.where(M.bool(), 3.0, torch.tensor(zeros)[:, None])
-        batch = TensorDict({"m": M, "x": x}, [2])
-        assert_same_batch(decompress(compress(batch, registry=registry, verify=first)), batch)
 
 
 def test_each_layout_of_fields_that_share_offsets_is_compared() -> None:

@@ -12,7 +12,8 @@ from oracle import assert_same_batch, assert_same_tensor
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import ANY_ZERO, EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack.core.pads import ANY_ZERO
 from maskpack.packed.join import merged
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")

@@ -21,16 +21,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import (
-    ANY_ZERO,
     EDGE,
     PER_ROW,
     RL_FIELDS,
-    SIGNED_ZERO,
     MaskAxis,
     MaskNestingRegistry,
     MaskNestingSpec,
     PackedBatch,
-    VerifyFirst,
     compress,
     decompress,
     nest_batch_by_mask,
@@ -38,6 +35,7 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
@@ -225,7 +223,7 @@ def test_names_of_dims_are_kept() -> None:
 
     for name in ("rows", "rows", "others", None, "rows"):  # a plan of one batch is not that of the next
         batch = named(name)
-        packed = compress(batch, ignore_dense_fields=["z"], registry=RL_FIELDS | {"x": MaskNestingSpec("sequence")})
+        packed = compress(batch, registry=RL_FIELDS | {"x": MaskNestingSpec("sequence")})
         moved = packed[1:], packed[[1, 0]], packed.split(1)[0], PackedBatch.cat([packed[1:], packed[:1]])
         sent = pickle.loads(pickle.dumps(packed)), PackedBatch.from_bytes(packed.to_bytes())
         for some in (packed, *moved, *sent, packed.select("x", "inner")):
@@ -524,7 +522,7 @@ def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) 
         assert pads == ((EDGE,) if edge else (0,))
 
 
-# -------------------------------------------------------------------- parts that do not fit, and lessons not to learn
+# -------------------------------------------------------------------- parts that do not fit
 
 
 def test_batch_wide_objects_of_two_batch_dims() -> None:
@@ -534,16 +532,6 @@ def test_batch_wide_objects_of_two_batch_dims() -> None:
     got = decompress(PackedBatch.cat([compress(batch("a")), compress(batch("b"))]))
     assert got.batch_size == (4, 3)
     assert got.get("t").tolist() == [["a"] * 3] * 2 + [["b"] * 3] * 2
-
-
-def test_a_batch_without_padding_teaches_nothing() -> None:
-    registry = {"m": MaskNestingSpec("m"), "taught": MaskNestingSpec("m", [0, 1])}
-    full = TensorDict({"m": torch.ones(2, 3), "taught": torch.ones(2, 3)}, batch_size=[2])
-    padded = TensorDict({"m": torch.tensor([[1.0, 0, 0]]), "taught": torch.tensor([[5.0, 1, 1]])}, batch_size=[1])
-    first = VerifyFirst()
-    for batch in (full[:0], full, padded, padded):
-        got = decompress(compress(batch, registry=registry, verify=first))
-        assert_same_batch(got, batch)
 
 
 @quiet

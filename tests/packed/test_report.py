@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import warnings
 
 import numpy as np
@@ -14,13 +13,12 @@ import torch
 from fuzz_wire import Pieces
 from hypothesis import given
 from hypothesis import strategies as st
-from needs import needs, without
 from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
+from maskpack import report
 from maskpack.packed.file.codec import as_sent
-from maskpack.packed.sizes import figures, report, to_json
 
 LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
 WIDE = {"prompt": 64, "response": 768}
@@ -98,7 +96,7 @@ def test_wire_bytes_are_those_of_the_byte_form(rows, some, codec):
     packed = pack(batch, codec=codec)
     packed = packed[some] if rows else packed
     assert bool(packed.table.row_pads["count"].any()) == bool(rows)
-    found = report(None, packed)
+    found = report(packed).metrics()
     arrays, total = naive_wire(packed)
     assert found["maskpack/header_bytes"] == total - sum(arrays.values())
     assert found["maskpack/layouts_bytes"] == arrays.pop("layouts")
@@ -113,7 +111,7 @@ def test_objects_count_in_every_total():
     batch = samples.rollout()
     batch.set("images", samples.per_row([{"pixels": torch.zeros(b, 3, 50)} for b in range(len(samples.ROWS))]))
     packed = pack(batch)
-    found, without = report(batch, packed), report(None, pack(batch.exclude("images")))
+    found, without = report(packed).metrics(), report(pack(batch.exclude("images"))).metrics()
     assert found["maskpack/objects_bytes"] == carried(packed.objects) > 21 * 150 * 4
     assert found["maskpack/wire_bytes"] == sum_of_parts(found)
     more = found["maskpack/objects_bytes"] - without["maskpack/objects_bytes"]
@@ -126,18 +124,17 @@ def test_objects_count_in_every_total():
         "a pickle has no header"
     )
     batch.set("call", NonTensorData(lambda: 1, batch_size=[7]))  # only cloudpickle takes it
-    assert report(batch, pack(batch))["maskpack/objects_bytes"] > found["maskpack/objects_bytes"]
+    assert report(pack(batch)).metrics()["maskpack/objects_bytes"] > found["maskpack/objects_bytes"]
 
 
 @pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 @given(batches())
 def test_any_batch_adds_up(case: Case):
     packed = mp.compress(case.batch, **case.options)
-    found = figures(packed, case.batch)
+    found = report(packed)
     arrays = sum(field.wire_bytes for field in found.fields) + found.layouts
     assert arrays == packed.table.nbytes <= pickled_arrays(packed) <= 1.1 * arrays + 8 * 500
     assert found.wire_bytes == arrays + found.objects + found.header
-    assert found == figures(packed)
     tensors = {}
     for name, value in case.batch.items(True, True):
         if isinstance(value, torch.Tensor):
@@ -164,7 +161,7 @@ def test_kinds_shapes_and_encodings():
     batch["unknown"] = torch.randn(7, 3, 2, dtype=torch.complex128)
     batch["own"] = samples.jagged([torch.randn(b, 2) for b in range(7)])
     packed = pack(batch)
-    found = {field.path[0]: field for field in figures(packed).fields}
+    found = {field.path[0]: field for field in report(packed).fields}
     assert list(found) == list(batch.keys())
     assert found["position_ids"].shape == (7, 4, 11)
     assert found["position_ids"].encoding == "rle"
@@ -183,15 +180,15 @@ def test_rows_that_are_no_batch_dim():
     axes = {"packed": mp.MaskAxis("cu", form="cu_seqlens")}
     registry = mp.MaskNestingRegistry({name: mp.MaskNestingSpec("packed") for name in ("ids", "x")}, axes)
     packed = mp.compress(batch, registry=registry)
-    found = {field.path[0]: field for field in figures(packed).fields}
+    found = {field.path[0]: field for field in report(packed).fields}
     sizes = [(field.kind, field.shape, field.padded_bytes, field.real_bytes) for field in found.values()]
     assert sizes == [("flat", (7,), 56, 56), ("dense", (4,), 32, 32), ("flat", (7, 2), 56, 56)]
-    assert report(batch, packed)["maskpack/fill"] == 1.0
+    assert report(packed).metrics()["maskpack/fill"] == 1.0
 
 
 def test_fields_whose_names_look_alike_are_kept_apart():
     batch = TensorDict({"a": {"b": torch.zeros(2, dtype=torch.int16)}, "a/b": torch.ones(2)}, [2])
-    found = report(batch, pack(batch))
+    found = report(pack(batch)).metrics()
     assert found["maskpack/field/a/b/padded_bytes"] == 2 * 2
     assert found["maskpack/field/a\\/b/padded_bytes"] == 2 * 4
     assert found["maskpack/wire_bytes"] == sum_of_parts(found)
@@ -201,7 +198,7 @@ def test_an_array_of_two_fields_counts_once():
     batch = TensorDict({"a": torch.randn(50), "b": torch.randn(50)}, [50])
     packed = pack(batch)
     packed = dataclasses.replace(packed, rows=packed.table.select([0, 0]))
-    found = report(None, packed)
+    found = report(packed).metrics()
     assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
     assert [found[f"maskpack/field/{name}/wire_bytes"] for name in "ab"] == [200, 0]
 
@@ -223,7 +220,7 @@ def naive_counts(rows):
 
 
 def counts_of(packed):
-    found = report(None, packed)
+    found = report(packed).metrics()
     return found.get("maskpack/tokens"), found.get("maskpack/shared_tokens")
 
 
@@ -302,59 +299,14 @@ def test_no_counts_without_token_ids(name, change):
     assert counts_of(pack(inside)) == (None, None)
 
 
-# -------------------------------------------------------------------- what is left
-
-
-def shuffled_zstd(array):
-    zstandard = needs("zstandard")
-    raw = array.tobytes()
-    planes = [raw[byte :: array.itemsize] for byte in range(array.itemsize)]
-    return len(zstandard.ZstdCompressor(level=1).compress(b"".join(planes)))
-
-
-def test_left_is_what_zstd_takes_off():
-    batch = samples.rollout(LONG, objects=False, **WIDE)
-    noise = torch.Generator().manual_seed(0)
-    names = "rollout_log_probs", "entropys", "returns"
-    for name in names:  # whose words are plain, with few values of the second byte
-        values = torch.randint(-(1 << 31), 1 << 31, batch[name].shape, generator=noise).to(torch.int32)
-        values = (values & ~0xFC00).view(torch.float32)
-        batch[name] = torch.where(batch["response_mask"].bool(), values, 0.0)
-    packed = pack(batch)
-    found = {field.path[0]: field for field in figures(packed).fields}
-    for name in names:
-        real = [batch[name][row, :r] for row, (_, r) in enumerate(LONG)]
-        words = torch.cat(real).numpy()
-        assert found[name].left == words.nbytes - shuffled_zstd(words) > 0, name
-    assert found["input_ids"].left == found["dummy_tensor"].left == 0
-    squeezed = report(None, pack(batch, codec="zstd"))
-    total = report(None, packed)
-    by_codec = sum(
-        total[key] - squeezed[key] for key in total if key.startswith("maskpack/field/") and key.endswith("/wire_bytes")
-    )
-    assert figures(packed).left == by_codec > 0
-    found = figures(pack(batch, codec="zstd"))
-    assert (found.left, found.codec) == (0, "zstd")
-
-
-@without("zstandard")
-def test_left_is_unknown_without_zstandard(found, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zstandard", found)
-    found = figures(pack(samples.rollout()))
-    assert found.left is None
-    assert {field.left for field in found.fields} == {None}
-    assert report(None, pack(samples.rollout()))["maskpack/wire_bytes"] == found.wire_bytes
-
-
 # -------------------------------------------------------------------- the batch
 
 
 def test_padded_bytes_are_those_of_the_batch_where_rows_were_widened():
     narrow, wide = samples.rollout(response=6, objects=False), samples.rollout(response=9, objects=False)
     joined = mp.PackedBatch.cat([pack(narrow), pack(wide)])
-    assert report(None, joined)["maskpack/field/returns/padded_bytes"] == 14 * 9 * 4
-    assert report(narrow, joined[:7])["maskpack/field/returns/padded_bytes"] == 7 * 6 * 4
-    assert report(None, joined[:7])["maskpack/field/returns/padded_bytes"] == 7 * 9 * 4
+    assert report(joined).metrics()["maskpack/field/returns/padded_bytes"] == 14 * 9 * 4
+    assert report(joined[:7]).metrics()["maskpack/field/returns/padded_bytes"] == 7 * 9 * 4
 
 
 # -------------------------------------------------------------------- JSON
@@ -364,9 +316,8 @@ def test_json_says_what_report_says():
     batch = samples.rollout()
     batch["sub"] = batch.select("attention_mask", "responses")
     packed = pack(batch)
-    said = json.loads(json.dumps(to_json(figures(packed)), allow_nan=False))
-    found = report(batch, packed)
-    assert found == report(None, packed) == report(mp.nest_batch_by_mask(batch, pad_token_id=samples.PAD), packed)
+    said = json.loads(json.dumps(report(packed).to_dict(), allow_nan=False))
+    found = report(packed).metrics()
     assert {type(value) for value in found.values()} == {int, float}
     for name in ("rows", "padded_bytes", "real_bytes", "wire_bytes", "ratio", "fill", "layouts_bytes"):
         assert said[name] == found.pop(f"maskpack/{name}"), name
@@ -379,9 +330,10 @@ def test_json_says_what_report_says():
             torch.empty(0, dtype=getattr(torch, field["dtype"])).element_size() * np.prod(field["shape"])
             == (field["padded_bytes"])
         )
-    assert found == {"maskpack/tokens": 36, "maskpack/shared_tokens": 0}, "not asked for by inspect"
+    assert found == {"maskpack/tokens": said["tokens"], "maskpack/shared_tokens": said["shared_tokens"]}
+    assert (said["tokens"], said["shared_tokens"]) == (36, 0)
 
 
 def test_rows_that_take_no_bytes_are_paid_for() -> None:
     packed = mp.compress(TensorDict({"s": torch.zeros(10_000)}, batch_size=[10_000]))
-    assert report(None, packed)["maskpack/wire_bytes"] == len(packed.to_bytes())
+    assert report(packed).metrics()["maskpack/wire_bytes"] == len(packed.to_bytes())

@@ -30,10 +30,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import (
-    ANY_ZERO,
     EDGE,
     PER_ROW,
-    SIGNED_ZERO,
     MaskNestingSpec,
     PackedBatch,
     compress,
@@ -41,6 +39,7 @@ from maskpack import (
     nest_batch_by_mask,
     unnest_batch_by_mask,
 )
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import MaskpackError
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import decode as on_host
@@ -287,7 +286,7 @@ PLANNED = ("reference", "multi-turn", "routed-experts", "ppo")
 def test_workloads(place: str, variant: str, tmp_path: Path) -> None:
     rows = 5 if is_interpreted(place) else 6
     made = [samples.workload(variant, rows, 24, 100, fill=0.4, group=3, seed=seed) for seed in range(3)]
-    verify = "never" if variant == "ppo" else "always"
+    verify = variant != "ppo"
     _, (padded, nested) = assert_same_rows(made, place, tmp_path, 64, pad_token_id=samples.PAD, verify=verify)
     if place == "kernels":
         assert padded.plans == ([True] if variant in PLANNED else [])
@@ -297,7 +296,7 @@ def test_workloads(place: str, variant: str, tmp_path: Path) -> None:
 # -------------------------------------------------------------------- any batch
 
 
-MORE = ({}, {"verify": "never"}, {"on_loss": "error"}, {"strict_mask_nesting": True})
+MORE = ({}, {"verify": False}, {"strict_mask_nesting": True})
 
 
 @given(batches(), st.data())
@@ -327,7 +326,7 @@ def test_any_batch_is_nested_as_on_the_host(place: str, case: Case, more: dict[s
         assert seen[1:] == expected[1:]
         if seen[0] is not None:
             oracle.assert_same_batch(*(nested.exclude(LAYOUTS).to("cpu") for nested in (seen[0], expected[0])))
-            if more.get("verify") != "never":
+            if more.get("verify", True):
                 oracle.assert_same_batch(unnest_batch_by_mask(seen[0]).to("cpu"), batch.to("cpu"))
 
 
@@ -380,12 +379,12 @@ UNSEEN = ("nothing", "another value of the mask", "two values of the mask", "no 
 
 
 @pytest.mark.parametrize("pads", [(), (0.0, PER_ROW), (EDGE, 0.0), (-1.0, 0.0, PER_ROW)], ids=str)
-@pytest.mark.parametrize("verify", ["always", "never"])
+@pytest.mark.parametrize("verify", [True, False])
 def test_batches_of_one_signature_follow_each_other(place: str, pads: tuple[Any, ...], verify: Any) -> None:
     """The plan of the one before serves a batch, or does not; the schema is that of a batch without a plan."""
     spec = MaskNestingSpec("m", [*pads]) if pads else MaskNestingSpec("m")
     options = {"registry": {"m": MaskNestingSpec("m"), "x": spec}, "verify": verify}
-    names = [name for name in CHANGES if verify == "always" or (name in UNSEEN and pads[:1] in ((), (0.0,)))]
+    names = [name for name in CHANGES if verify or (name in UNSEEN and pads[:1] in ((), (0.0,)))]
     random.Random(0).shuffle(names)
     torch.manual_seed(0)
     names = [own for name in names for own in ("nothing", "nothing", name)]  # on a device the second makes the plan

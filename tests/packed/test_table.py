@@ -22,9 +22,10 @@ from strategies import Case, batches, patterns
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, RL_FIELDS, SIGNED_ZERO, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import EDGE, PER_ROW, RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import abi
+from maskpack.core.pads import SIGNED_ZERO
 from maskpack.fields.registry import HINTS
 from maskpack.packed import table
 from maskpack.packed.join import merged

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from maskpack import unnest_batch_by_mask as unnest
+from maskpack.core.pads import ANY_ZERO
 
 P, R = 20, 50
 
@@ -70,8 +71,8 @@ def test_signs_of_zeros_move_with_their_columns():
     mask[0, 2:6], mask[1, 5:10] = 1, 1
     minus = torch.tensor([[1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 0, 1], [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 0]], dtype=torch.bool)
     x = torch.where(mask.bool(), torch.arange(24.0).reshape(2, 12) + 1, torch.where(minus, -0.0, 0.0))
-    packed = mp.compress(TensorDict({"m": mask, "x": x}, [2]), registry={"m": ("m", 0), "x": ("m", [0, mp.ANY_ZERO])})
-    assert packed.forms["x",].pads == (mp.ANY_ZERO,)
+    packed = mp.compress(TensorDict({"m": mask, "x": x}, [2]), registry={"m": ("m", 0), "x": ("m", [0, ANY_ZERO])})
+    assert packed.forms["x",].pads == (ANY_ZERO,)
     for seen in (
         mp.decompress(packed, widths="trim"),
         unnest(mp.decompress(packed, format="nested", widths="trim")),

@@ -11,8 +11,8 @@ import torch
 from samples import PAD, assert_same, per_row
 from tensordict import TensorDict
 
-from maskpack import PackedBatch, compress, decompress
-from maskpack.packed.sizes import FieldReport, figures
+from maskpack import PackedBatch, compress, decompress, report
+from maskpack.packed.report import FieldReport
 from maskpack.packed.table import forget
 from maskpack.store import RolloutLog
 
@@ -133,7 +133,7 @@ def test_layers_are_cut_from_the_log(tmp_path: Path) -> None:
     whole = torch.cat(parts)
 
     def experts(packed: PackedBatch) -> FieldReport:
-        return next(field for field in figures(packed, left=False).fields if field.path == ("routed_experts",))
+        return next(field for field in report(packed).fields if field.path == ("routed_experts",))
 
     with RolloutLog(tmp_path, pad_token_id=PAD) as log:
         for part in parts:

@@ -47,7 +47,7 @@ def test_covered():
     compress(batch().exclude("kl", "flaw"))
 
 def test_ignored():
-    compress(batch(), ignore_dense_fields=["kl", "flaw"])
+    compress(batch(), registry=mp.RL_FIELDS | dict.fromkeys(("kl", "flaw"), mp.MaskNestingSpec(None)))
 
 def test_tools_show_what_stays_padded(tmp_path):
     assert len(dense_fields(batch(), mp.RL_FIELDS)) == 2

@@ -19,11 +19,10 @@ import yaml
 from tensordict import TensorDict
 
 import maskpack
-from maskpack import RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec
+from maskpack import RL_FIELDS, MaskAxis, MaskNestingRegistry, MaskNestingSpec, report
 from maskpack.adapters.transformers import replayable
 from maskpack.errors import MaskpackWarning, RegistryError
 from maskpack.fields.presets import PRESETS
-from maskpack.packed.sizes import report
 from maskpack.packed.table import forget
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
 from maskpack.tools import cli, doctor, inspector
@@ -65,7 +64,7 @@ def strict(batch, registry, token=samples.PAD):
 
 
 def wire_bytes(batch, registry, token=samples.PAD):
-    return report(None, strict(batch, registry, token))["maskpack/wire_bytes"]
+    return report(strict(batch, registry, token)).wire_bytes
 
 
 def scored_ids(ids, valid, response):
@@ -157,7 +156,7 @@ def test_the_registry_as_printed_covers_a_batch_of_own_names(case, parts, monkey
     packed = strict(batch, registry, 7)
     assert all(spec.mask is not None for spec in registry.values())
     assert found.sizes.padded_bytes == sum(x.numel() * x.element_size() for x in batch.values(True, True))
-    assert (found.sizes.wire_bytes == report(None, packed)["maskpack/wire_bytes"]) == (parts == 1)
+    assert (found.sizes.wire_bytes == report(packed).wire_bytes) == (parts == 1)
     ids = batch[options.input_ids]
     for rows in (batch, packed):  # a packed batch has its axes, too
         assert PackedInputs.of(rows, options=options).targets.tolist() == scored_ids(ids, attn, response)

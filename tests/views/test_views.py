@@ -552,7 +552,7 @@ def unlike() -> dict[str, list[TensorDict]]:
 def test_what_cannot_be_joined_is_known_at_once(pair: list[TensorDict]) -> None:
     """Where both lie elsewhere, nothing is fetched; nor where one of them gives no rows."""
     registry, store = {name: MaskNestingSpec("m") for name in "mp"}, Store()
-    packed = [compress(batch, registry=registry, ignore_dense_fields=["d"]) for batch in pair]
+    packed = [compress(batch, registry=registry) for batch in pair]
     a, b = map(store.put, packed)
     for views in ([a, b], [b, a], [a[:0], b], [a, b[0:0]]):
         with pytest.raises(LayoutError, match=r"^BatchView\.cat: "):
@@ -586,7 +586,7 @@ def test_fields_that_do_not_fit_the_view() -> None:
     for other in (BatchView.of(pack(rollout())[::-1]), BatchView.of(pack(rollout(response=7)))):
         with pytest.raises(LayoutError, match=r'^BatchView\.with_fields: layout "'):
             view.with_fields(other)
-    deep = compress(TensorDict({"d": torch.zeros(7, 3)}, [7, 3]), ignore_dense_fields=["d"])
+    deep = compress(TensorDict({"d": torch.zeros(7, 3)}, [7, 3]))
     below = [compress(TensorDict({"in": TensorDict({}, dims)}, [7])) for dims in ([7], [7, 3])]
     for base, fields in ((view, deep), (BatchView.of(below[0]), below[1])):
         with pytest.raises(LayoutError, match=r"^BatchView\.with_fields: the fields .*have batch dims \(3,\) behind"):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,7 +31,7 @@ from maskpack.core.tensors import out_of_memory
 from maskpack.core.tree import Node, dense_stack, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
-from maskpack.fields.registry import MaskNestingRegistry
+from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
@@ -159,15 +159,20 @@ def pieces_of(rows: Sequence[RowAlone], places: Sequence[int], fields: frozenset
     return pieces
 
 
+@lru_cache(256)
+def _registry_of(names: frozenset[str]) -> MaskNestingRegistry:
+    """_PADDED, in which the fields that it does not know have no mask."""
+    return _PADDED | {name: MaskNestingSpec(None) for name in names if _PADDED.find((name,)) is None}
+
+
 def _padded(columns: Mapping[str, _PutField], rows: int) -> Chunk | None:
     """The chunk of a padded batch; None for other samples."""
     if not _is_padded(columns):
         return None
-    unknown = [name for name in columns if _PADDED.find((name,)) is None]
     batch = TensorDict({name: column.entry() for name, column in columns.items()}, batch_size=[rows])
     try:
         with not_strict():
-            return Chunk(compress(batch, registry=_PADDED, ignore_dense_fields=unknown))
+            return Chunk(compress(batch, registry=_registry_of(frozenset(columns))))
     except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
         return None
 

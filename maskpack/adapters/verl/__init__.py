@@ -4,7 +4,7 @@ protocol.py   compress, decompress: a DataProto or TensorDict in packed form, an
 dispatch.py   mask_nesting_dispatch, packed_endpoint: packed batches to the workers of verl and back
 metrics.py    take_metrics, log_metrics: bytes and times of packed calls
 engine.py     verl's FSDP2 engine with replay in it; `external_lib` of verl's configuration imports it
-here          nesting of a DataProto or TensorDict; payload reports; pickles
+here          nesting of a DataProto or TensorDict; pickles
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from maskpack.adapters.verl.dispatch import (
     mask_nesting_dispatch,
     packed_endpoint,
 )
-from maskpack.adapters.verl.metrics import log_metrics, reported_once, take_metrics
+from maskpack.adapters.verl.metrics import log_metrics, take_metrics
 from maskpack.adapters.verl.protocol import (
     VERL_FIELDS,
     DataProto,
@@ -37,7 +37,6 @@ from maskpack.fields.options import Registry
 from maskpack.fields.registry import Key, MaskNestingRegistry, MaskNestingSpec
 from maskpack.nesting import nest, response
 from maskpack.packed.carried import pickle_as
-from maskpack.packed.payload import PayloadReport
 
 __all__ = [
     "VERL_FIELDS",
@@ -53,7 +52,6 @@ __all__ = [
     "nest_batch_by_mask",
     "packed_endpoint",
     "pickle_data_protos",
-    "report_once",
     "select_and_pad_to_response",
     "take_metrics",
     "unnest_batch_by_mask",
@@ -97,17 +95,6 @@ def _batch_of(data: Any, call: str) -> TensorDictBase:
     if not isinstance(batch, TensorDictBase):
         raise wrong_kind(call, data)
     return batch
-
-
-# -------------------------------------------------------------------- payloads
-
-
-def report_once(data: Any, result: Any = None, *, name: str, **options: Any) -> PayloadReport | None:
-    """`maskpack.report_once` of a DataProto or a TensorDict. `options` are attributes of MaskNestingConfig."""
-    for given in (data,) if result is None else (data, result):
-        _batch_of(given, "report_once")
-    config = MaskNestingConfig(use_mask_nesting=True, **options)
-    return reported_once(name, data, result, config.pack, config.pack_result)
 
 
 # -------------------------------------------------------------------- pickles

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import InitVar, dataclass
@@ -21,20 +20,19 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, note_mismatch, reported_once
+from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, note_mismatch, note_report
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, one_strict
 from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
 from maskpack.core.memory import Pool
 from maskpack.errors import LayoutError, MaskpackError, RegistryError
-from maskpack.fields.options import Options, Registry, Verify, kept_verify, not_strict
+from maskpack.fields.options import Options, Registry, not_strict
 from maskpack.packed.batch import Target
 from maskpack.replay.mismatch import MismatchLimit
 
 _decorator: Any = importlib.import_module("verl.single_controller.base.decorator")
 _protocol: Any = importlib.import_module("verl.protocol")
 
-_log = logging.getLogger(__name__)
 _MEMORY = Pool()
 """Memory of the padded tensors that methods see; most of them are freed when the call ends."""
 _CONFIG = "_maskpack_config"
@@ -51,8 +49,8 @@ class MaskNestingConfig:
         strict: the name of `strict_mask_nesting` in the mask-nesting proposal, in calls only. Give one of them.
         registry: None stands for VERL_FIELDS.
         pad_token_id, verify, codec: options of `compress`.
-        report: log a payload report, with level INFO, after the first call of each method in this process, and add its
-            totals to `take_metrics`. The first call takes a few times as long.
+        report: log `maskpack.report` of the packed argument and of the packed result, with level INFO, after the first
+            call of each method in this process, and add their totals to `take_metrics`.
         mismatch_limit: how far `old_log_probs` may be from `rollout_log_probs` in a batch that has both, before it is
             sent.
     """
@@ -61,7 +59,7 @@ class MaskNestingConfig:
     strict_mask_nesting: bool = cast("bool", None)
     pad_token_id: int | None = None
     registry: Registry | None = None
-    verify: Verify = "always"
+    verify: bool = True
     codec: str | None = None
     report: bool = False
     mismatch_limit: MismatchLimit | None = None
@@ -77,7 +75,7 @@ class MaskNestingConfig:
                 "MaskNestingConfig: strict_mask_nesting without use_mask_nesting; expected both, or the first off. Set "
                 "use_mask_nesting to true."
             )
-        Options.of("MaskNestingConfig", self._fields(), self.pad_token_id, False, (), self.verify, "keep")
+        Options.of("MaskNestingConfig", self._fields(), self.pad_token_id, verify=self.verify)
 
     @classmethod
     def of(cls, config: Any, **more: Any) -> MaskNestingConfig:
@@ -94,21 +92,17 @@ class MaskNestingConfig:
     def _fields(self) -> Registry:
         return VERL_FIELDS if self.registry is None else self.registry
 
-    @functools.cached_property
-    def _verify(self) -> Verify:
-        return kept_verify(self.verify)
-
     def _compress(self, data: Any, **more: Any) -> PackedProto:
         options: dict[str, Any] = {"pad_token_id": self.pad_token_id, "codec": self.codec}
         return compress(data, registry=self._fields(), **options, **more)
 
     def pack(self, data: Any) -> PackedProto:
         """Packs an argument of a worker method."""
-        return self._compress(data, strict_mask_nesting=self.strict_mask_nesting, verify=self._verify)
+        return self._compress(data, strict_mask_nesting=self.strict_mask_nesting, verify=self.verify)
 
     def pack_result(self, data: Any, like: PackedProto) -> PackedProto:
         """Packs a result under the layouts of `like`, or without them if a field has another width. A field that no
-        mask covers stays padded, also if the environment variable of strict mode is set."""
+        mask covers stays padded, also under `pytest --maskpack-strict`."""
         with not_strict():
             try:
                 return self._compress(data, like=like)
@@ -239,12 +233,12 @@ class _Call:
     """A call between dispatch and collect, which verl runs one after the other.
 
     Attributes:
-        argument: the batch for a payload report; None for no report.
+        argument: the packed batch for a report; None for no report.
     """
 
     metrics: CallMetrics
     config: MaskNestingConfig
-    argument: Any = None
+    argument: PackedProto | None = None
 
     def pack(self, value: Any) -> PackedProto:
         packed = self.config.pack(value)
@@ -253,14 +247,13 @@ class _Call:
         self.metrics.resume()
         self.metrics.add("bytes_raw", nbytes_of(value))
         if self.config.report and self.argument is None:
-            self.argument = value
+            self.argument = packed
         return packed
 
     def report(self, result: Any) -> None:
-        back, pack_result = result if _has_rows(result) else None, self.config.pack_result
-        report = reported_once(self.metrics.method, self.argument, back, self.config.pack, pack_result)
-        if report is not None:
-            _log.info("%s", report)
+        if self.argument is not None:
+            back = self.config.pack_result(result, self.argument) if _has_rows(result) else None
+            note_report(self.metrics.method, self.argument, back)
 
 
 _under_way: ContextVar[_Call | None] = ContextVar("under_way", default=None)
@@ -354,7 +347,7 @@ def _collected(join: Callable[[list[Any]], Any], output: Sequence[Any]) -> Any:
     else:
         metrics.lap("gather")
     metrics.settle()
-    if call is not None and call.argument is not None:
+    if call is not None:
         call.report(joined)
     return joined
 

@@ -1,5 +1,5 @@
-"""Where the bytes and the time of packed calls go: sums for verl's logger, and one payload report of each method. And
-how far the trainer is from the rollout.
+"""Where the bytes and the time of packed calls go: sums for verl's logger, and one report of each method. And how far
+the trainer is from the rollout.
 
 call   prepare | put | wait | decompress | gather     on the driver --> sums of the process, by method
                                                       sums --take_metrics--> floats --log_metrics--> Tracking.log
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import threading
 import time
 import warnings
@@ -18,15 +19,19 @@ from typing import Any
 
 from torch import Tensor
 
-from maskpack.adapters.verl.protocol import PackedProto, decompress, renewed, tensors_of
+from maskpack.adapters.verl.protocol import PackedProto, tensors_of
 from maskpack.core.tree import flatten
 from maskpack.dispatch.timeline import PREFIX
 from maskpack.errors import MaskpackWarning, ReplayError
-from maskpack.packed.payload import Payload, PayloadReport, measured, once, raw_bytes
+from maskpack.nesting import coverage
+from maskpack.packed.report import report
 from maskpack.replay.mismatch import MismatchLimit, compare
 
+_log = logging.getLogger(__name__)
 _sums: Counter[str] = Counter()
 _mismatch: dict[str, float] = {}
+_reported: set[str] = set()
+"""The methods that were reported."""
 _guard = threading.Lock()
 
 
@@ -60,15 +65,14 @@ class CallMetrics:
 
 
 def nbytes_of(data: Any) -> int:
-    """Bytes of the tensors of a DataProto or a TensorDict, as they are."""
+    """Bytes of the tensors of a DataProto or a TensorDict, as they are; nested ones without their offsets."""
     tensors = tensors_of(data)
-    fields = [] if tensors is None else [value for _, value in flatten(tensors)]
-    return sum(raw_bytes(value for value in fields if isinstance(value, Tensor)))
+    return 0 if tensors is None else coverage.nbytes_of(value for _, value in flatten(tensors))
 
 
 def take_metrics() -> dict[str, float]:
     """Returns sums over the packed calls of this process since the last `take_metrics`, as a flat dict for a logger:
-    `maskpack/dispatch/<method>/calls`, `seconds`, `<stage>_seconds` and `bytes_<...>`, and totals of payload reports
+    `maskpack/dispatch/<method>/calls`, `seconds`, `<stage>_seconds` and `bytes_<...>`, and totals of reports
     (docs/verl.md has a table). Empty if there were none. `maskpack/rollout_mismatch/` are metrics of `replay.compare`,
     of the first batch with log-probs of the rollout and the trainer."""
     with _guard:
@@ -120,33 +124,17 @@ def log_metrics() -> Callable[[], None]:
     return undo
 
 
-def reported_once(
-    name: str,
-    data: Any,
-    result: Any,
-    pack: Callable[[Any], PackedProto],
-    pack_result: Callable[[Any, PackedProto], PackedProto],
-) -> PayloadReport | None:
-    """The first time for a name, the report of a call with `data` and, unless it is None, `result`. Its totals become
-    metrics."""
-
-    def measure() -> PayloadReport:
-        argument, packed = _measured(data, pack)
-        back = None if result is None else _measured(result, lambda copy: pack_result(copy, packed))[0]
-        return PayloadReport(name, argument, back)
-
-    report = once(name, measure)
-    if report is not None:
-        for direction, payload in (("argument", report.argument), ("result", report.result)):
-            totals: dict[str, Any] = {} if payload is None else vars(payload)
-            _add(f"maskpack/payload/{name}/{direction}", {key: totals[key] for key in totals if key != "fields"})
-    return report
-
-
-def _measured(data: Any, pack: Callable[[Any], PackedProto]) -> tuple[Payload, PackedProto]:
-    tensors = tensors_of(data)
-    copy = data if tensors is None else renewed(data, lambda batch: batch.clone())
-    return measured(data, copy, tensors, pack, decompress, lambda packed: packed.rows)
+def note_report(method: str, argument: PackedProto, result: PackedProto | None) -> None:
+    """Logs what the packed argument and the packed result of a method weigh, once. The totals become metrics."""
+    with _guard:
+        if method in _reported:
+            return
+        _reported.add(method)
+    for name, packed in (("argument", argument), ("result", result)):
+        if packed is not None and packed.rows is not None:
+            found = report(packed.rows)
+            _log.info("%s of %s: %s rows\n%s", name, method, found.rows, found)
+            _add(f"maskpack/payload/{method}/{name}", found.totals())
 
 
 def _add(prefix: str, sums: dict[str, Any]) -> None:

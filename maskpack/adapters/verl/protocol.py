@@ -10,7 +10,7 @@ keeps whole, numpy arrays of objects, and nested tensors that are ragged along t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from maskpack.core.tree import Node, flatten, has, is_object, unflatten
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.presets import verl
-from maskpack.fields.registry import Key, Path, path_of
+from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
@@ -169,7 +169,6 @@ def compress(
     registry: Registry = VERL_FIELDS,
     strict_mask_nesting: bool | None = None,
     strict: bool | None = None,
-    ignore_dense_fields: Iterable[Key] = (),
     like: PackedProto | None = None,
     **options: Any,
 ) -> PackedProto:
@@ -177,7 +176,7 @@ def compress(
 
     Args:
         data: a DataProto or a TensorDict. It is not changed.
-        registry, strict_mask_nesting, ignore_dense_fields: as for `maskpack.compress`.
+        registry, strict_mask_nesting: as for `maskpack.compress`.
         strict: the name of `strict_mask_nesting` in the mask-nesting proposal. Give one of them.
         like: packed rows whose layouts replace the masks that `data` does not have. It must be padded, with as many
             rows.
@@ -188,11 +187,10 @@ def compress(
             tensors in `non_tensor_batch` and `meta_info`.
     """
     is_strict = one_strict("compress", strict_mask_nesting, strict)
-    checks: dict[str, Any] = {"strict_mask_nesting": is_strict, "ignore_dense_fields": ignore_dense_fields}
     kind: Any = None
     batch, columns, meta_info = data, dict[str, ArrayColumn](), Objects({}, 0)
     if isinstance(data, DataProto):
-        _check_objects(data, Options.of("compress", registry, None, is_strict, ignore_dense_fields, "always", "keep"))
+        _check_objects(data, Options.of("compress", registry, None, is_strict))
         batch, kind = data.batch, cast("Any", type(data))
         columns = {name: ArrayColumn.of(array) for name, array in data.non_tensor_batch.items()}
         meta_info = Objects(data.meta_info, 0).stowed()
@@ -205,7 +203,7 @@ def compress(
     # a jagged field with the row lengths of `like` would come back padded
     alike = like is not None and not jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
     above = like.rows if like is not None and alike else None
-    rows = packing.compress(batch, registry=registry, like=above, **checks, **options)
+    rows = packing.compress(batch, registry=registry, strict_mask_nesting=is_strict, like=above, **options)
     return PackedProto(kind, rows, columns, meta_info, odd, wide, nested, rows.num_rows)
 
 
@@ -295,7 +293,7 @@ def _check_objects(data: Any, options: Options) -> None:
     hidden: list[Any] = []
     for name, value in (*data.non_tensor_batch.items(), ("meta_info", data.meta_info)):
         spec = options.registry.find((name,))
-        if path_of(name) not in options.ignore and (spec is None or spec.mask is not None):
+        if spec is None or spec.mask is not None:
             hidden += hidden_tensors((name,), value)
     check_strict("compress", hidden)
 

@@ -1,9 +1,6 @@
-"""Where the bytes of a packed batch go: figures of every field, for a logger, a table and JSON.
+"""Where the bytes of a packed batch go: padded, real and wire bytes of each field, and what else is sent.
 
-    packed --figures--> padded, real and wire bytes of each field, and what else travels
-                          |-- report   a flat dict for a logger
-                          '-- to_json  what `maskpack inspect` shows (tools/inspector.py)
-    packed --token_counts--> valid tokens, and how many of them rows share
+    packed --report--> Report --str--> a table;  --metrics--> a flat dict for a logger;  --to_dict--> JSON
 
 The wire bytes of a field are the bytes of its arrays as they are sent: compressed, if the batch has a codec. Together
 with the layouts, the Python objects and the header they are everything that a worker receives.
@@ -21,12 +18,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 import torch
-from tensordict import TensorDictBase
-from torch import Tensor
 
 from maskpack.core.arguments import said
-from maskpack.core.backends import is_installed
-from maskpack.core.tree import dense_at, entry_at
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.prefix_tree import PrefixTree
@@ -34,7 +27,7 @@ from maskpack.nesting.response import SEQUENCE
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.decode import decoded, shape_in
-from maskpack.packed.file.codec import CODECS, as_sent, compressed_arrays
+from maskpack.packed.file.codec import as_sent
 from maskpack.packed.file.container import Pieces
 from maskpack.packed.file.write import write_message
 from maskpack.packed.table import Table
@@ -57,8 +50,6 @@ class FieldReport:
         wire_bytes: bytes of its arrays as they are sent; 0 for a concat of other fields, and for a field that equals an
             earlier one.
         reason: why the field stays padded; None if it does so by design.
-        left: bytes that `codec="zstd"` would save in addition; None if zstandard is not installed, or `left` was not
-            asked for.
     """
 
     path: Path
@@ -70,12 +61,11 @@ class FieldReport:
     encoding: str
     wire_bytes: int
     reason: str | None
-    left: int | None
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The bytes of a packed batch.
+class Report:
+    """The bytes of a packed batch. `str` of it is a table.
 
     Attributes:
         rows: B.
@@ -83,6 +73,7 @@ class Figures:
         fields: its tensors, in key order.
         layouts, objects, header: bytes of the layouts, of the pickled Python objects, and of all else: the header, the
             table, and what is between arrays.
+        tokens: the tokens of the batch; None if it has no token ids on a sequence axis.
     """
 
     rows: int
@@ -91,6 +82,7 @@ class Figures:
     layouts: int
     objects: int
     header: int
+    tokens: TokenCounts | None = None
 
     @property
     def padded_bytes(self) -> int:
@@ -108,12 +100,6 @@ class Figures:
         return sum(field.wire_bytes for field in self.fields) + self.layouts + self.objects + self.header
 
     @property
-    def left(self) -> int | None:
-        """The sum of `left` of all fields; None if it was not asked for."""
-        known = [field.left for field in self.fields if field.left is not None]
-        return sum(known) if len(known) == len(self.fields) else None
-
-    @property
     def ratio(self) -> float:
         """Padded bytes for each byte on the wire."""
         return self.padded_bytes / self.wire_bytes
@@ -126,81 +112,86 @@ class Figures:
         return sum(field.real_bytes for field in masked) / padded if padded else 1.0
 
     def totals(self) -> dict[str, float | int]:
-        """The figures of the whole batch but `left`, by their names in reports."""
+        """The figures of the whole batch, by their names in `metrics`."""
         plain = ("rows", "padded_bytes", "real_bytes", "wire_bytes", "ratio", "fill")
         parts = ("layouts", "objects", "header")
-        return {name: getattr(self, name) for name in plain} | {f"{name}_bytes": getattr(self, name) for name in parts}
+        out = {name: getattr(self, name) for name in plain} | {f"{name}_bytes": getattr(self, name) for name in parts}
+        return out | ({} if self.tokens is None else self.tokens._asdict())
 
+    def metrics(self) -> dict[str, float | int]:
+        """A flat dict for a logger.
 
-# -------------------------------------------------------------------- figures
-
-
-def report(batch: TensorDictBase | None, packed: PackedBatch) -> dict[str, float | int]:
-    """Reports the bytes of each field of a packed batch, as a flat dict for a logger.
-
-    Args:
-        batch: the padded or nested batch that was packed: the padded bytes of a field are the bytes of its tensor. If
-            it is None, or a field of it is jagged, they are computed from the widths of the layouts.
-        packed: the result of `compress`. If it has a codec, this compresses it once.
-
-    Returns:
         `maskpack/rows`, `maskpack/padded_bytes`, `maskpack/real_bytes`, `maskpack/wire_bytes`, `maskpack/ratio`
         (padded / wire), `maskpack/fill` (share of valid elements in the fields under a mask), `maskpack/layouts_bytes`,
         `maskpack/objects_bytes`, `maskpack/header_bytes`, and for each field
         `maskpack/field/<path>/padded_bytes`, `real_bytes` and `wire_bytes`. Wire bytes of the fields, layouts, objects
         and header add up to the total; objects count in the padded and the real bytes, too. `maskpack/tokens` and
-        `maskpack/shared_tokens` are there if the batch has token ids: see `token_counts`.
+        `maskpack/shared_tokens` are there if the batch has token ids: see `TokenCounts`.
+        """
+        out = {f"maskpack/{name}": value for name, value in self.totals().items()}
+        for field in self.fields:
+            for name in ("padded_bytes", "real_bytes", "wire_bytes"):
+                key = f"maskpack/field/{show(field.path)}/{name}"
+                out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dict for JSON."""
+        fields: list[dict[str, Any]] = []
+        for field in self.fields:
+            own = {part.name: getattr(field, part.name) for part in fields_of(field)}
+            fields.append(own | {"path": list(field.path), "shape": list(field.shape), "dtype": dtype_name(field)})
+        return self.totals() | {"codec": self.codec, "fields": fields}
+
+    def table(self) -> list[str]:
+        """Aligned lines: one for each field, and the totals."""
+        lines = [("field", "dtype", "encoding", "padded", "real", "wire", "padded/wire")]
+        for field in self.fields:
+            amounts = _amounts(field.padded_bytes, field.real_bytes, field.wire_bytes)
+            lines.append((cell(show(field.path)), dtype_name(field), cell(field.encoding), *amounts))
+        lines.append(("layouts", "", "", "", "", f"{self.layouts:,}", ""))
+        lines.append(("objects", "", "", *_amounts(self.objects, self.objects, self.objects)))
+        lines.append(("header", "", "", "", "", f"{self.header:,}", ""))
+        lines.append(("total", "", "", *_amounts(self.padded_bytes, self.real_bytes, self.wire_bytes)))
+        return aligned(lines, 3)
+
+    def __str__(self) -> str:
+        out, padded = self.table(), [field for field in self.fields if field.kind == "dense"]
+        if padded:
+            out += ["", "Fields that stay padded:"]
+        for field in padded:
+            name, reason = printable(show(field.path)), printable(field.reason or "by design")
+            out.append(f"  {name} {field.shape} {dtype_name(field)}, {field.padded_bytes:,} bytes: {reason}")
+        return "\n".join(out)
+
+
+def report(packed: PackedBatch) -> Report:
+    """Reports the bytes of a packed batch and of each of its fields.
+
+    Args:
+        packed: the result of `compress`. If it has a codec, this compresses it once. `input_ids` and `position_ids`
+            are decoded; nothing else is.
 
     Raises:
-        LayoutError: `packed` is not a PackedBatch, or `batch` has other rows or lacks one of its fields.
+        LayoutError: `packed` is not a PackedBatch.
     """
-    whole = figures(packed, batch, left=False)
-    out = {f"maskpack/{name}": value for name, value in whole.totals().items()}
-    for field in whole.fields:
-        for name in ("padded_bytes", "real_bytes", "wire_bytes"):
-            key = f"maskpack/field/{show(field.path)}/{name}"
-            out[key] = out.get(key, 0) + getattr(field, name)  # ("a", "b") and ("a/b",) have one name
-    counts = token_counts(packed)
-    return out if counts is None else out | {f"maskpack/{name}": count for name, count in counts._asdict().items()}
-
-
-def fields(packed: PackedBatch) -> list[FieldReport]:
-    """The bytes of every tensor of a packed batch, in key order. Compresses the batch once to see what is `left`."""
-    return list(figures(packed).fields)
-
-
-def figures(packed: PackedBatch, batch: TensorDictBase | None = None, *, left: bool = True) -> Figures:
-    """The bytes of a packed batch and of each of its tensors. `left`: compress it once to see what is left."""
     if not isinstance(packed, PackedBatch):
-        raise LayoutError(
-            f"report: packed is {said(packed)}; expected a PackedBatch. Call report(batch, packed) with "
-            "what compress returned."
-        )
-    if batch is not None:
-        _check(batch, packed)
+        raise LayoutError(f"report: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
     message, names = write_message(packed, True, with_objects=False)
     pieces = Pieces(message, names)
     table = as_sent(packed.table, packed.codec)
     arrays = table.arrays()
     sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
     sizes = _sizes(table, sent)
-    gain: list[int] | None = None
-    if left and packed.codec is not None:
-        gain = [0] * len(packed.tensors)
-    elif left and is_installed("zstandard"):
-        loose = as_sent(table, CODECS[0])
-        small = _sizes(loose, [array.nbytes for array in compressed_arrays(loose.arrays())[0]])
-        gain = [own - other for own, other in zip(sizes.fields, small.fields, strict=True)]
-    return Figures(
+    stream, buffers = _pickled(packed.objects) if packed.objects else (b"", [])
+    return Report(
         packed.num_rows,
         packed.codec,
-        tuple(
-            _field(packed, form, batch, sizes.fields[number], None if gain is None else gain[number])
-            for number, form in enumerate(packed.tensors)
-        ),
+        tuple(_field(packed, form, size) for form, size in zip(packed.tensors, sizes.fields, strict=True)),
         sizes.layouts,
-        pickled_bytes(*pickled(packed.objects)) if packed.objects else 0,
+        len(stream) + sum(buffer.raw().nbytes for buffer in buffers),
         len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
+        token_counts(packed),
     )
 
 
@@ -256,73 +247,31 @@ def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
     return _Sizes(fields, sum(sizes.values()))
 
 
-def _field(
-    packed: PackedBatch, form: FieldForm, batch: TensorDictBase | None, wire_bytes: int, left: int | None
-) -> FieldReport:
+def _field(packed: PackedBatch, form: FieldForm, wire_bytes: int) -> FieldReport:
     assert form.dtype is not None
     shape = shape_in(packed, form)
-    given = None if batch is None else dense_at(batch, form.path)
     return FieldReport(
         form.path,
         form.dtype,
         form.kind,
         shape,
-        math.prod(shape) * form.dtype.itemsize if given is None else given.numel() * given.element_size(),
+        math.prod(shape) * form.dtype.itemsize,
         packed.words_nbytes(form.path),
         packed.table.kind(packed.numbers[form.path]),
         wire_bytes,
         form.reason,
-        left,
     )
 
 
-def pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
+def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
     """A value as Ray pickles it: the stream, and its buffers beside it."""
     buffers: list[pickle.PickleBuffer] = []
     return cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
 
 
-def pickled_bytes(stream: bytes, buffers: Sequence[pickle.PickleBuffer]) -> int:
-    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+# -------------------------------------------------------------------- text
 
-
-def _check(batch: Any, packed: PackedBatch) -> None:
-    if not isinstance(batch, TensorDictBase):
-        raise LayoutError(
-            f"report: the batch is {said(batch)}; expected the TensorDict that was packed, or None. Call "
-            "report(batch, packed)."
-        )
-    if batch.batch_dims and batch.batch_size[0] != packed.num_rows:
-        raise LayoutError(
-            f"report: the batch has {batch.batch_size[0]} rows; the packed one has {packed.num_rows}. Pass the batch "
-            "that was packed, or None."
-        )
-    for path in packed.numbers:
-        if not isinstance(entry_at(batch, path), Tensor):
-            raise LayoutError(
-                f'report: the batch has no tensor "{show(path)}", and the packed one has. Pass the batch that was '
-                "packed, or None."
-            )
-
-
-# -------------------------------------------------------------------- JSON and text
-
-
-def to_json(found: Figures) -> dict[str, Any]:
-    """The figures as a dict for JSON."""
-    return found.totals() | {
-        "codec": found.codec,
-        "left": found.left,
-        "fields": [
-            {
-                **{part.name: getattr(field, part.name) for part in fields_of(field)},
-                "path": list(field.path),
-                "shape": list(field.shape),
-                "dtype": dtype_name(field),
-            }
-            for field in found.fields
-        ],
-    }
+_LONGEST = 80
 
 
 def dtype_name(field: Any) -> str:
@@ -348,3 +297,13 @@ def aligned(lines: Sequence[Sequence[str]], names: int) -> list[str]:
 def printable(text: str) -> str:
     """Text with escapes for characters that a terminal or XML does not take; names come from files."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def cell(name: str) -> str:
+    """A name in a column, which is as wide as the longest."""
+    text = printable(name)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _amounts(padded: int, real: int, on_wire: int) -> tuple[str, str, str, str]:
+    return f"{padded:,}", f"{real:,}", f"{on_wire:,}", f"{padded / on_wire:,.1f}" if on_wire else "-"
