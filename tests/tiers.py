@@ -46,7 +46,6 @@ FILES = {
     "ops/test_vocab_parallel.py": "ranks",
     "planning/test_agreement.py": "ranks",
     "replay/test_context_parallel.py": "ranks",
-    "replay/test_replay_compiled.py": "a compiler",
     "replay/test_replay_sharded.py": "ranks",
     "test_triton_targets.py": "a compiler",
 }
@@ -85,7 +84,6 @@ TESTS = {
     "replay/test_replay_images.py::test_what_ranks_refuse_together",
     "replay/test_replay_mixers.py::test_sharded_layers",
     "replay/test_replay_models.py::test_layers_that_never_attend_through_the_interface_are_found",
-    "replay/test_routed_experts.py::test_compiled_parts",
     "store/test_log_faults.py::test_a_fork_can_read_and_cannot_write",
     "store/test_log_faults.py::test_a_fork_does_not_keep_the_lock",
     "store/test_log_faults.py::test_a_log_that_nobody_closes_is_synced",

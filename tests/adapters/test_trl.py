@@ -30,7 +30,6 @@ from tensordict import TensorDict
 from tiny_models import qwen25_vl
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
 
-from maskpack.adapters.transformers import compiled
 from maskpack.adapters.transformers.passes import NAME
 from maskpack.adapters.trl import packed
 from maskpack.adapters.trl import packed_trainer as adapter
@@ -119,26 +118,6 @@ def test_twenty_steps_are_those_of_trl(tmp_path, models):
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4, msg=name)
     fractions = [step["maskpack/computed_fraction"] for step in ours.state.log_history if "loss" in step]
     assert all(0 < fraction < 1 for fraction in fractions)
-
-
-def test_compiled_parts(tmp_path, models, monkeypatch):
-    """With checkpointed layers and a reference model; TRL's own pass of the self-check runs them as they are."""
-    ran = []
-    run = compiled.CompiledForward._run
-
-    def seen(self, *args, **kwargs):
-        ran.append(self._who)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(compiled.CompiledForward, "_run", seen)
-    padded = work.trained(GRPOTrainer, tmp_path / "0", models(), max_steps=4, **REUSED)
-    assert not ran
-    ours = work.trained(
-        packed(GRPOTrainer, min_shared=2, compile=True), tmp_path / "1", models(), max_steps=4, **REUSED
-    )
-    assert {"Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"} <= set(ran)
-    assert_same_runs(padded, ours)
-    assert not any("forward" in vars(part) for part in ours.model.model.modules())
 
 
 def test_a_checkpoint_of_packed_rows_goes_on_padded(tmp_path, models):

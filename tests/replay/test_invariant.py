@@ -197,15 +197,6 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 
 
 @torch.no_grad()
-def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    from maskpack.adapters.transformers import compiled
-
-    monkeypatch.setitem(compiled._OPTIONS, "backend", "eager")
-    replay = replayable(pair(qwen3)[0], compile=True, invariant=True)
-    assert differing(replay, rows_of(np.random.default_rng(3), 8), 5) == 0
-
-
-@torch.no_grad()
 def test_models_whose_rows_are_short_or_have_places_of_images() -> None:
     """Positions of the tail and rows of the probe stay within the limits of the model, ids of the probe are text."""
     rows = [row[:40] for row in rows_of(np.random.default_rng(3), 8)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib
 import types
 import warnings
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -240,7 +243,7 @@ def test_layers_of_one_class_have_a_trial_each(layers: Any, counted: Counter[str
     wanted = [layer(x) for layer in model.layers]
     parts = fused.FusedParts(model, model)
     assert parts.ways() == {"layers.0": "not run yet", "layers.1": "not run yet"}
-    for (layer, forward), want in zip(parts._forwards, wanted, strict=True):
+    for (layer, forward), want in zip(parts._parts.values(), wanted, strict=True):
         torch.testing.assert_close(forward._run(layer, x), want, rtol=1e-5, atol=1e-5)
     assert counted["gate"]
     assert parts.ways() == {"layers.0": "kernel", "layers.1": "own forward"}
@@ -311,7 +314,77 @@ def test_release_and_other_options(counted: Counter[str]) -> None:
     response_log_probs(ready, batch)
     assert sum(counted.values()) > before
     assert not any("forward" in vars(part) for part in ready.release().modules())
-    with pytest.raises(ReplayError, match="both compile and fused are True; expected one of them"):
-        replayable(model, compile=True, fused=True)
     with pytest.raises(ReplayError, match="replayable: fused is"):
         replayable(model, fused="yes")
+
+
+def owners(model: nn.Module) -> dict[str, Any]:
+    """The parts that have a forward of their own."""
+    return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
+
+
+@on_the_host
+def test_a_copy_runs_with_its_own_weights(counted: Counter[str]) -> None:
+    model, own = pair(qwen3)
+    replayable(model, fused=True)
+    other = copy.deepcopy(model)
+    assert owners(other).keys() == owners(model).keys()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert all(forward.__self__ is other.get_submodule(name) for name, forward in owners(other).items())
+    seen = response_log_probs(replayable(other, fused=True), batch_of())
+    assert torch.equal(seen.values(), response_log_probs(replayable(own, fused=True), batch_of()).values())
+
+
+def test_parts_do_not_keep_a_model() -> None:
+    model, _ = pair(llama)
+    gone = weakref.ref(model.model)
+    replayable(model, fused=True)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+ELSEWHERE = """
+import torch
+
+class OtherRMSNorm(torch.nn.Module):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(hidden_size)), eps
+
+    def forward(self, hidden_states):
+        return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+def rotated(q, k, cos, sin):
+    return own(q, k, cos, sin)
+"""
+
+
+@pytest.mark.parametrize("way", ["classes", "instances"])
+def test_parts_of_another_package_are_left_as_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a package that replaces classes and functions of transformers, or the forward of some parts."""
+    modeling = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    other = types.ModuleType("other_kernels.transformers")
+    vars(other)["own"] = modeling.apply_rotary_pos_emb
+    exec(ELSEWHERE, vars(other))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", vars(other)["rotated"])
+    if way == "classes":
+        monkeypatch.setattr(modeling, "Qwen3RMSNorm", vars(other)["OtherRMSNorm"])
+    model, _ = pair(lambda **more: qwen3(**more))  # not one that is kept
+    for part in model.modules() if way == "instances" else ():
+        if type(part).__name__ == "Qwen3RMSNorm":
+            part.forward = types.MethodType(vars(other)["OtherRMSNorm"].forward, part)
+    before = owners(model)
+    ours = replayable(model, fused=True)
+    assert {type(model.model.get_submodule(name)).__name__ for name in ours.fused_parts} == {"Qwen3MLP"}
+    ours.release()
+    assert owners(model) == before
+
+
+def test_a_model_without_known_parts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_PART", fused.re.compile("(Nothing)$"))
+    monkeypatch.setattr(fused, "ROTARY", "nothing")
+    with pytest.raises(ReplayError, match="fused=True, but LlamaForCausalLM has no norm, MLP or rotary embedding"):
+        replayable(pair(llama)[0], fused=True)

@@ -24,7 +24,6 @@ from rows_alone import off
 from tiny_models import llama, pair
 from tiny_vision import IMAGE, ROWS, WITH_VIDEO, Row, Sample, batch_of, samples, truth
 
-from maskpack.adapters.transformers import compiled
 from maskpack.adapters.transformers import model as adapter
 
 replayable = adapter.replayable
@@ -280,19 +279,6 @@ def test_the_self_check_compares_a_row_with_images() -> None:
 
 def samples_of_text(plain: Any) -> TensorDict:
     return batch_of(plain, samples(tiny.qwen25_vl, [Row(3, 4), Row(2, 5)]))
-
-
-@pytest.mark.parametrize("make", [tiny.qwen25_vl, tiny.qwen3_vl])
-def test_compiled_parts_of_both_towers(make: Any, monkeypatch: Any) -> None:
-    """What torch.compile has traced runs as it is."""
-    monkeypatch.setitem(compiled._OPTIONS, "backend", "eager")
-    model, plain = pair(make)
-    ready = replayable(model, compile=True)
-    for seed in (0, 1):
-        given = given_to(make, seed=seed)
-        seen = response_log_probs(ready, batch_of(plain, given), self_check=True)
-        assert off(seen, truth(plain, given)) <= LIMIT
-        close_gradients(gradients(model, seen.values()), gradients(plain, truth(plain, given)))
 
 
 # -------------------------------------------------------------------- shared prefixes

@@ -347,23 +347,6 @@ def test_autocast_and_other_dtypes_pass_the_self_check(make: Any) -> None:
         response_log_probs(replayable(other), batch, self_check=True)
 
 
-def test_mixers_run_beside_compiled_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from maskpack.adapters.transformers import compiled
-
-    monkeypatch.setitem(compiled._OPTIONS, "backend", lambda graph, _inputs: graph.forward)
-    for name in ("Qwen3_5", "MiniMax"):
-        model, plain = pair(MODELS[name])
-        ready = replayable(model, compile=True)
-        for rows in (ROWS, ROWS[:2], ROWS[3:]):
-            batch = batch_of(rows)
-            seen = response_log_probs(ready, batch, self_check=True, **SHARE)
-            truth, _ = truth_of(plain, batch)
-            assert off(seen, truth) <= LIMIT
-            close_gradients(gradients(model, seen.values()), gradients(plain, truth))
-        ready.release()
-        assert owners(model) == []
-
-
 def test_sharded_layers() -> None:
     """Other rows, other groups and other counts of calls of mixers on each rank."""
     for seen in values(run_ranks(work_replay.sharded_mixers, 2)):

@@ -19,7 +19,7 @@ from work_replay import SHARING, UNEQUAL
 @pytest.mark.parametrize(
     ("tied", "sharing", "way"),
     [
-        *((tied, None, way) for tied in (False, True) for way in ("", "compiled", "all parts")),
+        *((tied, None, way) for tied in (False, True) for way in ("", "all parts")),
         *((False, sharing, "") for sharing in SHARING),
         *((tied, "rank 0 shares", "all parts") for tied in (False, True)),
     ],
@@ -30,12 +30,6 @@ def test_sharded_replay_is_that_of_each_row_alone(tied: bool, sharing: str | Non
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
-
-
-def test_flattened_weights_are_not_compiled() -> None:
-    for said in values(run_ranks(work_replay.flattened_and_compiled, 2)):
-        assert "compile=True, but FullyShardedDataParallel flattens weights" in said
-        assert "FullyShardedDataParallel flattens weights" in said
 
 
 def test_a_pass_without_gradients_leaves_shards() -> None:

@@ -269,14 +269,6 @@ def test_the_model_is_as_before() -> None:
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain(input_ids=ids, use_cache=False).logits)
 
 
-def test_compiled_parts() -> None:
-    name = "deepseek"
-    model, plain = made(name)
-    batch = routed(name, batch_of())
-    seen = response_log_probs(replayable(model, compile=True), batch, self_check=True, **ROUTED)
-    assert off(seen, alone(name, plain, batch)) <= LIMIT
-
-
 def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router that is interrupted leaves no mode behind, which would choose for other models."""
     model, plain = made("qwen3_moe")

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.distributed.tensor import DTensor
 
 import maskpack as mp
-from maskpack.adapters.transformers import compiled, replayable
 from maskpack.adapters.transformers import model as adapter
+from maskpack.adapters.transformers import replayable
 from maskpack.replay import PackedInputs, ReplayOptions
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -100,11 +100,10 @@ def _sharing(case: str) -> TensorDict:
 def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = None) -> dict[str, float]:
     """How far log-probs of all ways are off those of each row alone, and gradients (of the mean over ranks).
 
-    Of the ways, what torch.compile has traced runs as it is if "compiled". In "all parts", the root shards its weights
+    In the way "all parts", the root shards its weights
     again after each forward pass, and the embedding and the output layer, unless they share a weight, have shards of
     their own.
     """
-    compiled._OPTIONS["backend"] = "aot_eager"
     all_parts = way == "all parts"
     logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -114,7 +113,7 @@ def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = 
     parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
     for part in (*parts, model):
         fully_shard(part, mesh=mesh, reshard_after_forward=True if all_parts else None)
-    replay = replayable(model, compile=way == "compiled")
+    replay = replayable(model)
     # other rows, and other counts, on each rank
     batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
@@ -242,10 +241,6 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
     for number, layer in enumerate(model.model.layers):
         model.model.layers[number] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"), **options)
     return model
-
-
-def flattened_and_compiled() -> str:
-    return said_of(replayable, _fsdp1_layers(tiny(False)), compile=True)
 
 
 SHARDED = {

@@ -3,7 +3,6 @@
 model.py       replayable: checks, packed attention, sharded models
 refusals.py    what replay does not run, why, and what to do instead: a table
 forwards.py    parts whose forward is replaced         gradients.py    the self-check of gradients
-compiled.py    torch.compile of norms, MLPs and rotary embeddings, in place
 layers.py      what a decoder layer was called with, for the parts within it
 passes.py      which attention the layers use in a forward pass
 output.py      output layers, and what is done to logits

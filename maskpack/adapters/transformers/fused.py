@@ -1,9 +1,13 @@
 """Own kernels for the parts of a model between its matrix products and its attention, in place.
 
-part               found as for compile=True                       becomes
+part               found by                                        becomes
 RMS norms          the end of the class name                       one launch
 MLPs               the same, with a gate, an up and a down layer   these layers, and one launch between them
 attention layers   apply_rotary_pos_emb, which they call           one launch for queries and keys
+
+Parts and functions whose code is neither torch's nor transformers' nor of the package of the model, such as the kernels
+of Liger, are left as they are. While the model replays, each part has a `forward` of its own; modules, parameters and
+hooks stay as they are. The original attention of the self-check runs with the original parts.
 
 The first call of a part on a GPU compares the kernel with the forward of its class, on a few random rows and weights.
 A part of which no variant of the kernel is the same function keeps its forward, as all do on the CPU.
@@ -14,19 +18,25 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import re
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from maskpack.adapters.transformers.compiled import ROTARY, PartForward, Parts, parts_of, rotating
-from maskpack.adapters.transformers.refusals import may_refuse
+from maskpack.adapters.transformers import passes
+from maskpack.adapters.transformers.forwards import Forward
+from maskpack.adapters.transformers.refusals import Refusal, may_refuse
 from maskpack.core.backends import interpreted, uses_triton
 from maskpack.errors import MaskpackWarning
 
+_PART = re.compile("(Norm|MLP|Mlp|RotaryEmbedding)$")
+ROTARY = "apply_rotary_pos_emb"
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative differences of one rounding, or of a sum in another order. Other dtypes have no kernel."""
 
@@ -34,38 +44,88 @@ Trial = tuple[Callable[[], Any], Callable[[Any], Any], Iterable[Any]]
 """The forward of the class, the kernel for a variant, both of random numbers, and the variants."""
 
 
-class FusedParts(Parts):
-    """Parts by own kernels. Raises ReplayError if the model has no such part."""
+def _parts_of(model: nn.Module, base: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """The names and parts, with the ends of the names of their classes; attention layers that call `ROTARY` have none.
+    Parts whose code, or whose rotation, is of another package are left out."""
+    kinds = cast("tuple[Any, ...]", (*type(model).__mro__, *type(base).__mro__))
+    homes = {kind.__module__.partition(".")[0] for kind in kinds}
+    parts: list[tuple[str, Any]] = list(base.named_modules())
+    for name, part in parts:
+        kind = cast("Any", type(part))
+        end = _PART.search(kind.__name__)
+        inner = inspect.unwrap(kind.forward)
+        if not end and not (ROTARY in getattr(inner, "__globals__", {}) and ROTARY in inner.__code__.co_names):
+            continue
+        runs: list[Any] = [vars(part).get("forward", kind.forward)]
+        runs += [] if end else [inner.__globals__[ROTARY]]
+        # the package whose code it is, within its wrappers
+        if homes.issuperset(str(getattr(inspect.unwrap(run), "__module__", "")).partition(".")[0] for run in runs):
+            yield name, part, end and end[1]
+
+
+class FusedParts:
+    """Parts of a model by own kernels, with the `forward` that each of them has while the model replays.
+
+    Raises ReplayError if the model has no such part."""
 
     def __init__(self, model: nn.Module, base: Any) -> None:
-        self._named: dict[str, FusedForward] = {}
+        self._base: nn.Module = base
         self._told = False
-        super().__init__(model, base, "fused")
-
-    def _find(self, model: nn.Module, base: Any) -> None:
-        for name, part, end in parts_of(model, base):
+        self._parts: dict[str, tuple[nn.Module, FusedForward]] = {}
+        for name, part, end in _parts_of(model, base):
             make = _KINDS.get(end)
             if make is not None and "forward" not in vars(part) and part._compiled_call_impl is None:
                 # each part has a trial of its own: what it computes may depend on functions and dicts that it holds
-                self._named[name] = make(type(part).forward)
-                self._forwards.append((part, self._named[name]))
+                self._parts[name] = part, make(type(part).forward)
+        if not self._parts:
+            raise Refusal.NO_PARTS(model=type(model).__name__)
+        self._number = next(_numbers)
+
+    def install(self) -> None:
+        if _installed.get(self._base) != self._number:
+            restore_parts(self._base)
+            _installed[self._base] = self._number
+        for part, forward in self._parts.values():
+            forward.install(part)
 
     def ways(self) -> dict[str, str]:
         """How each part ran, by its name: "kernel", "own forward", or "not run yet"."""
         ways = {None: "not run yet", True: "kernel", False: "own forward"}
-        return {name: ways[forward.fused] for name, forward in self._named.items()}
+        return {name: ways[forward.fused] for name, (_, forward) in self._parts.items()}
 
     def check_run(self, who: str, device: torch.device) -> None:
         """Warns once if no part ran by a kernel where there are kernels."""
         if not self._told and (uses_triton(device) or interpreted()):
             self._told = True
-            if not any(forward.fused for forward in self._named.values()):
+            if not any(forward.fused for _, forward in self._parts.values()):
                 warnings.warn(
                     f"replayable(fused=True): no part of {who} runs by a kernel: none computes what the kernels do, in "
                     "float32, bfloat16 or float16. replay.fused_parts names them; leave fused out.",
                     MaskpackWarning,
                     stacklevel=2,
                 )
+
+
+_numbers = itertools.count()
+_installed: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+"""Base models that may have such parts, and whose. To look for these takes long in a model with many parts."""
+
+
+def restore_parts(base: nn.Module) -> None:
+    if _installed.pop(base, None) is not None:
+        PartForward.restore(base)
+
+
+class PartForward(Forward):
+    """What `part.forward(...)` calls: `_replaying`, or in the self-check `_own`."""
+
+    _own: Callable[..., Any]
+    _replaying: Callable[..., Any]
+
+    def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = passes.current()
+        forward = self._own if running is not None and running.own else self._replaying
+        return forward(part, *args, **kwargs)
 
 
 class FusedForward(PartForward):
@@ -163,7 +223,7 @@ class _Attention(FusedForward):
     def __init__(self, own: Any) -> None:
         super().__init__(own)
         self._rotate: Callable[..., Any] = inspect.unwrap(own).__globals__[ROTARY]
-        self._replaying = rotating(own, self._run)
+        self._replaying = _rotating(own, self._run)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs and len(args) == 4 and _fit(*args):  # of the function that rotates, not of the layer
@@ -219,3 +279,13 @@ def _same(seen: Any, wanted: Any) -> bool:
     x, y = seen.float(), wanted.float()
     near = bool(((x - y).abs() <= _CLOSE[seen.dtype] * (y.abs() + y.abs().mean())).all())
     return near and (seen.dtype == torch.float32 or float((x != y).float().mean()) < 0.02)
+
+
+def _rotating(forward: Any, rotate: Callable[..., Any]) -> Any:
+    """The forward of an attention layer that calls `rotate` for `ROTARY`."""
+    inner: Any = inspect.unwrap(forward)
+    copy = FunctionType(
+        inner.__code__, {**inner.__globals__, ROTARY: rotate}, inner.__name__, inner.__defaults__, inner.__closure__
+    )
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    return copy

@@ -108,12 +108,12 @@ class Probe:
     """Replays rows of random ids in several packings, and compares bits with those of each row alone."""
 
     def __init__(
-        self, model: nn.Module, output: nn.Module | None, closed: Iterable[nn.Module], run: Run, sizes: Sizes
+        self, model: nn.Module, output: nn.Module | None, mixers: Iterable[nn.Module], run: Run, sizes: Sizes
     ) -> None:
-        """Hooks are not set within `closed` parts: mixers, which run on groups of rows, and compiled ones; nor on the
-        output layer, which is refused if it has hooks."""
+        """Hooks are not set within `mixers`, which run on groups of rows; nor on the output layer, which is refused if
+        it has hooks."""
         self._run, self._sizes = run, sizes
-        within = {id(inner) for part in closed for inner in list(part.modules())[1:]}
+        within = {id(inner) for part in mixers for inner in list(part.modules())[1:]}
         within |= set[int]() if output is None else {id(inner) for inner in output.modules()}
         parts: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
         self._parts = {name: part for name, part in parts if id(part) not in within}
@@ -245,21 +245,16 @@ class Products:
         known: (T, path) of which all products were the same.
     """
 
-    def __init__(
-        self, model: nn.Module, mixers: Iterable[nn.Module], compiled: Iterable[nn.Module], least: int
-    ) -> None:
-        """Parts of mixers are left out. Of `compiled` parts the whole is compared."""
+    def __init__(self, model: nn.Module, mixers: Iterable[nn.Module], least: int) -> None:
+        """Parts of mixers are left out."""
         self._least, self.known = least, set[Any]()
-        self._compiled = {id(part) for part in compiled}
         within = {id(inner) for part in mixers for inner in list(part.modules())}
-        within |= {id(inner) for part in compiled for inner in list(part.modules())[1:]}
         kinds: dict[Any, tuple[str, nn.Module]] = {}
         parts: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
         for name, part in parts:
-            is_compiled = id(part) in self._compiled
-            weights = [tuple(weight.shape) for weight in part.parameters(recurse=is_compiled)]
+            weights = [tuple(weight.shape) for weight in part.parameters(recurse=False)]
             wide = any(len(shape) > 1 for shape in weights) and not isinstance(part, nn.Embedding)
-            if wide and id(part) not in within and (is_compiled or not list(part.children())):
+            if wide and id(part) not in within and not list(part.children()):
                 kinds.setdefault((type(part), *weights), (name, part))
         self._parts = list(kinds.values())
 
@@ -283,9 +278,9 @@ class Products:
     def _compare(
         self, name: str, tokens: int, found: list[tuple[str, Tensor]], part: nn.Module, args: Any, kwargs: Any, out: Any
     ) -> None:
-        if "forward" in vars(part) and id(part) not in self._compiled:  # it was told of all tokens
+        if "forward" in vars(part):  # it was told of all tokens
             return
-        again: Any = part.forward if id(part) in self._compiled else partial(cast("Any", type(part)).forward, part)
+        again: Any = partial(cast("Any", type(part)).forward, part)
         for begin in (0, tokens - self._least):
             cut, more, own = (_cut(given, begin, self._least, tokens) for given in (args, kwargs, out))
             try:

@@ -39,11 +39,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
-from maskpack.adapters.transformers import compiled, experts, gradients, mixers, passes, vision
-from maskpack.adapters.transformers.compiled import CompiledParts
+from maskpack.adapters.transformers import experts, gradients, mixers, passes, vision
 from maskpack.adapters.transformers.experts import Routers
 from maskpack.adapters.transformers.forwards import Forward
-from maskpack.adapters.transformers.fused import FusedParts
+from maskpack.adapters.transformers.fused import FusedParts, restore_parts
 from maskpack.adapters.transformers.invariant import HEAD, Difference, Probe, Products, Sizes, probe_rows
 from maskpack.adapters.transformers.mixers import Mixers
 from maskpack.adapters.transformers.output import Layer, check_layer, curve_of, states_of
@@ -181,9 +180,7 @@ def _window(module: nn.Module) -> int | None:
     return getattr(config, "sliding_window", None) or None
 
 
-def replayable(
-    model: PreTrainedModel, *, compile: bool = False, fused: bool = False, invariant: bool = False
-) -> Replayable:
+def replayable(model: PreTrainedModel, *, fused: bool = False, invariant: bool = False) -> Replayable:
     """Prepares a model of transformers to run packed rows, for `response_outputs`.
 
     The attention of the model is replaced by packed attention until `release()`, also in backward passes that run
@@ -192,23 +189,20 @@ def replayable(
 
     Args:
         model: a causal language model, or its base model.
-        compile: whether norms, MLPs and rotary embeddings run under torch.compile until `release()`. They are compiled
-            in the first forward and backward pass, once for all numbers of tokens, and found by the names of their
-            classes. The model keeps its modules and parameters. Results are the same within rounding, and the
-            self-check compares them with the model as it is.
-        fused: whether RMS norms, gated MLPs and the rotation of queries and keys run by kernels of maskpack instead,
-            which nothing compiles for a model. Not with `compile`. They are float32, bfloat16 or float16 on a GPU;
-            parts that the kernels do not compute as their classes do stay as they are: `fused_parts` tells which, and
-            a warning if none is left.
+        fused: whether RMS norms, gated MLPs and the rotation of queries and keys run by kernels of maskpack until
+            `release()`. They are float32, bfloat16 or float16 on a GPU; parts that the kernels do not compute as their
+            classes do stay as they are: `fused_parts` tells which, and a warning if none is left. The model keeps its
+            modules and parameters. Results are the same within rounding, and the self-check compares them with the
+            model as it is.
         invariant: whether the log-probs of a row have the same bits in every packing: alone, in any micro-batch, with
             `share_prefixes` and without, with gradients and without; and gradients of packed attention the same bits in
             every run. Passes are padded to some thousand tokens on a GPU. The first call of each path runs rows of
             random ids in several packings, and refuses by name a part whose bits differ.
 
     Raises:
-        ReplayError: replay does not support the model, or torch.compile cannot run; the message says why.
+        ReplayError: replay does not support the model; the message says why.
     """
-    return Replayable(model, compile=compile, fused=fused, invariant=invariant)
+    return Replayable(model, fused=fused, invariant=invariant)
 
 
 class Replayable:
@@ -223,10 +217,7 @@ class Replayable:
 
     shares_prefixes = context_parallel = replays_routes = takes_media = True
 
-    def __init__(
-        self, model: PreTrainedModel, *, compile: bool = False, fused: bool = False, invariant: bool = False
-    ) -> None:
-        compiles = flag(compile, "compile", "replayable", ReplayError)
+    def __init__(self, model: PreTrainedModel, *, fused: bool = False, invariant: bool = False) -> None:
         fuses = flag(fused, "fused", "replayable", ReplayError)
         self.invariant = flag(invariant, "invariant", "replayable", ReplayError)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
@@ -256,10 +247,7 @@ class Replayable:
         if os.environ.get("MASKPACK_PACKED_REPLAY") != "0":
             _check_layers(model, self._base, self._mixers)
         self._groups = _groups_of(model)
-        if compiles and fuses:
-            raise Refusal.COMPILED_FUSED()
-        self._parts = CompiledParts(model, self._base, any(_changes(self._config))) if compiles else None
-        self._parts = FusedParts(model, self._base) if fuses else self._parts
+        self._parts = FusedParts(model, self._base) if fuses else None
         # hooks that stay with the model
         if _only_bounds not in self._base._forward_pre_hooks.values():
             self._base.register_forward_pre_hook(_only_bounds, with_kwargs=True)
@@ -274,7 +262,7 @@ class Replayable:
     def _take(self) -> None:
         passes.take(self.model, self._config)
         if self._parts is None:
-            compiled.restore_parts(self._base)
+            restore_parts(self._base)
         else:
             self._parts.install()
         self._mixers.install()
@@ -282,8 +270,8 @@ class Replayable:
     def release(self) -> PreTrainedModel:
         """Restores the model for padded rows and generation, and returns it. The next replay replaces its parts again.
 
-        It restores attention, mixers of layers that carry state, and compiled or fused parts. Do not call it between
-        a forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while another
+        It restores attention, mixers of layers that carry state, and fused parts. Do not call it between a
+        forward pass and its backward pass, which may run layers again (gradient checkpointing), nor while another
         thread replays the model."""
         passes.release(self.model, self._config)
         Forward.restore(self._base)
@@ -303,7 +291,7 @@ class Replayable:
 
         The values are "kernel", "own forward" (the part computes something else, or its dtype or device has no kernel),
         or "not run yet"."""
-        return self._parts.ways() if isinstance(self._parts, FusedParts) else {}
+        return {} if self._parts is None else self._parts.ways()
 
     # ---------------------------------------------------------------- ReplayModel
 
@@ -388,7 +376,7 @@ class Replayable:
             )
         self._attention_cap = packed.softcap
         self._mixers.check_run(packed)
-        if isinstance(self._parts, FusedParts):
+        if self._parts is not None:
             self._parts.check_run(type(self.model).__name__, inputs.input_ids.device)
         self._check_routed(packed, inputs.routed_experts)
         return states.squeeze(0)
@@ -415,13 +403,9 @@ class Replayable:
     def _sizes(self) -> Sizes:
         return Sizes.of(self._base, self.device)
 
-    @property
-    def _compiled_parts(self) -> list[nn.Module]:
-        return [] if self._parts is None else self._parts.whole
-
     @functools.cached_property
     def _products(self) -> Products:
-        return Products(self.model, self._mixers.parts, self._compiled_parts, self._sizes.least)
+        return Products(self.model, self._mixers.parts, self._sizes.least)
 
     def _path(self, inputs: PackedInputs) -> tuple[Any, ...]:
         """What decides which kernels run, beside the number of tokens."""
@@ -442,8 +426,7 @@ class Replayable:
         rows = probe_rows(self._config.vocab_size, longest, without, inputs.share_prefixes)
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         devices = [] if device.type == "cpu" else [device]
-        closed = [*self._mixers.parts, *self._compiled_parts]
-        check = Probe(self.model, self._output, closed, self._probed_run, self._sizes)
+        check = Probe(self.model, self._output, self._mixers.parts, self._probed_run, self._sizes)
         try:
             # calls of attention that the self-check notes are those of the batch
             with torch.random.fork_rng(devices, device_type=device.type), passes.noting():
@@ -493,8 +476,6 @@ class Replayable:
         if self._routers is None:
             self._routers = Routers(self.model, self._base, self._config)
         self._routers.check(routes)
-        if self._parts is not None:
-            self._parts.need_outside(self._routers.names)
         self._routers.install()
         return {experts.NAME: routes}
 

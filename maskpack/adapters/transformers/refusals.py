@@ -22,7 +22,7 @@ PADDED = "padded: MASKPACK_PACKED_REPLAY=0"
 _PADDED = f"Replay it {PADDED}"
 _OWN = "Take its log-probs from its own forward"
 _FORWARD = "the base model, then the output layer, then a scale or cap"
-_NO_ROUTES, _NO_COMPILE = "Leave routed_experts out", "Leave compile out"
+_NO_ROUTES = "Leave routed_experts out"
 _LEAK = "Such layers carry tokens of one row into the next"
 
 
@@ -239,25 +239,13 @@ class Refusal(Enum):
         _NO_ROUTES,
     )
 
-    # ---------------------------------------------------------------- torch.compile
+    # ---------------------------------------------------------------- parts by own kernels
 
-    COMPILED_FSDP = "compile=True, but FullyShardedDataParallel flattens weights of {model}", "fully_shard", _NO_COMPILE
     NO_PARTS = (
-        "{option}=True, but {model} has no norm, MLP or rotary embedding whose class has a known name, and code of the "
+        "fused=True, but {model} has no norm, MLP or rotary embedding whose class has a known name, and code of the "
         "package of the model",
-        "classes such as RMSNorm, LayerNorm, MLP or RotaryEmbedding",
-        "Leave {option} out",
-    )
-    COMPILED_FUSED = "both compile and fused are True", "one of them", "Leave the other out"
-    COMPILED_ROUTER = (
-        "compile=True compiles {part}, a router, whose experts the batch gives",
-        "a router outside of MLPs",
-        "Leave compile or routed_experts out",
-    )
-    COMPILER = (
-        "torch.compile failed for {part} ({error})",
-        "a part that it supports, and a compiler on this host: C++ for the CPU, Triton and C for a GPU",
-        "Install it, or leave compile out",
+        "classes such as RMSNorm, MLP or RotaryEmbedding",
+        "Leave fused out",
     )
 
     # ---------------------------------------------------------------- the same bits in every packing

@@ -86,7 +86,6 @@ def packed(
     share_prefixes: bool = True,
     min_shared: int = MIN_SHARED,
     self_check: bool | None = None,
-    compile: bool = False,
     fused: bool = False,
     mismatch_limit: MismatchLimit | None = None,
 ) -> type[_Trainer]:
@@ -100,9 +99,9 @@ def packed(
         min_shared: the fewest tokens of a shared prefix, as for `PrefixTree.from_ids`.
         self_check: whether to compare a row with TRL's own pass over that row, padded. True: in every pass; False:
             never; None: the first time for each model, and the first time that rows share a prefix.
-        compile: whether norms, MLPs and rotary embeddings run under torch.compile in packed passes, as `replayable`
-            compiles them. Several times fewer kernels are launched, and small models wait mostly for launches.
-        fused: whether they run by kernels of maskpack instead, as with `replayable(fused=True)`.
+        fused: whether norms, MLPs and rotary embeddings run by kernels of maskpack in packed passes, as with
+            `replayable(fused=True)`. Several times fewer kernels are launched, and small models wait mostly for
+            launches.
         mismatch_limit: how far old log-probs may be from those of the sampler, on the rows of all ranks.
 
     Returns:
@@ -119,8 +118,8 @@ def packed(
         LayoutError: min_shared is no integer from 1.
     """
     if is_async(trainer_class):
-        options = share_prefixes, min_shared, self_check, compile, fused, mismatch_limit
-        if options != (True, MIN_SHARED, None, False, False, None):
+        options = share_prefixes, min_shared, self_check, fused, mismatch_limit
+        if options != (True, MIN_SHARED, None, False, None):
             raise ReplayError(
                 f"{_CALL}: {trainer_class.__name__} with options of packed; expected none, because this trainer has "
                 "packed rows and attention of its own, of which packed makes the rows. Leave the options out."
@@ -164,10 +163,7 @@ def packed(
             min_shared=whole(min_shared, "min_shared", 1, _CALL),
         ),
         "_self_check": None if self_check is None else flag(self_check, "self_check", _CALL, ReplayError),
-        "_parts": {
-            "compile": flag(compile, "compile", _CALL, ReplayError),
-            "fused": flag(fused, "fused", _CALL, ReplayError),
-        },
+        "_fused": flag(fused, "fused", _CALL, ReplayError),
         "_limit": mismatch_limit,
     }
     name = trainer_class.__name__  # it is in TRL's metrics
@@ -259,7 +255,7 @@ class _PackedTrainer:
 
     _packing: ClassVar[ReplayOptions]
     _self_check: ClassVar[bool | None]
-    _parts: ClassVar[dict[str, bool]]
+    _fused: ClassVar[bool]
     _limit: ClassVar[MismatchLimit | None]
     accelerator: Any
     args: Any
@@ -278,7 +274,7 @@ class _PackedTrainer:
         try:
             for model in (self.model, getattr(self, "ref_model", None)):
                 if model is not None and self._refused is None:
-                    made.append(_Inside(_causal_lm(self, model), **self._parts))
+                    made.append(_Inside(_causal_lm(self, model), fused=self._fused))
                     made[-1].check_head()
         except ReplayError as error:
             self._refused = str(error)
@@ -578,7 +574,7 @@ def _refused(trainer: Any) -> str | None:
             ranks not in _RANKS
         ),
         f"parallelism_config has {', '.join(split)}, which splits models or rows. Use data parallelism alone.": split,
-        "torch_compile is on, which compiles anew for each number of tokens. Leave it off; packed has compile=True.": (
+        "torch_compile is on, which compiles anew for each number of tokens. Leave it off; packed has fused=True.": (
             compiles
         ),
         'mixed_precision is "fp8". Use bf16.': accelerator.mixed_precision == "fp8",
