@@ -22,7 +22,7 @@ from torch import Tensor
 
 from maskpack.core.difference import difference
 from maskpack.core.keys import Key, show
-from maskpack.core.pads import Pad
+from maskpack.core.pads import PUBLIC, Pad
 from maskpack.core.tree import flatten, has
 from maskpack.errors import LayoutError, MaskpackError, MaskpackWarning
 from maskpack.fields.options import not_strict, reading
@@ -43,7 +43,7 @@ from maskpack.tools import files
 from maskpack.tools.suggest import FoundAxes, Suggester, Suggestion, found_axes, is_integer, is_mask, is_padded, line_of
 
 _CALL = "maskpack doctor"
-_NAMES = ("RL_FIELDS", "MaskNestingRegistry", "MaskNestingSpec", "MaskAxis", *Pad.__members__)
+_NAMES = ("RL_FIELDS", "MaskNestingRegistry", "MaskNestingSpec", "MaskAxis", *PUBLIC)
 _IDS: tuple[Key, ...] = ("input_ids", "sequences", "tokens", "token_ids")
 """The names that token ids have in presets."""
 _PART, _PARTS = 1 << 23, 32

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from maskpack.core.difference import difference
 from maskpack.core.keys import Key, Path, plain, show
+from maskpack.core.pads import said_pads
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
@@ -150,7 +151,7 @@ class Suggester:
         where, pad = f'under mask "{show(fit.mask)}"', fit.pad
         if pad is None:
             return Suggestion(field, key, MaskNestingSpec(None), f"{where} it holds {_several(value, fit)}. {_NO_PAD}")
-        seen = f"{where} it is padded with {pad.name if isinstance(pad, Pad) else repr(pad)}"
+        seen = f"{where} it is padded with {said_pads([pad])}"
         if fit.layout.num_tokens == fit.layout.num_rows * fit.layout.width:
             seen = f"{where} nothing is padded in this batch, so its pad is not seen; 0 is assumed"
         elif pad == self.pad_token_id and pad not in _USUAL and is_integer(value):
@@ -172,7 +173,8 @@ class Suggester:
         pads = _pads_like(pad, value)
         if known is None or known.mask is None:
             return MaskNestingSpec(fit.mask, pads if len(pads) > 1 else pads[0], dim)
-        pads += [other for other in known.pads if repr(other) not in map(repr, pads)]
+        own: list[PadValue] = known.pad if isinstance(known.pad, list) else [known.pad]
+        pads += [other for other in own if repr(other) not in map(repr, pads)]
         mask = [fit.mask, *(m for m in known.masks if m != fit.mask)] if fit.mask in known.masks[1:] else known.mask
         mask = mask if fit.mask in known.masks else fit.mask
         dim = known.ragged_dim if known.dim_of(value) == fit.dim else dim

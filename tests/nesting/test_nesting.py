@@ -23,6 +23,7 @@ from maskpack import (
     EDGE,
     PER_ROW,
     RL_FIELDS,
+    ZERO,
     MaskNestingRegistry,
     MaskNestingSpec,
     RowLayout,
@@ -36,7 +37,7 @@ from maskpack import (
     unnest_batch_by_mask as unnest,
 )
 from maskpack.core import native
-from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
+from maskpack.core.pads import SIGNED_ZERO
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
 from maskpack.layout.row_layout import core_layout, host_spans
 from maskpack.nesting import gather, take
@@ -786,22 +787,32 @@ def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
     ("pads", "given", "remedy"),
     [
         ([0.0, 0.0], 0, ""),
-        ([-0.0, -0.0], 0, "0.0 and -0.0 differ in their bits: the pads [0, SIGNED_ZERO] take either"),
-        ([0.0, 0.0], -0.0, "the pads [0, SIGNED_ZERO] take either"),
+        ([-0.0, -0.0], 0, "0.0 and -0.0 differ in their bits: the pad ZERO takes both"),
+        ([0.0, 0.0], -0.0, "the pad ZERO takes both"),
         ([-0.0, -0.0], [0, SIGNED_ZERO], ""),
-        ([0.0, -0.0], [0, SIGNED_ZERO], "the pad ANY_ZERO takes them"),
-        ([-0.0, 0.0], [0, SIGNED_ZERO], "the pad ANY_ZERO takes them"),
-        ([-0.0, 0.0], [0, SIGNED_ZERO, ANY_ZERO], ""),
-        ([-0.0, 1.0], [0, SIGNED_ZERO, ANY_ZERO], "holds 1.0 at (0, 2)"),
+        (
+            [0.0, -0.0],
+            "several",
+            "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with",
+        ),
+        (
+            [-0.0, 0.0],
+            "several",
+            "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with",
+        ),
+        ([-0.0, 0.0], ZERO, ""),
+        ([-0.0, 1.0], ZERO, "holds 1.0 at (0, 2)"),
         ([7.0, 7.0], 0, "holds 7.0 at (0, 1)"),
     ],
 )
 def test_the_message_names_the_pad_that_takes_these_zeros(pads: list[float], given: Any, remedy: str) -> None:
-    batch, registry = under([[1, 0, 0]], {"x": given}, x=torch.tensor([[2.0, *pads]]))
+    x = torch.tensor([[2.0, *pads]])
+    x, given = (torch.stack([x, x], -1), ZERO) if given == "several" else (x, given)
+    batch, registry = under([[1, 0, 0]], {"x": given}, x=x)
     if remedy:
         with pytest.raises(LossyPadError) as caught:
             nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
         assert remedy in str(caught.value)
-        assert ("pads [0" in str(caught.value) or "ANY_ZERO takes" in str(caught.value)) == ("holds" not in remedy)
+        assert ("pad ZERO takes" in str(caught.value)) == ("holds" not in remedy)
     else:
         assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)

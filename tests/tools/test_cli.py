@@ -352,7 +352,7 @@ def test_inspect_of_a_log(scheme, rollouts, capsys):
     assert shown[5] == "The last chunk, 6 rows from 21 to 26:"
     table = [line.split() for line in shown[7:]]
     expected = report(maskpack.compress(samples.rollout()[:6], pad_token_id=samples.PAD)).metrics()
-    padded = {line[0]: int(line[3].replace(",", "")) for line in table if len(line) == 8 and line[3][0].isdigit()}
+    padded = {line[0]: int(line[3].replace(",", "")) for line in table if len(line) == 7 and line[3][0].isdigit()}
     assert len(padded) > 15
     assert padded == {name: expected[f"maskpack/field/{name}/padded_bytes"] for name in padded}
 

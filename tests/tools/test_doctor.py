@@ -209,7 +209,7 @@ def per_row(axis):
     return torch.where(mask, samples.of(axis, torch.float32, seed=3), torch.arange(B)[:, None] + 0.5)
 
 
-ZEROS = "MaskNestingSpec('response', pad=[0, SIGNED_ZERO, ANY_ZERO])"
+ZEROS = "MaskNestingSpec('response', pad=ZERO)"
 LINES = [
     (samples.of("response", torch.float32), ZEROS, "0.0"),
     (samples.of("prompt", torch.int32, -100), "MaskNestingSpec('prompt', pad=-100)", "-100"),
@@ -218,7 +218,7 @@ LINES = [
     (samples.of("sequence", torch.int64, samples.EDGE), "MaskNestingSpec('sequence', pad=EDGE)", "EDGE"),
     (samples.of("response", torch.bool), "MaskNestingSpec('response')", "False"),
     (per_row("response"), "MaskNestingSpec('response', pad=PER_ROW)", "PER_ROW"),
-    (torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool), ZEROS, "ANY_ZERO"),
+    (torch.tensor([1.0, -1.0] * R)[:R] * samples.of("response", torch.bool), ZEROS, "ZERO"),
     (
         samples.of("sequence", torch.int64, samples.EDGE, (4,)).movedim(1, 2).contiguous(),
         "MaskNestingSpec('sequence', pad=EDGE, ragged_dim=-1)",
@@ -608,7 +608,7 @@ def test_json_has_the_figures(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["doctor", "inspect"])
 def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
     file = saved(samples.rollout_with(), tmp_path / "b.pt")
-    home, name = (doctor, "diagnose") if command == "doctor" else (inspector, "figures")
+    home, name = (doctor, "diagnose") if command == "doctor" else (inspector, "report")
     for error in (MemoryError("16.0 GiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
 
         def fails(*_, error=error, **__):
