@@ -23,10 +23,8 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = {
-    "adapters/test_transferqueue_codec.py": "a queue",
     "adapters/test_transferqueue_faults.py": "a queue",
     "adapters/test_transferqueue_manager.py": "a queue",
-    "adapters/test_transferqueue_mooncake.py": "a queue, and a master",
     "adapters/test_transferqueue_rows.py": "a queue",
     "adapters/test_transferqueue_upstream.py": "its own tests",
     "adapters/test_trl.py": "ranks",

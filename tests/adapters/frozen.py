@@ -53,7 +53,7 @@ def uncast(pack):
 
 
 def agree(name, result):
-    """The first backend says what the others are to give."""
+    """The first backend says what the other is to give."""
     same(result, RESULTS.setdefault(name, result))
 
 

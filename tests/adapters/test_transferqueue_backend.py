@@ -1,5 +1,5 @@
-"""The storage backends Maskpack and MaskpackCodec through TransferQueue's interface, client, loader and checkpoints,
-beside SimpleStorage: whatever one gives back or raises, the others must."""
+"""The storage backend Maskpack through TransferQueue's interface, client and loader, beside SimpleStorage: whatever one
+gives back or raises, the other must."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from transfer_queue.storage import AsyncSimpleStorageManager
 
 import maskpack.adapters.transferqueue  # noqa: F401  (registers the backend)
 
-BACKENDS = ["SimpleStorage", "Maskpack", "MaskpackCodec"]
+BACKENDS = ["SimpleStorage", "Maskpack"]
 _numbers = itertools.count()
 
 
@@ -41,7 +41,6 @@ def queue(local_ray):
     """TransferQueue over one backend."""
     units = {"num_data_storage_units": 2}
     options = {"storage_backend": local_ray, "SimpleStorage": units, "Maskpack": units}
-    options["MaskpackCodec"] = {"backend": "SimpleStorage"}
     pack = AsyncSimpleStorageManager._pack_field_values
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AsyncSimpleStorageManager, "_pack_field_values", staticmethod(frozen.uncast(pack)))

@@ -123,6 +123,13 @@ def test_of_a_sample_that_is_named_twice_the_last_row_stays():
     assert asyncio.run(get(manager, [0, 1, 70], "x"))["x"].tolist() == [3, 1, 2]
 
 
+def test_fields_of_another_number_of_rows_are_refused():
+    manager = Direct(units())
+    with pytest.raises(ValueError, match=r"put_data: the fields have batch_size \[1\]; expected 2 rows"):
+        asyncio.run(put(manager, [0, 1], TensorDict({"x": torch.zeros(1)}, [1])))
+    assert not any(unit.rows for unit in manager.units)
+
+
 def test_a_sample_that_is_put_again_during_a_get_is_found():
     changed = []
 

@@ -1,6 +1,5 @@
 """A pytest plugin for tests that others wrote over TransferQueue: with QUEUE_BACKEND=Maskpack, what they initialise as
-SimpleStorage is that backend; with MaskpackCodec, it is SimpleStorage behind the codec. Ray is small, and local to the
-process.
+SimpleStorage is that backend. Ray is small, and local to the process.
 
     QUEUE_BACKEND=Maskpack python -m pytest -p transferqueue_upstream .../tests/e2e/test_kv_interface_e2e.py
 """
@@ -27,8 +26,7 @@ def init(conf=None):
     backend = given.get("backend") or {}
     if BACKEND != "SimpleStorage" and backend.get("storage_backend", "SimpleStorage") == "SimpleStorage":
         units = (backend.get("SimpleStorage") or {}).get("num_data_storage_units", 2)
-        own = {"backend": "SimpleStorage"} if BACKEND == "MaskpackCodec" else {"num_data_storage_units": units}
-        chosen = {"storage_backend": BACKEND, BACKEND: own}
+        chosen = {"storage_backend": BACKEND, BACKEND: {"num_data_storage_units": units}}
         given = OmegaConf.merge(given, {"backend": chosen})
     return _init(given)
 

@@ -36,7 +36,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import RowAlone, Values, packed_rows, rows_alone, rows_together
+from maskpack.packed.rows import Values, packed_rows
 
 _PADDED = MaskNestingRegistry(
     {
@@ -125,38 +125,9 @@ def packed(data: TensorDictBase, call: str) -> tuple[Chunk, dict[str, dict[str, 
     chunk = _padded(columns, rows)
     if chunk is None:
         values = {name: column.rows() for name, column in columns.items()}
-        chunk = Chunk(packed_rows(values, rows, _HINTS, call), _turned(columns))
+        turned = frozenset(name for name, column in columns.items() if column.turned)
+        chunk = Chunk(packed_rows(values, rows, _HINTS, call), turned)
     return chunk, schema
-
-
-def packed_each(data: TensorDictBase, call: str) -> tuple[list[RowAlone], dict[str, dict[str, Any]]]:
-    """As `packed`, with each sample alone; `about` it is which fields are turned, or the chunk of a padded sample."""
-    data, rows = dense_stack(data, call), data.batch_size[0]
-    columns = {name: _column(name, value, rows, call) for name, value in data.items()}
-    schema = {name: column.schema() for name, column in columns.items()}
-    chunk = _padded(columns, rows)
-    if chunk is not None:
-        return [
-            RowAlone(b"", [], b"", b"", b"", [], True, chunk.take([row]), np.zeros(0, np.uint8)) for row in range(rows)
-        ], schema
-    values = {name: column.rows() for name, column in columns.items()}
-    return rows_alone(values, rows, _HINTS, call, _turned(columns)), schema
-
-
-def pieces_of(rows: Sequence[RowAlone], places: Sequence[int], fields: frozenset[str]) -> list[Piece]:
-    """Some fields of samples that were packed alone, as pieces at their places in the call."""
-    alike: dict[Any, tuple[list[RowAlone], list[int]]] = {}
-    pieces: list[Piece] = []
-    for row, place in zip(rows, places, strict=True):
-        if isinstance(row.about, Chunk):
-            pieces.append(Piece(row.about.select(fields), [place]))
-        else:
-            own = alike.setdefault((row.token, row.about), ([], []))
-            own[0].append(row)
-            own[1].append(place)
-    for (_, turned), (own, where) in alike.items():
-        pieces.append(Piece(Chunk(rows_together(own, fields), turned & fields), where))
-    return pieces
 
 
 @lru_cache(256)
@@ -175,10 +146,6 @@ def _padded(columns: Mapping[str, _PutField], rows: int) -> Chunk | None:
             return Chunk(compress(batch, registry=_registry_of(frozenset(columns))))
     except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
         return None
-
-
-def _turned(columns: Mapping[str, _PutField]) -> frozenset[str]:
-    return frozenset(name for name, column in columns.items() if column.turned)
 
 
 def _is_padded(columns: Mapping[str, _PutField]) -> bool:

@@ -9,9 +9,6 @@ _storage: Any = import_module("transfer_queue.storage")
 _sockets: Any = import_module("transfer_queue.utils.zmq_utils")
 
 zmq: Any = import_module("zmq")
-interface: Any = import_module("transfer_queue.interface")
-BatchMeta: Any = import_module("transfer_queue.metadata").BatchMeta
-KVStorageManager: Any = import_module("transfer_queue.storage.managers.base").KVStorageManager
 open_dict: Any = import_module("omegaconf").open_dict
 InMemoryStorageManager: Any = _storage.AsyncSimpleStorageManager
 StorageManager: Any = _storage.StorageManager

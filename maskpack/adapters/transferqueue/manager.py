@@ -136,9 +136,19 @@ class MaskpackStorageManager(StorageManager):
             LayoutError, ValueError: a field has not one value for each sample.
             StorageError: a storage unit did not answer.
         """
+        if data_parser is not None:
+            raise NotImplementedError(
+                f"put_data: the storage backend {NAME} stores packed rows, to which it cannot apply a data_parser; "
+                "expected data_parser=None. Parse the fields before they are put."
+            )
         samples = metadata.global_indexes
-        if not rows_fit(data, samples, data_parser, NAME):
+        if not samples:
             return
+        if not data.batch_size or data.batch_size[0] != len(samples):
+            raise ValueError(
+                f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
+                "each sample. Give one key for each row."
+            )
         chunk, schema = chunks.packed(data, "put_data")
         chunk, large = chunks.parted(chunk)
         puts = [
@@ -174,7 +184,7 @@ class MaskpackStorageManager(StorageManager):
 
     async def _pieces(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
         asked = self._by_unit(samples)
-        answers = await all_of(
+        answers = await _all_of(
             self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
         )
         return [
@@ -204,9 +214,9 @@ class MaskpackStorageManager(StorageManager):
     async def _bring(self, holds: Counter[bytes], large: Mapping[bytes, Words]) -> None:
         """Announces large tensors, and sends the bits of those that are not stored yet."""
         by_home = self._by_home(holds)
-        missing = await all_of(self._ask(unit, "hold", own) for unit, own in by_home.items())
+        missing = await _all_of(self._ask(unit, "hold", own) for unit, own in by_home.items())
         sent = {unit: own for unit, own in zip(by_home, missing, strict=True) if own}
-        await all_of(
+        await _all_of(
             self._ask(unit, "store", encoded({digest: large[digest] for digest in own}, self._codec))
             for unit, own in sent.items()
         )
@@ -216,14 +226,14 @@ class MaskpackStorageManager(StorageManager):
         wanted = Counter(digest for piece in pieces for digest in chunks.digests(piece.chunk))
         if not wanted:
             return pieces
-        answers = await all_of(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
+        answers = await _all_of(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
         return chunks.whole(pieces, decoded({digest: large for answer in answers for digest, large in answer.items()}))
 
     async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
         """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
-        answers: list[Any] = await settled(asked)
+        answers: list[Any] = await _settled(asked)
         freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
-        await all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
+        await _all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -245,7 +255,7 @@ class MaskpackStorageManager(StorageManager):
         of the units, and of the controller, which TransferQueue has written before."""
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        digests = await all_of(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
+        digests = await _all_of(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
         controller = None
         if (folder / _CONTROLLER).exists():
             with open(folder / _CONTROLLER, "rb") as file:
@@ -283,7 +293,7 @@ class MaskpackStorageManager(StorageManager):
                 check_digest(file, controller)
         files, loaded = self._files(folder), False
         try:
-            await all_of(
+            await _all_of(
                 self._ask(unit, "load", str(file), digest)
                 for unit, (file, digest) in enumerate(zip(files, digests, strict=True))
             )
@@ -293,7 +303,7 @@ class MaskpackStorageManager(StorageManager):
         if self._units.names:
             holds = sum(await self._all_units("holds"), Counter[bytes]())
             by_home = self._by_home(holds)
-            await all_of(
+            await _all_of(
                 self._ask(unit, "recount", by_home.get(unit, Counter[bytes]()))
                 for unit in range(len(self._units.infos))
             )
@@ -307,7 +317,7 @@ class MaskpackStorageManager(StorageManager):
         return await self._all_units("figures")
 
     async def _all_units(self, request: str, *given: Any) -> list[Any]:
-        return await all_of(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
+        return await _all_of(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
 
     # ---------------------------------------------------------------- messages
 
@@ -393,7 +403,7 @@ StorageManagerFactory.register(NAME)(MaskpackStorageManager)
 InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are saved also for include_storage=False
 
 
-async def settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+async def _settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers and errors."""
     waiting = [*asked]
     if len(waiting) > 1:
@@ -404,29 +414,13 @@ async def settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
         return [error]
 
 
-async def all_of(asked: Iterable[Awaitable[Any]]) -> list[Any]:
+async def _all_of(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    answers = await settled(asked)
+    answers = await _settled(asked)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
     return answers
-
-
-def rows_fit(data: TensorDict, samples: Sequence[int], data_parser: Any, backend: str) -> bool:
-    """Whether there are samples to put. Raises NotImplementedError for a `data_parser`, and ValueError for fields of
-    another number of rows."""
-    if data_parser is not None:
-        raise NotImplementedError(
-            f"put_data: the storage backend {backend} stores packed rows, to which it cannot apply a data_parser; "
-            "expected data_parser=None. Parse the fields before they are put."
-        )
-    if samples and (not data.batch_size or data.batch_size[0] != len(samples)):
-        raise ValueError(
-            f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
-            "each sample. Give one key for each row."
-        )
-    return bool(samples)
 
 
 def _divided(chunk: Chunk, places: Sequence[int], most: int) -> list[tuple[Sequence[int], Chunk]]:
