@@ -54,6 +54,15 @@ assert torch.equal(updated.materialize(get=ray.get)["old_log_probs"], there["old
 assert torch.equal(there["advantages"][:, 0], (rewards - rewards.mean()) * there["response_mask"][:, 0])
 group.close()
 """
+QUEUE_CHECK = """
+from samples import PAD, assert_same, rollout
+assert_same(back, batch[[4, 5, 6, 7, 0, 1, 2, 3]])
+rows = rollout(objects=False)
+for name in ("prompts", "responses", "input_ids"):
+    rows[name] = rows[name].where(rows[name] != PAD, 0)
+for count in (1, 3, len(rows)):
+    assert_same(as_batch(as_bytes(rows, count)), rows)
+"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,9 @@ PAGES = {
         }
     ),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
-    "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True, before="import ray; ray.shutdown()"),
+    "docs/transferqueue.md": Page(
+        needs=("transfer_queue",), script=True, before="import ray; ray.shutdown()", after=QUEUE_CHECK
+    ),
     "docs/transformers.md": Page(needs=("transformers",), also={1: ("accelerate",)}),
     "docs/trl.md": Page(needs=("trl", "accelerate", "datasets")),
 }
