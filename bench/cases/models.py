@@ -9,6 +9,8 @@ not compared            no tiny model could be made by the rules below, or its o
 
 A class passes if log-probs and gradients of all weights are those of each row alone. That a leak would be seen is
 checked as well: behind other tokens log-probs must differ. Float32, on the CPU.
+
+The page also has the table of refusals. `python -m bench.cases.models` writes that table alone, in a second.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from bench.harness.measure import NotExact, progress, torch_threads
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups
-from maskpack.adapters.transformers import replayable
+from maskpack.adapters.transformers import refusals, replayable
 from maskpack.errors import ReplayError
 from maskpack.replay import response_log_probs
 
@@ -239,8 +241,11 @@ def _patience(kind: str) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+
+
 def page(found: Sequence[Found]) -> str:
-    """The table in Markdown."""
+    """Both tables in Markdown."""
     counts = Counter(one.way for one in found)
     total = ", ".join(f"{counts[way]} {way}" for way in (PACKED, MIXED, REFUSED, UNKNOWN, WRONG))
     lines = [
@@ -252,13 +257,23 @@ def page(found: Sequence[Found]) -> str:
         "",
         "Made by `python -m bench models --plot docs/models.md`. *Rows in mixers*: layers that carry state run "
         "on rows, and everything else is packed. *Not compared*: the script makes no small model that runs; the "
-        "self-check of the first batch tells. [Refusals](refusals.md) has all messages of replay.",
+        "self-check of the first batch tells. [Refusals](#refusals) has all messages of replay.",
         "",
         "| class | way | why not |",
         "|---|---|---|",
     ]
     lines += [f"| `{one.name}` | {one.way} | {_short(one.reason)} |" for one in found]
-    return "\n".join([*lines, ""])
+    return with_refusals("\n".join([*lines, ""]))
+
+
+def with_refusals(text: str) -> str:
+    """The page with the table of refusals that the code raises now."""
+    about = (
+        "The messages with which [replay](replay.md) refuses a model, a batch or a set-up, as "
+        "`maskpack/adapters/transformers/refusals.py` has them. Words in *italics* stand for what a message names."
+    )
+    models = text.partition("\n## Refusals\n")[0]
+    return f"{models}\n## Refusals\n\n{about}\n\n{refusals.table()}\n"
 
 
 def _short(reason: str) -> str:
@@ -289,3 +304,7 @@ def run(rounds: int, *, only: Sequence[str] = (), plot: Path | None = None) -> R
         raise NotExact(f"models: replay of {', '.join(wrong)} has other numbers than each row alone.")
     counts = Counter(one.way for one in found)
     yield [Row("models", way, count, "classes") for way, count in counts.items()]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_refusals(PAGE.read_text()))

@@ -220,7 +220,7 @@ def test_every_fence_is_of_a_kind_that_is_looked_at(name: str) -> None:
     assert len(BLOCK.findall(text)) == len(list(blocks(text)))
 
 
-@pytest.mark.parametrize("name", sorted(pages().keys() - {"docs/figures.md"}))
+@pytest.mark.parametrize("name", sorted(pages().keys() - {"docs/figures.md", "docs/models.md"}))
 def test_no_page_has_more_than_3000_words(name: str) -> None:
     assert len(pages()[name].split()) <= 3000
 

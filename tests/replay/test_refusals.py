@@ -12,17 +12,16 @@ from needs import needs
 
 needs("transformers")
 
+from bench.cases import models
 from maskpack.adapters.transformers import refusals
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_has_all_refusals() -> None:
-    """After a change: `python -c "from maskpack.adapters.transformers import refusals; print(refusals.table())"`."""
-    _, _, after = (ROOT / "docs/refusals.md").read_text().partition("<!-- refusals -->\n")
-    page, end, _ = after.partition("\n<!-- end of refusals -->")
-    assert end
-    assert page == refusals.table()
+    """After a change: `python -m bench.cases.models`."""
+    page = models.PAGE.read_text()
+    assert page == models.with_refusals(page)
 
 
 def test_each_refusal_is_raised_with_what_it_names() -> None:

@@ -3,7 +3,7 @@
     raise Refusal.WINDOW("Qwen2MoeAttention", window=5, longest=15)
     Qwen2MoeAttention: the layer has a window of 5 tokens that ..., and a row has 15; expected sliding_window. Replay it
 
-docs/refusals.md has them as a table, which `table` makes.
+docs/models.md has them as a table, which `table` makes.
 """
 
 from __future__ import annotations
