@@ -53,7 +53,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_3, _FLASH_2 = "flash_attn.cute", "flash_attn_interface", "flash_attn"
 _BLOCK = 64  # queries of a call of invariant attention on the CPU
 _LEAST_OF_FLEX = 16  # the smallest head of its kernels on a GPU
-_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay-rules.md
+_SIZES_OF_FLASH_4 = (32, 64, 96, 128)  # its gradients are wrong for many other sizes: docs/replay.md
 
 
 def packed_attention(

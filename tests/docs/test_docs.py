@@ -40,6 +40,14 @@ assert_same(result, log_probs)
 assert_same(here["advantages"], torch.zeros(4, 6))
 assert [found["clip"] for found in metrics] == [0.2, 0.2]
 """
+REPLAY_PRELUDE = """
+import torch
+from tiny_vision import IMAGE, qwen25_vl
+vlm = qwen25_vl()
+vlm_ids = torch.randint(1, 80, (2, 14))
+vlm_ids[0, 2:6] = IMAGE  # 4 x 4 patches, of which 2 x 2 become a token
+image = {"pixel_values": torch.randn(16, 24), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+"""
 STORE_PRELUDE = f"""
 import sys; sys.path.append({str(ROOT / "examples")!r})
 from resume_grpo import *
@@ -95,10 +103,7 @@ PAGES = {
     "docs/nesting.md": Page(),
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
-    "docs/replay.md": Page(needs=("transformers",)),
-    "docs/replay-faster.md": Page(needs=("transformers",)),
-    "docs/replay-images.md": Page(needs=("transformers",)),
-    "docs/replay-rollout.md": Page(needs=("transformers",)),
+    "docs/replay.md": Page(needs=("transformers",), script=True, before=REPLAY_PRELUDE),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
     "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
     "docs/testing.md": Page(),
