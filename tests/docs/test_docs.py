@@ -99,14 +99,12 @@ PAGES = {
     "docs/dispatch.md": Page(needs=("ray",), script=True, after=DISPATCH_CHECK),
     "docs/fields.md": Page(),
     "docs/gpu.md": Page(),
-    "docs/inspect.md": Page(),
     "docs/nesting.md": Page(),
     "docs/operations.md": Page(needs=("ray",), script=True),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",), script=True, before=REPLAY_PRELUDE),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
     "docs/scale.md": Page(needs=("ray",), script=True, after=SCALE_CHECK),
-    "docs/testing.md": Page(),
     "docs/torchrl.md": Page(needs=("torchrl",)),
     "docs/trainers.md": Page(
         also={
