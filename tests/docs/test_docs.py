@@ -270,9 +270,7 @@ def missing_files(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["docs/house.md", "docs/decisions.md", "docs/decisions-training.md", "CONTRIBUTING.md"]
-)
+@pytest.mark.parametrize("name", ["docs/house.md", "docs/decisions.md", "CONTRIBUTING.md"])
 def test_files_that_are_named_are_there(name: str) -> None:
     assert missing_files((ROOT / name).read_text()) == set()
 
