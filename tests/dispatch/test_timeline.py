@@ -23,7 +23,7 @@ from maskpack.dispatch.timeline import CallTimes, Span, Timeline, rank_spans
 from maskpack.errors import WorkerError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "dispatch.md").read_text()
 DIED = ray.exceptions.RayActorError()
 
 
