@@ -1,4 +1,4 @@
-"""TransferQueue as NeMo-RL and ROLL start it and call it, with the lines of docs/carriers.md: these trainers themselves
+"""TransferQueue as NeMo-RL and ROLL start it and call it, with the lines of docs/trainers.md: these trainers themselves
 are not installed."""
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from own_ray import own_ray
 from samples import freeze
 from tensordict import NonTensorStack, TensorDict
 
-PAGE = (Path(__file__).parents[2] / "docs" / "carriers.md").read_text()
-BLOCKS = dict(re.findall(r"^## (.+?)\n.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL | re.MULTILINE))
+PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+SECTIONS = dict(re.findall(r"^## (NeMo-RL|ROLL)\n(.*?)(?=^## )", PAGE, re.DOTALL | re.MULTILINE))
+BLOCKS = {name: re.findall(r"```(?:python|yaml)\n(.*?)```", text, re.DOTALL) for name, text in SECTIONS.items()}
 SIMPLE = {"controller": {"polling_mode": True}, "backend": {"storage_backend": "SimpleStorage"}}
 
 
@@ -39,7 +40,7 @@ def manager():
 
 def test_nemo_rl_uses_the_queue_that_was_started_before(local_ray):
     names = {}
-    exec(BLOCKS["NeMo-RL"], names)
+    exec(BLOCKS["NeMo-RL"][0], names)
     tq.init(names["config"])
     tq.init(conf=OmegaConf.create(SIMPLE))  # NeMo-RL's driver; its workers say tq.init()
     assert manager() == "MaskpackStorageManager"
@@ -85,8 +86,9 @@ def test_nemo_rl_uses_the_queue_that_was_started_before(local_ray):
 
 def test_the_configuration_of_roll_reaches_the_backend(local_ray):
     names = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[-1], names)
-    config = yaml.safe_load(BLOCKS["ROLL"])["transfer_backend"]
+    lines, patch = BLOCKS["ROLL"]
+    exec(patch, names)
+    config = yaml.safe_load(lines)["transfer_backend"]
     assert config["backend_name"] == "TransferQueue"
     tq.init(OmegaConf.create(config["backend_config"]))
     assert manager() == "MaskpackStorageManager"

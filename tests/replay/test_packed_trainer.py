@@ -1,11 +1,12 @@
-"""The worked trainer: its packed losses are the padded ones; the trainers of transformers and TRL on packed rows; and
-the blocks of docs/transformers.md."""
+"""The worked trainer: its packed losses are the padded ones; and the trainers of transformers, as docs/trainers.md
+makes it, and of TRL on packed rows."""
 
 from __future__ import annotations
 
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +24,6 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.errors import ReplayError
 
 CLOSE = 1e-5  # of losses from 4 down to 0.01, over 24 optimizer steps
-
-
-# -------------------------------------------------------------------- the page
-
-PAGE = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=["loop", "trainer"])
-def test_blocks_run(block):
-    if "Trainer" in block:
-        needs("accelerate")
-    exec(compile(block, "transformers.md", "exec"), {})
 
 
 # -------------------------------------------------------------------- the example
@@ -96,12 +84,6 @@ def padded(samples):
     }
 
 
-def causal_loss(outputs, labels, num_items_in_batch):
-    """As docs/transformers.md has it."""
-    logits = outputs.logits[0, :-1].float()
-    return torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum") / num_items_in_batch
-
-
 OPTIONS = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -122,14 +104,21 @@ def losses_of(trainer):
     return [line[name] for line in trainer.state.log_history for name in names if name in line]
 
 
-def trained(model, collator, tmp_path, **options):
-    from transformers import Trainer, TrainingArguments
+def trained(make, tmp_path):
+    """The losses of a trainer that `make` returns."""
+    from transformers import TrainingArguments
 
-    arguments = TrainingArguments(str(tmp_path), **OPTIONS, eval_strategy="epoch")
+    arguments = TrainingArguments(str(tmp_path), **OPTIONS, eval_strategy="epoch", remove_unused_columns=False)
     data = dataset()
-    return losses_of(
-        Trainer(model, arguments, train_dataset=data, eval_dataset=data[3:], data_collator=collator, **options)
-    )
+    return losses_of(make(args=arguments, train_dataset=data, eval_dataset=data[3:]))
+
+
+def trainer_of_the_page(args, **options):
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "trainer_of" in block)
+    names = {}
+    exec(compile(block, "trainers.md", "exec"), names)
+    return names["trainer_of"](packed_trainer.tiny_model(), args, **options)
 
 
 def packed_model():
@@ -138,10 +127,10 @@ def packed_model():
 
 def test_the_trainer_of_transformers(tmp_path):
     needs("accelerate")
-    model = packed_model()
-    model.accepts_loss_kwargs = False
-    packed = trained(model, PackedCollator(multiple_of=8), tmp_path, compute_loss_func=causal_loss)
-    own = trained(packed_trainer.tiny_model(), padded, tmp_path)
+    from transformers import Trainer
+
+    packed = trained(trainer_of_the_page, tmp_path)
+    own = trained(partial(Trainer, packed_trainer.tiny_model(), data_collator=padded), tmp_path)
     assert len(own) == 6 + 2  # steps and evaluations
     assert own[-1] < own[0]
     np.testing.assert_allclose(packed, own, rtol=0, atol=CLOSE)
@@ -150,8 +139,10 @@ def test_the_trainer_of_transformers(tmp_path):
 def test_the_trainer_passes_its_count_on_to_the_attention(tmp_path):
     """Why the model must say that it takes no keywords of losses; the attention refuses what it does not know."""
     needs("accelerate")
+    from transformers import Trainer
+
     with pytest.raises(ReplayError, match="packed attention with num_items_in_batch"):
-        trained(packed_model(), PackedCollator(), tmp_path)
+        trained(partial(Trainer, packed_model(), data_collator=PackedCollator()), tmp_path)
 
 
 def supervised(model, collator, tmp_path, **options):
