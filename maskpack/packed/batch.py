@@ -315,7 +315,7 @@ class PackedBatch:
         return _unpickled, (schema, table, records, held, self.objects, self.codec)
 
     def to_bytes(self, *, allow_pickle: bool = False, checksum: bool = False) -> bytes:
-        """Returns the batch as the bytes of a valid safetensors file (docs/wire-format.md).
+        """Returns the batch as the bytes of a valid safetensors file (docs/format.md).
 
         Args:
             allow_pickle: pickle Python objects that are more than plain data, instead of raising MaskpackError. The

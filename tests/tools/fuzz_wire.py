@@ -3,7 +3,7 @@
 Golden files, and files of all encodings, are taken apart with plain loops and put together wrong: bytes, members of the
 manifest, numbers of the table, bytes of the body. Reading must give a batch or raise WireFormatError; a batch that was
 read must decode. Some are looked at closely: the memory of the reader, rows that move, bytes that are written again,
-and the words, which must be those that the reader in docs/wire-*.md finds. What hangs or reads outside its memory
+and the words, which must be those that the reader in docs/format.md finds. What hangs or reads outside its memory
 ends the process that looks at it: play with `--jobs`.
 
 `--table FILE` sets every number of the table of a file to the values of ODD and to its neighbour's, one by one.
@@ -33,11 +33,8 @@ from maskpack import PackedBatch, decompress, unnest_batch_by_mask
 from maskpack.errors import LayoutError, WireFormatError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NORM = tuple(
-    Path(__file__).parents[2] / "docs" / page
-    for page in ("wire-format.md", "wire-table.md", "wire-encodings.md", "wire-reading.md")
-)
-"""Pages whose Python blocks, in this order, are one reader."""
+NORM = Path(__file__).parents[2] / "docs" / "format.md"
+"""The page whose Python blocks, in this order, are one reader."""
 SIZES = {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}
 ODD = (0, 1, -1, 2**31, 2**62)
 EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31), 2**32, 2**40, 2**63 - 1, -(2**63))
@@ -374,9 +371,8 @@ def tables(file: Path) -> Iterator[tuple[str, bytes]]:
 def norm() -> dict[str, Any]:
     """The reader that the Python blocks of the norm make up."""
     names: dict[str, Any] = {}
-    for page in NORM:
-        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-            exec(compile(block, str(page), "exec"), names)
+    for block in re.findall(r"```python\n(.*?)```", NORM.read_text(), re.DOTALL):
+        exec(compile(block, str(NORM), "exec"), names)
     return names
 
 

@@ -4,7 +4,7 @@
     N bytes        JSON: {"__metadata__": {format, version, manifest, crc32?}, "0.name": {dtype, shape, offsets}, ...}
     the rest       the arrays: aligned to their item size, widest items first, no gap, no overlap
 
-docs/wire-format.md is the norm. write.py and read.py deal with the contents of the manifest.
+docs/format.md is the norm. write.py and read.py deal with the contents of the manifest.
 """
 
 from __future__ import annotations
