@@ -45,6 +45,15 @@ assert torch.equal(there["response_mask"].sum(1).float() / 8, rewards)
 assert torch.equal(there["old_log_probs"], there["responses"] * -0.5)
 assert torch.equal(updated.materialize(get=ray.get)["old_log_probs"], there["old_log_probs"])
 """
+QUEUE_CHECK = """
+from samples import PAD, assert_same, rollout
+assert_same(back, batch[[4, 5, 6, 7, 0, 1, 2, 3]])
+rows = rollout(objects=False)
+for name in ("prompts", "responses", "input_ids"):
+    rows[name] = rows[name].where(rows[name] != PAD, 0)
+for count in (1, 3, len(rows)):
+    assert_same(as_batch(as_bytes(rows, count)), rows)
+"""
 REPLAY_PRELUDE = """
 import torch
 from tiny_vision import IMAGE, qwen25_vl
@@ -86,12 +95,10 @@ PAGES = {
     "docs/dispatch.md": Page(needs=("ray",), script=True, after=DISPATCH_CHECK),
     "docs/fields.md": Page(),
     "docs/gpu.md": Page(script=True),
-    "docs/inspect.md": Page(),
     "docs/nesting.md": Page(),
     "docs/planning.md": Page(needs=("ray",)),
     "docs/replay.md": Page(needs=("transformers",), script=True, before=REPLAY_PRELUDE),
     "docs/store.md": Page(script=True, before=STORE_PRELUDE),
-    "docs/testing.md": Page(),
     "docs/trainers.md": Page(
         also={
             0: ("verl",),
@@ -106,7 +113,9 @@ PAGES = {
         }
     ),
     "docs/tour.md": Page(needs=("ray", "transformers"), script=True, shown=True),
-    "docs/transferqueue.md": Page(needs=("transfer_queue",), script=True, before="import ray; ray.shutdown()"),
+    "docs/transferqueue.md": Page(
+        needs=("transfer_queue",), script=True, before="import ray; ray.shutdown()", after=QUEUE_CHECK
+    ),
     "docs/trl.md": Page(needs=("trl", "accelerate", "datasets")),
 }
 ELSEWHERE = {
@@ -210,6 +219,16 @@ def test_every_fence_is_of_a_kind_that_is_looked_at(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(pages().keys() - {"docs/figures.md", "docs/models.md"}))
 def test_no_page_has_more_than_3000_words(name: str) -> None:
     assert len(pages()[name].split()) <= (4300 if name == "docs/format.md" else 3000)
+
+
+WIDEST = 88
+"""Columns of code, which a page shows without scrolling."""
+
+
+@pytest.mark.parametrize("name", sorted(pages().keys() - {"docs/adopt.md"}))  # whose code is of examples/
+def test_code_is_as_wide_as_a_page(name: str) -> None:
+    lines = [line for code, _ in blocks(pages()[name]) for line in code.splitlines()]
+    assert [line for line in lines if len(line) > WIDEST] == []
 
 
 # -------------------------------------------------------------------- the picture of a batch
