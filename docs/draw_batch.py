@@ -16,7 +16,6 @@ from tensordict import TensorDict
 
 import maskpack as mp
 from bench.harness.figure import svg, text
-from maskpack.packed.sizes import fields
 
 FILE = Path(__file__).with_name("batch.svg")
 
@@ -119,9 +118,8 @@ def _grid(top: int, title: str, kinds: Sequence[Sequence[str]]) -> Iterator[str]
 
 def _bytes(packed: mp.PackedBatch) -> Iterator[str]:
     """A bar for each field: padded, and on it the real values and what is packed of them."""
-    found = fields(packed)
-    whole = mp.report(None, packed)
-    runs, header = whole["maskpack/layouts_bytes"], whole["maskpack/header_bytes"]
+    whole = mp.report(packed)
+    found, runs, header = whole.fields, whole.layouts, whole.header
     padded, real, wire = (
         sum(getattr(field, f"{kind}_bytes") for field in found) for kind in ("padded", "real", "wire")
     )
