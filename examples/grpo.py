@@ -34,7 +34,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from maskpack.adapters.transformers import replayable
 from maskpack.dispatch import WorkerGroup, endpoint
-from maskpack.planning import PrefixTree, RankPlans
+from maskpack.planning import PrefixTree
+from maskpack.planning.ranks import RankPlans
 from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 from maskpack.views import BatchView
 

@@ -19,6 +19,7 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
+from maskpack.views.column_group import BatchMeta
 
 PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}
@@ -27,6 +28,7 @@ PUBLIC = EXPORTED | {
     "TensorDict": TensorDict,
     "WorkerGroup": dispatch.WorkerGroup,
     "endpoint": dispatch.endpoint,
+    "BatchMeta": BatchMeta,
     "PackedCollator": PackedCollator,
     "packed_trainer": packed_trainer,
     "packed_attention": packed_attention,
@@ -61,7 +63,7 @@ def names():
         "L": layout,
         "plan": plan,
         "view": mp.views.BatchView.of(packed),
-        "batch_meta": mp.views.BatchMeta.of(packed),
+        "batch_meta": BatchMeta.of(packed),
         "packed": ops.pack(batch["input_ids"], layout),
         "values": ops.pack(batch["input_ids"], layout),
         "meta": torch.zeros(2, 4, device="meta"),

@@ -23,10 +23,10 @@ from maskpack.core.tensors import need_gradients
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.ops import pack_torch
-from maskpack.ops.log_probs import TokenStatistics, packed_log_probs
+from maskpack.ops.log_probs import packed_log_probs
 from maskpack.ops.logits import Logits
 
-__all__ = ["Logits", "TokenStatistics", "pack", "packed_log_probs", "unpack"]
+__all__ = ["Logits", "pack", "packed_log_probs", "unpack"]
 
 _NUMBERS = {bool, int, float, complex}
 _MEMORY = torch.strided, torch.jagged

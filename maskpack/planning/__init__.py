@@ -12,13 +12,12 @@ from maskpack.planning.agreement import agree_on_count
 from maskpack.planning.balance import balance_rows
 from maskpack.planning.costs import PlanOptions
 from maskpack.planning.plan import MicroBatchPlan, plan_micro_batches
-from maskpack.planning.ranks import RankPlans, plan_ranks
+from maskpack.planning.ranks import plan_ranks
 
 __all__ = [
     "MicroBatchPlan",
     "PlanOptions",
     "PrefixTree",
-    "RankPlans",
     "agree_on_count",
     "balance_rows",
     "plan_micro_batches",

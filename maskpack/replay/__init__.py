@@ -9,23 +9,20 @@ meter.py       time and memory of each micro-batch          mismatch.py    compa
 from maskpack.replay.inputs import PackedInputs, prefix_tree
 from maskpack.replay.log_probs import (
     ReplayModel,
-    ResponseOutputs,
     response_log_probs,
     response_outputs,
     response_values,
 )
 from maskpack.replay.meter import MicroBatchMeter
-from maskpack.replay.mismatch import Mismatch, MismatchLimit, compare
+from maskpack.replay.mismatch import MismatchLimit, compare
 from maskpack.replay.options import ReplayOptions
 
 __all__ = [
     "MicroBatchMeter",
-    "Mismatch",
     "MismatchLimit",
     "PackedInputs",
     "ReplayModel",
     "ReplayOptions",
-    "ResponseOutputs",
     "compare",
     "prefix_tree",
     "response_log_probs",

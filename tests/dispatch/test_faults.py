@@ -31,7 +31,8 @@ from samples import PAD, assert_same, freeze
 from tensordict import TensorDictBase
 
 import maskpack as mp
-from maskpack.dispatch import Broadcast, Call, WorkerGroup, placement
+from maskpack.dispatch import Broadcast, WorkerGroup, placement
+from maskpack.dispatch.call import Call
 from maskpack.views.view import BatchView
 
 B = 32

@@ -15,8 +15,9 @@ from output_layers import BACKENDS, DEVICE, kept_tokens
 from torch import Tensor
 
 from maskpack.errors import LayoutError
-from maskpack.ops import Logits, TokenStatistics, packed_log_probs
+from maskpack.ops import Logits, packed_log_probs
 from maskpack.ops import log_probs as module
+from maskpack.ops.log_probs import TokenStatistics
 
 TOKENS, WIDTH, VOCABULARY = 37, 9, 700
 LEAVES = ("hidden", "weight", "bias", "a", "b")

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maskpack.planning import MicroBatchPlan, PlanOptions, PrefixTree, RankPlans, plan_micro_batches, plan_ranks
+from maskpack.planning import MicroBatchPlan, PlanOptions, PrefixTree, plan_micro_batches, plan_ranks
+from maskpack.planning.ranks import RankPlans
 
 many = settings(max_examples=max(60, settings.default.max_examples))
 """Plans take a millisecond: more examples than the profile has."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from maskpack.errors import MaskpackWarning, ReplayError
-from maskpack.replay import Mismatch, MismatchLimit, compare
+from maskpack.replay import MismatchLimit, compare
+from maskpack.replay.mismatch import Mismatch
 
 PREFIX = "rollout_mismatch/"
 ODD = [math.nan, math.inf, -math.inf]

@@ -1,4 +1,4 @@
-"""The table of refusals: its page, its callers, and what may be one."""
+"""The table of refusals: its callers, and what may be one."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ from needs import needs
 
 needs("transformers")
 
-from bench.cases import models
 from maskpack.adapters.transformers import refusals
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_page_has_all_refusals() -> None:
-    """After a change: `python -m bench.cases.models`."""
-    page = models.PAGE.read_text()
-    assert page == models.with_refusals(page)
 
 
 def test_each_refusal_is_raised_with_what_it_names() -> None:

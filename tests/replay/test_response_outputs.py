@@ -16,7 +16,8 @@ from torch import Tensor
 
 from maskpack.errors import PlanError, ReplayError
 from maskpack.planning import plan_micro_batches
-from maskpack.replay import ReplayOptions, ResponseOutputs, response_log_probs, response_outputs, response_values
+from maskpack.replay import ReplayOptions, response_log_probs, response_outputs, response_values
+from maskpack.replay.log_probs import ResponseOutputs
 
 HEADS = {"value": lambda hidden: hidden[:, :1] * 2, "cost": lambda hidden: hidden.square().sum(-1)}
 

@@ -22,7 +22,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
-from maskpack.views import BatchMeta, BatchView
+from maskpack.views import BatchView
+from maskpack.views.column_group import BatchMeta
 
 COUNT = 2000
 STEPS = 6
