@@ -1,8 +1,7 @@
-"""What works on a GPU cost, in microseconds: on the device, until they are done, and until their call is back.
+"""What works on a GPU cost, in microseconds: on the device, and until they are done.
 
     device   events around replays of a captured graph      only works that never synchronise can be captured
     wall     the host's clock, the device idle before and after
-    host     the host's clock around the call alone, the device idle before
 
 The L2 cache is emptied before each by reading: after a write it would hold lines that go to memory while the work runs.
 Works take turns as in `measure.interleaved`; medians. Without a GPU the same code runs on the host's clock.
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.harness.measure import medians_of, turns
+from bench.harness.passes import synchronize
 
 Work = Callable[[], object]
 
@@ -34,7 +34,6 @@ class Times:
 
     device: float | None
     wall: float
-    host: float
     syncs: int
 
     def over(self, other: Times) -> float:
@@ -55,44 +54,25 @@ class Clock:
         self._cold = torch.rand(2 * cache // 4, device=device)
         self._sum = torch.empty((), device=device)
 
-    # ---------------------------------------------------------------- all at once
-
     def measure(self, works: Mapping[str, Work]) -> dict[str, Times]:
         """Everything about every work. The device time is that of works without a synchronisation."""
         syncs = {name: self.syncs(work) for name, work in works.items()}
-        device = self.device_us({name: work for name, work in works.items() if not syncs[name]})
-        wall, host = self.wall_us(works), self.host_us(works)
-        return {name: Times(device.get(name), wall[name], host[name], syncs[name]) for name in works}
-
-    # ---------------------------------------------------------------- one by one
-
-    def device_us(self, works: Mapping[str, Work]) -> dict[str, float]:
-        """Device time of works that have run before and never synchronise."""
-        return self._interleaved(
-            {name: self._captured(work) for name, work in works.items()}, self._on_device, "device"
-        )
+        captured = {name: self._captured(work) for name, work in works.items() if not syncs[name]}
+        device, wall = self._interleaved(captured, self._on_device, "device"), self.wall_us(works)
+        return {name: Times(device.get(name), wall[name], syncs[name]) for name in works}
 
     def wall_us(self, works: Mapping[str, Work]) -> dict[str, float]:
         """Time until the device has done all."""
         return self._interleaved(works, self._until_done, "wall")
 
-    def host_us(self, works: Mapping[str, Work]) -> dict[str, float]:
-        """Time until the call is back."""
-        return self._interleaved(works, self._until_back, "host")
-
     def syncs(self, work: Work) -> int:
         """How often the host waits for the device. The work runs once before, which may compile."""
         work()
-        self.synchronize()
+        synchronize(self.device)
         with warnings.catch_warnings(record=True) as seen, self._watched():
             warnings.simplefilter("always")
             work()
         return sum(_SYNC in str(warning.message) for warning in seen)
-
-    def synchronize(self) -> None:
-        """Waits for the device."""
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
 
     # ---------------------------------------------------------------- one run
 
@@ -118,22 +98,12 @@ class Clock:
 
     def _until_done(self, work: Work) -> float:
         self._empty_cache()
-        self.synchronize()
+        synchronize(self.device)
         begin = time.perf_counter()
         result = work()
-        self.synchronize()
+        synchronize(self.device)
         taken = time.perf_counter() - begin
         del result  # not timed
-        return 1e6 * taken
-
-    def _until_back(self, work: Work) -> float:
-        self._empty_cache()
-        self.synchronize()
-        begin = time.perf_counter()
-        result = work()
-        taken = time.perf_counter() - begin
-        self.synchronize()
-        del result
         return 1e6 * taken
 
     def _empty_cache(self) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
@@ -146,11 +147,26 @@ def memory(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def wire_bytes(thing: object) -> int:
-    """Bytes of the pickle (protocol 5) of `thing`: the stream and its out-of-band buffers."""
+Pickled = tuple[bytes, list[pickle.PickleBuffer]]
+"""A stream of protocol 5, and its out-of-band buffers."""
+
+
+def pickled(thing: object) -> Pickled:
     buffers: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
-    return len(stream) + sum(buffer.raw().nbytes for buffer in buffers)
+    return pickle.dumps(thing, protocol=5, buffer_callback=buffers.append), buffers
+
+
+def unpickled(parts: Pickled) -> Any:
+    return pickle.loads(parts[0], buffers=parts[1])
+
+
+def nbytes(parts: Pickled) -> int:
+    return len(parts[0]) + sum(buffer.raw().nbytes for buffer in parts[1])
+
+
+def wire_bytes(thing: object) -> int:
+    """Bytes of the pickle of `thing`."""
+    return nbytes(pickled(thing))
 
 
 def tensors(batch: TensorDictBase) -> list[Tensor]:

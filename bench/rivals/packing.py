@@ -1,7 +1,7 @@
 """What plain torch does on a GPU in place of RowLayout, pack and unpack: the rivals of maskpack.ops.
 
     given the index or the cu_seqlens   the fastest that torch can do once something has computed these
-    given the mask                      usual code: boolean indexing, unpad as flash-attention users write it
+    given the mask                      usual code: unpad as flash-attention users write it
 Fields are lists of [B, S] (or [B, S, F]), values lists of [T] (or [T, F]), masks bool [B, S], indices int64 [T].
 """
 
@@ -44,11 +44,6 @@ def unpadding(mask: Tensor) -> Unpadding:
 # -------------------------------------------------------------------- pack
 
 
-def pack_by_mask(fields: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
-    """`x[mask]`."""
-    return [x[mask] for x in fields]
-
-
 def mask_index(mask: Tensor) -> Tensor:
     """The index, by nonzero."""
     return mask.flatten().nonzero().view(-1)
@@ -57,16 +52,6 @@ def mask_index(mask: Tensor) -> Tensor:
 def pack_by_index(fields: Sequence[Tensor], index: Tensor) -> list[Tensor]:
     """`index_select`, the index given."""
     return [x.flatten(0, 1).index_select(0, index) for x in fields]
-
-
-def pack_by_unpadding(fields: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
-    """unpad_input for each field [B, S]: the metadata again, then a gather over rows of features."""
-    packed: list[Tensor] = []
-    for x in fields:
-        indices = unpadding(mask).indices
-        rows = x.unsqueeze(-1).flatten(0, 1)
-        packed.append(rows.gather(0, indices.unsqueeze(-1).expand(-1, rows.shape[1])).squeeze(-1))
-    return packed
 
 
 def compiled_pack_by_index(device: torch.device) -> Callable[[Sequence[Tensor], Tensor], list[Tensor]]:
@@ -79,11 +64,11 @@ def compiled_pack_by_index(device: torch.device) -> Callable[[Sequence[Tensor], 
 # -------------------------------------------------------------------- unpack
 
 
-def _full(value: Tensor, shape: tuple[int, int], pad: float) -> Tensor:
+def _full(value: Tensor, shape: Sequence[int], pad: float) -> Tensor:
     return torch.full((*shape, *value.shape[1:]), pad, dtype=value.dtype, device=value.device)
 
 
-def unpack_by_index(values: Sequence[Tensor], index: Tensor, shape: tuple[int, int], pads: Pads) -> list[Tensor]:
+def unpack_by_index(values: Sequence[Tensor], index: Tensor, shape: Sequence[int], pads: Pads) -> list[Tensor]:
     """full, then index_copy_, the index given."""
     padded = [_full(value, shape, pad) for value, pad in zip(values, pads, strict=True)]
     for out, value in zip(padded, values, strict=True):
@@ -91,16 +76,6 @@ def unpack_by_index(values: Sequence[Tensor], index: Tensor, shape: tuple[int, i
     return padded
 
 
-def unpack_by_mask(values: Sequence[Tensor], mask: Tensor, pads: Pads) -> list[Tensor]:
-    """full, then `out[mask] = values`."""
-    padded: list[Tensor] = []
-    for value, pad in zip(values, pads, strict=True):
-        out = _full(value, (mask.shape[0], mask.shape[1]), pad)
-        out[mask] = value
-        padded.append(out)
-    return padded
-
-
-def write_outputs(values: Sequence[Tensor], shape: tuple[int, int], pads: Pads) -> list[Tensor]:
+def write_outputs(values: Sequence[Tensor], shape: Sequence[int], pads: Pads) -> list[Tensor]:
     """One write of everything that unpack returns: full, and nothing after it."""
     return [_full(value, shape, pad) for value, pad in zip(values, pads, strict=True)]

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from bench.cases.ops.batches import joined, parts_of, require_batch
-from bench.harness.measure import progress
+from bench.harness.measure import pickled, progress
 from bench.harness.passes import wall_seconds
 from bench.harness.processes import Link, Pair, on_both
 from bench.harness.report import Row, RowGroups, times
@@ -106,9 +106,7 @@ class _Peer:
 
     def _encoded(self) -> tuple[bytes, Tensor]:
         """The head, and the body on the host."""
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(compress(self._batch, pad_token_id=PAD_ID), 5, buffer_callback=buffers.append)
-        (body,) = buffers
+        head, (body,) = pickled(compress(self._batch, pad_token_id=PAD_ID))
         return head, torch.frombuffer(body, dtype=torch.uint8)
 
     def _send(self, tensors: Sequence[Tensor]) -> None:
