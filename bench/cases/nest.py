@@ -1,9 +1,8 @@
 """Time to nest a padded batch and to restore it, on the reference workload.
 
 Whole public calls are timed: scan of the masks, planning, gather, jagged tensors, TensorDict. The usual code checks no
-pad, so verify="never" is what stands against it; verify="always" stands against one read of the padded bytes. memcpy
+pad, so verify=False is what stands against it; verify=True stands against one read of the padded bytes. memcpy
 copies exactly the bytes that nesting returns (the values of all jagged fields), into newly allocated memory.
-index_select and ops.pack get their indices and layouts for nothing and return bare values.
 
 Everything runs in one thread. The usual code is timed whole and in its two parts. Whole over parts is about 1 on a
 quiet machine; where it is far from 1, other processes held up this one, and no ratio of that run counts.
@@ -18,12 +17,10 @@ from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times
 from bench.rivals import nesting
 from bench.workloads import PAD_ID, batch_of
-from maskpack import RowLayout, ops
 
-_NEVER, _ALWAYS = "nest, verify=never", "nest, verify=always"
+_NEVER, _ALWAYS = "nest, verify=False", "nest, verify=True"
 _USUAL, _FIELDS, _TABLES = "nest, usual code", "nest, usual code, fields alone", "nest, usual code, run tables alone"
-_INDEX, _MEMCPY = "index_select", "memcpy of the nested values"
-_PACK = "ops.pack, layouts given"
+_MEMCPY = "memcpy of the nested values"
 _UNNEST, _SCATTER = "unnest", "unnest, full and boolean scatter"
 _READ, _WRITE = "one read of the padded bytes", "one write of the padded bytes"
 
@@ -31,8 +28,6 @@ _RATIOS = (
     (_USUAL, _NEVER, ">= 15"),
     (_NEVER, _MEMCPY, "<= 2.7"),
     (_ALWAYS, _READ, "<= 1.35"),
-    (_INDEX, _MEMCPY, None),
-    (_PACK, _MEMCPY, None),
     (_SCATTER, _UNNEST, None),
     (_UNNEST, _WRITE, None),
 )
@@ -45,26 +40,22 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     batch = batch_of("reference", rows, scale=scale)
     order = tuple(batch.keys())
     masks = nesting.masks_of(batch)
-    indices = {axis: mask.flatten().nonzero().view(-1) for axis, mask in masks.items()}
     padded = [bits(field) for field in batch.values()]
     usual = nesting.nest(batch)
-    ours = maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify="never")
+    ours = maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify=False)
     for name in order:
         if name != "attention_mask":
             require_same_tensor(f'nest: field "{name}"', ours[name], usual[name])
     require_same("unnest", maskpack.unnest_batch_by_mask(ours), batch)
     require_same("unnest, usual code", nesting.unnest(usual, masks, order), batch)
     values = [ours[name].values() for name in order]
-    layouts = {mask.shape[1]: RowLayout.from_mask(mask) for mask in masks.values()}
 
     works = {
-        _NEVER: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify="never"),
+        _NEVER: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID, verify=False),
         _ALWAYS: lambda: maskpack.nest_batch_by_mask(batch, pad_token_id=PAD_ID),
         _USUAL: lambda: nesting.nest(batch),
         _FIELDS: lambda: nesting.nest_fields(batch, masks),
         _TABLES: lambda: nesting.span_tables(masks),
-        _INDEX: lambda: nesting.gather_by_index(batch, indices),
-        _PACK: lambda: [ops.pack(field, layouts[field.shape[1]]) for field in batch.values()],
         _MEMCPY: lambda: floors.copy(values),
         _UNNEST: lambda: maskpack.unnest_batch_by_mask(ours),
         _SCATTER: lambda: nesting.unnest(usual, masks, order),

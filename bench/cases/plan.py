@@ -23,8 +23,7 @@ from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times, without_targets
 from bench.rivals import plans as rivals
-from maskpack.planning import MicroBatchPlan, PlanOptions, balance_rows, plan_micro_batches, plan_ranks
-from maskpack.planning.ranks import RankPlans
+from maskpack.planning import PlanOptions, RankPlans, balance_rows, plan_micro_batches, plan_ranks
 
 Array = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float64]
@@ -33,11 +32,10 @@ BUDGET, RANK_BUDGET, UPDATES = 16_384, 32_768, 4
 _ROWS_OF_RANK, _RANKS_AT_MOST = 25, 64
 _UPDATED = PlanOptions(num_updates=UPDATES)
 
-_OURS, _PADDED = "plan_micro_batches", 'plan_micro_batches, cost="padded"'
-_UPDATES = f"plan_micro_batches, num_updates={UPDATES}"
+_OURS = "plan_micro_batches"
 _FFD, _TREE = "first-fit decreasing, as trainers write it", "first-fit decreasing, tournament tree"
 _KK = "Karmarkar-Karp, as many parts"
-_SORT, _ARGSORT = "np.sort and tolist", "np.argsort and tolist"
+_ARGSORT = "np.argsort and tolist"
 _EQUAL, _LPT = "balance_rows", "largest processing time, heap"
 _RANKS, _RANKS_WORK = "plan_ranks", "plan_ranks, work=FLOPs"
 _DUMMIES = "consecutive rows, FFD, dummies"
@@ -123,67 +121,45 @@ def _micro_batches(kind: str, lengths: Array, budget: int, rounds: int, target: 
     case = f"plan {lengths.size:,} {kind} lengths, budget {budget:,}"
     progress(case)
     listed = lengths.tolist()
-    ours: dict[str, Callable[[], MicroBatchPlan]] = {
-        _OURS: lambda: plan_micro_batches(lengths, budget),
-        _PADDED: lambda: plan_micro_batches(lengths, budget, options=PlanOptions(cost="padded")),
-        _UPDATES: lambda: plan_micro_batches(lengths, budget, options=_UPDATED),
-    }
-    plans = {name: work().micro_batches for name, work in ours.items()}
-    count = len(plans[_OURS])
+    plan = plan_micro_batches(lengths, budget).micro_batches
+    count = len(plan)
     theirs: dict[str, Callable[[], rivals.Bins]] = {_TREE: lambda: rivals.first_fit_on_a_tree(listed, budget)}
     if slow:
         theirs[_FFD] = lambda: rivals.first_fit_decreasing(listed, budget)
         theirs[_KK] = lambda: rivals.karmarkar_karp(listed, count)
-    bins = {name: work() for name, work in theirs.items()}
-    _check(case, plans, bins, lengths, budget)
-    floors = {_SORT: lambda: np.sort(lengths).tolist(), _ARGSORT: lambda: np.argsort(lengths).tolist()}
-    ms = interleaved({**ours, **theirs, **floors}, rounds, time.process_time)
+    bins = {_OURS: plan, **{name: work() for name, work in theirs.items()}}
+    _check(case, bins, lengths, budget)
+    works: dict[str, Callable[[], object]] = {_OURS: lambda: plan_micro_batches(lengths, budget), **theirs}
+    works[_ARGSORT] = lambda: np.argsort(lengths).tolist()
+    ms = interleaved(works, rounds, time.process_time)
     pairs = [(rival, _OURS, None) for rival in theirs] + [(_OURS, _ARGSORT, None)]
-    return [
-        *_bins(case, lengths, budget, plans, bins),
-        *times(case, ms, pairs, {_OURS: target}),
-    ]
+    return [*_bins(case, lengths, budget, bins), *times(case, ms, pairs, {_OURS: target})]
 
 
-def _check(
-    case: str, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins], lengths: Array, budget: int
-) -> None:
-    for name, found in {**plans, **bins}.items():
+def _check(case: str, bins: Mapping[str, rivals.Bins], lengths: Array, budget: int) -> None:
+    for name, found in bins.items():
         require_rows_once(f"{case}: {name}", found, lengths.size)
         if name != _KK:
-            require_within(f"{case}: {name}", found, lengths, budget, padded=name == _PADDED)
+            require_within(f"{case}: {name}", found, lengths, budget)
     if _FFD in bins and bins[_FFD] != bins[_TREE]:
         raise NotExact(f"{case}: {_TREE}: other bins than {_FFD}.")
-    ours, bound = len(plans[_OURS]), rivals.martello_toth(lengths, budget)
+    ours, bound = len(bins[_OURS]), rivals.martello_toth(lengths, budget)
     if ours < bound:
         raise NotExact(f"{case}: {ours} bins within the budget; the Martello-Toth bound says at least {bound}.")
 
 
-def _bins(
-    case: str, lengths: Array, budget: int, plans: Mapping[str, rivals.Bins], bins: Mapping[str, rivals.Bins]
-) -> list[Row]:
-    """How many bins there are, and how well they are filled and evened out."""
-    ours, first_fit = len(plans[_OURS]), len(bins[_TREE])
-    needed, bound = rivals.total_bound(lengths, budget), rivals.martello_toth(lengths, budget)
+def _bins(case: str, lengths: Array, budget: int, bins: Mapping[str, rivals.Bins]) -> list[Row]:
+    """How many bins there are, and how well they are filled."""
+    ours, bound = len(bins[_OURS]), rivals.martello_toth(lengths, budget)
     report = [
-        Row(case, "ceil(total / budget)", needed, "bins"),
-        Row(case, "bins above ceil(total / budget)", ours - needed, "bins"),
         Row(case, "bins above the Martello-Toth bound", ours - bound, "bins"),
-        Row(case, "bins above first-fit decreasing", ours - first_fit, "bins", "<= 0"),
+        Row(case, "bins above first-fit decreasing", ours - len(bins[_TREE]), "bins", "<= 0"),
     ]
     if _KK in bins:
         parts = _sums(lengths, bins[_KK])
+        report.append(Row(case, f"{_KK}: parts", parts.size, "parts"))
         report.append(Row(case, f"{_KK}: parts over the budget", int((parts > budget).sum()), "parts"))
-        report.append(Row(case, f"{_KK}: largest part above the budget", max(0, parts.max() - budget), "tokens"))
-    padded = sum(len(items) * int(lengths[items].max()) for items in plans[_PADDED])
-    work = _sums(_work_of(lengths), plans[_OURS])
-    return [
-        *report,
-        Row(case, f"{_UPDATES}: micro-batches", len(plans[_UPDATES]), "bins"),
-        Row(case, f"{_PADDED}: micro-batches", len(plans[_PADDED]), "bins"),
-        Row(case, f"{_PADDED}: real / padded", lengths.sum() / padded, "x"),
-        Row(case, f"{_OURS}: most work of a micro-batch / mean", work.max() / work.mean(), "x"),
-    ]
+    return report
 
 
 # -------------------------------------------------------------------- ranks
@@ -200,21 +176,22 @@ def _balance(kind: str, lengths: Array, ranks: int, rounds: int) -> list[Row]:
     parts = {name: work() for name, work in works.items()}
     for name, found in parts.items():
         require_rows_once(f"{case}: {name}", found, lengths.size)
-    counts = {name: [len(part) for part in found] for name, found in parts.items()}
-    if max(counts[_EQUAL]) - min(counts[_EQUAL]) > 1:
-        raise NotExact(
-            f"{case}: {_EQUAL}: {min(counts[_EQUAL])} to {max(counts[_EQUAL])} rows; expected at most one apart."
-        )
-    ms = interleaved({**works, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds, time.process_time)
-    loads = {name: _sums(lengths, found) for name, found in parts.items()}
-    report = [Row(case, "tokens of a rank, mean", loads[_LPT].mean(), "tokens")]
-    for name, own in loads.items():
-        rows = max(counts[name]) - min(counts[name])
-        report.append(Row(case, f"{name}: rows of a rank, most less fewest", rows, "rows"))
-        report.append(Row(case, f"{name}: most tokens of a rank above the mean", own.max() - own.mean(), "tokens"))
-    more = float(loads[_EQUAL].max() - loads[_LPT].max())
+    counts = [len(part) for part in parts[_EQUAL]]
+    if max(counts) - min(counts) > 1:
+        raise NotExact(f"{case}: {_EQUAL}: {min(counts)} to {max(counts)} rows; expected at most one apart.")
+    ms = interleaved(works, rounds, time.process_time)
+    above = {name: _above_mean(lengths, found) for name, found in parts.items()}
+    report = [
+        Row(case, f"{name}: most tokens of a rank above the mean", more, "tokens") for name, more in above.items()
+    ]
+    more = above[_EQUAL] - above[_LPT]
     report.append(Row(case, f"{_EQUAL}: most tokens of a rank above those of the heap", more, "tokens", "<= 0"))
     return report + times(case, ms, targets={_EQUAL: "<= 10"})
+
+
+def _above_mean(lengths: Array, parts: rivals.Bins) -> float:
+    loads = _sums(lengths, parts)
+    return float(loads.max() - loads.mean())
 
 
 # -------------------------------------------------------------------- plans of all ranks
@@ -238,9 +215,9 @@ def _all_ranks(kind: str, lengths: Array, ranks: int, budget: int, rounds: int) 
         for rank in found:
             require_within(f"{case}: {name}", rank, lengths, budget)
     timed: dict[str, Callable[[], object]] = {name: lambda made=made: made().plans for name, made in ours.items()}
-    ms = interleaved({**timed, **theirs, _ARGSORT: lambda: np.argsort(lengths).tolist()}, rounds, time.process_time)
+    ms = interleaved({**timed, **theirs}, rounds, time.process_time)
     return [
-        *(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths, budget)),
+        *(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths)),
         *times(case, ms),
     ]
 
@@ -256,7 +233,7 @@ def _rows_of(found: RankPlans) -> list[rivals.Bins]:
     ]
 
 
-def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array, budget: int) -> list[Row]:
+def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array) -> list[Row]:
     """Ranks wait for each other in every micro-batch: the one with most to do is the time of all."""
     loads, work = (np.array([_sums(of_rows, rank) for rank in plans]) for of_rows in (lengths, _work_of(lengths)))
     dummies = loads == 0
@@ -265,7 +242,6 @@ def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array
         Row(case, f"{name}: dummies on all ranks", int(dummies.sum()), "bins"),
         Row(case, f"{name}: most tokens of a rank / mean, by micro-batch", rank_imbalance(loads), "x"),
         Row(case, f"{name}: most work of a rank / mean, by micro-batch", rank_imbalance(work), "x"),
-        Row(case, f"{name}: largest micro-batch above the budget", max(0, loads.max() - budget), "tokens"),
     ]
 
 
@@ -283,13 +259,11 @@ def require_rows_once(name: str, bins: rivals.Bins, rows: int) -> None:
         raise NotExact(f"{name}: the rows are not 0 to {rows - 1}, each once.")
 
 
-def require_within(name: str, bins: rivals.Bins, lengths: Array, budget: int, *, padded: bool = False) -> None:
-    """Raises NotExact for a bin over the budget: the sum of its lengths, or its rows times the longest."""
-    for items in bins:
-        own = lengths[items]
-        tokens = int(own.size * own.max(initial=0) if padded else own.sum())
+def require_within(name: str, bins: rivals.Bins, lengths: Array, budget: int) -> None:
+    """Raises NotExact for a bin over the budget."""
+    for tokens in _sums(lengths, bins):
         if tokens > budget:
-            raise NotExact(f"{name}: a micro-batch of {tokens} tokens; expected at most {budget}.")
+            raise NotExact(f"{name}: a micro-batch of {tokens:g} tokens; expected at most {budget}.")
 
 
 def _sums(of_rows: npt.NDArray[Any], bins: rivals.Bins) -> Amounts:

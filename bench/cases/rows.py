@@ -10,14 +10,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from bench.harness.measure import interleaved, progress, require_same, require_same_tensor, torch_threads
+from bench.harness.measure import (
+    interleaved,
+    pickled,
+    progress,
+    require_same,
+    require_same_tensor,
+    torch_threads,
+    unpickled,
+)
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of
@@ -32,8 +39,6 @@ _ALL, _RESTORED = "decode of all rows, padded", "plan.apply and decode, padded"
 _PADDED = "plan.apply of the padded batch"
 _CAT, _MANY = "cat of 64 slices", "cat of 4,000 slices"
 _SEND, _SEND_PARTS, _ANEW = "pickle of all rows", "split and pickle of 64 parts", "compress of 64 parts"
-_SPLIT = "split into 64 parts"
-_TOKENS = "take_tokens and decode of 1 turn of each row"
 _RANKS = 8
 _OURS, _FLAT = "8 ranks take and decode their rows of one pickle", "8 ranks gather their rows of one flat buffer"
 
@@ -62,23 +67,16 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
         nbytes[_SEND_PARTS] = sum(len(pickle.dumps(part, 5)) for part in parts)
         padded = [batch[begin : begin + len(part)] for begin, part in zip(_begins(parts), parts, strict=True)]
         nbytes[_ANEW] = sum(len(pickle.dumps(compress(part, pad_token_id=PAD_ID), 5)) for part in padded)
-        lengths = packed.lengths("sequence")
-        turns = [(row, int(n) // 4, int(n) // 2) for row, n in enumerate(lengths)]
-        some = packed.select("input_ids")
         works = {
-            _WHOLE: lambda: decompress(packed, format="nested"),
             _CAT: lambda: PackedBatch.cat(slices),
             _MANY: lambda: PackedBatch.cat(many),
             _SEND: lambda: pickle.dumps(packed, 5),
-            _SPLIT: lambda: packed.chunk(64),
             _SEND_PARTS: lambda: [pickle.dumps(part, 5) for part in packed.chunk(64)],
-            _ANEW: lambda: [pickle.dumps(compress(part, pad_token_id=PAD_ID), 5) for part in padded],
-            _TOKENS: lambda: decompress(some.take_tokens(turns)),
         }
         ms = interleaved(works, rounds)
     name = f"rows {rows}"
     yield [
-        *times(name, ms, ((_SEND_PARTS, _SEND, "<= 1.5"), (_ANEW, _SEND_PARTS, None), (_TOKENS, _WHOLE, None))),
+        *times(name, ms, ((_SEND_PARTS, _SEND, "<= 1.5"),)),
         Row(name, "bytes of 64 parts / compressed anew", nbytes[_SEND_PARTS] / nbytes[_ANEW], "x", "<= 1.2"),
     ]
 
@@ -128,13 +126,13 @@ def _ranks(packed: PackedBatch, rows: int, rounds: int) -> list[Row]:
     bounds = {id(field.offsets()): field.offsets().numpy() for field in nested.values()}
     flat = bounds, {name: (id(field.offsets()), field.values().numpy()) for name, field in nested.items()}
     chosen = np.array_split(np.random.default_rng(0).permutation(rows), _RANKS)
-    sent = {name: _sent(held) for name, held in ((_OURS, packed), (_FLAT, flat))}
+    sent = {name: pickled(held) for name, held in ((_OURS, packed), (_FLAT, flat))}
 
     def ours(rank: IntArray) -> TensorDict:
-        return decompress(_received(sent[_OURS]).take(rank), format="nested")
+        return decompress(unpickled(sent[_OURS]).take(rank), format="nested")
 
     def gathered(rank: IntArray) -> dict[str, Tensor]:
-        bounds, fields = _received(sent[_FLAT])
+        bounds, fields = unpickled(sent[_FLAT])
         places = {axis: list(zip(own[rank], own[rank + 1], strict=True)) for axis, own in bounds.items()}
         lengths = {axis: np.diff(own)[rank] for axis, own in bounds.items()}
         offsets = {axis: torch.from_numpy(np.append(0, np.cumsum(own))) for axis, own in lengths.items()}
@@ -153,15 +151,6 @@ def _ranks(packed: PackedBatch, rows: int, rounds: int) -> list[Row]:
         {_OURS: lambda: [ours(rank) for rank in chosen], _FLAT: lambda: [gathered(rank) for rank in chosen]}, rounds
     )
     return times(f"rows {rows}, {_RANKS} ranks", ms, ((_OURS, _FLAT, "<= 1.6"),))
-
-
-def _sent(held: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    buffers: list[pickle.PickleBuffer] = []
-    return pickle.dumps(held, 5, buffer_callback=buffers.append), buffers
-
-
-def _received(sent: tuple[bytes, list[pickle.PickleBuffer]]) -> Any:
-    return pickle.loads(sent[0], buffers=sent[1])
 
 
 def _decoded(packed: PackedBatch, index: IntArray) -> TensorDict:

@@ -2,8 +2,7 @@
 
 The floor of an append is one write and one fsync of the same packed bytes; a user without maskpack has `torch.save` of
 the padded batch and an fsync, or TensorDict's `memmap`. The floor of reading is the decode of the same rows of mapped
-files, one for each append, from the page cache. Routed experts are counted at a size that fits the disk: what grows
-with rows is named beside it.
+files, one for each append, from the page cache.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
-from bench.harness.measure import interleaved, memory, progress, require_same, tensors, torch_threads
+from bench.harness.measure import interleaved, memory, progress, require_same, torch_threads
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of
@@ -31,7 +29,6 @@ _WHOLE, _SAVE, _MEMMAP = (
     "torch.save of the padded batch, fsync",
     "TensorDict.memmap",
 )
-_LATER, _FILE = "append of packed rows, interval", "PackedBatch.save to a new file"
 _LOG, _HELD = "take and decode, nested, from the log", "take and decode, nested, of one mapped file for each chunk"
 
 
@@ -39,8 +36,8 @@ _LOG, _HELD = "take and decode, nested, from the log", "take and decode, nested,
     "store",
     help="a log of packed rows on disk: append, open, rows by number, memory",
     on="cpu",
-    tiny={"rows": 16, "scale": 0.016, "many": 40, "rollouts": 3, "tokens": 64},
-    groups=("append", "rows", "experts"),
+    tiny={"rows": 16, "scale": 0.016, "many": 40},
+    groups=("append", "rows"),
 )
 def run(
     rows: int,
@@ -48,19 +45,14 @@ def run(
     *,
     scale: float = 1.0,
     many: int = 391,
-    rollouts: int = 38,
-    tokens: int = 120_000,
-    only: tuple[str, ...] | None = None,
+    only: Sequence[str] = ("append", "rows"),
 ) -> RowGroups:
     """`many` chunks of `rows` rows each make the large log: 100,096 rows by default."""
-    groups = only or ("append", "rows", "experts")
     with torch_threads(1), tempfile.TemporaryDirectory() as folder:
-        if "append" in groups:
+        if "append" in only:
             yield _append(Path(folder), rows, rounds, scale)
-        if "rows" in groups:
+        if "rows" in only:
             yield _rows(Path(folder), rows, rounds, scale, many)
-        if "experts" in groups:
-            yield _experts(Path(folder), rollouts, tokens)
 
 
 def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
@@ -69,7 +61,6 @@ def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
     packed = compress(batch, pad_token_id=PAD_ID)
     data = packed.to_bytes()
     log = RolloutLog(folder / "always", pad_token_id=PAD_ID)
-    later = RolloutLog(folder / "interval", fsync="interval", interval=3600)  # no sync in the time of others
     require_same("append", decompress(log[log.append(packed)]), batch)
     floor = os.open(folder / "floor", os.O_CREAT | os.O_WRONLY)
 
@@ -86,8 +77,6 @@ def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
     works: dict[str, Callable[[], object]] = {
         _FLOOR: written,
         _APPEND: lambda: log.append(packed, {"step": 3}),
-        _LATER: lambda: later.append(packed, {"step": 3}),
-        _FILE: lambda: packed.save(folder / "one.safetensors"),
         _WHOLE: lambda: log.append(batch, {"step": 3}),
         _SAVE: saved,
         _MEMMAP: lambda: batch.memmap(folder / "memmap"),
@@ -95,9 +84,8 @@ def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
     ms = interleaved(works, rounds)
     os.close(floor)
     log.close()
-    later.close()
     name = f"append of {rows} rows, {len(data):,} bytes"
-    pairs = ((_APPEND, _FLOOR, "<= 1.3"), (_LATER, _FLOOR, None), (_SAVE, _WHOLE, None), (_MEMMAP, _WHOLE, None))
+    pairs = ((_APPEND, _FLOOR, "<= 1.3"), (_SAVE, _WHOLE, None), (_MEMMAP, _WHOLE, None))
     return times(name, ms, pairs)
 
 
@@ -119,13 +107,9 @@ def _rows(folder: Path, rows: int, rounds: int, scale: float, many: int) -> list
     begin = time.perf_counter()
     log = RolloutLog(folder / "many", mode="r")
     report = [Row(name, "open", 1e3 * (time.perf_counter() - begin), "ms", "<= 2000")]
-    begin = time.perf_counter()
-    found = log.where(step=many // 2)
-    report.append(Row(name, "first where", 1e3 * (time.perf_counter() - begin), "ms"))
     report.append(
         Row(name, "memory of the opened log", (memory("RssAnon") + memory("RssFile") - before) / 2**30, "GiB", "<= 1")
     )
-    assert found.size == rows
     rng = np.random.default_rng(0)
     count = min(256, many * rows)
     begin = time.perf_counter()
@@ -139,43 +123,3 @@ def _rows(folder: Path, rows: int, rounds: int, scale: float, many: int) -> list
     }
     report += times(f"{count} scattered rows of {name}", interleaved(works, rounds), ((_HELD, _LOG, ">= 0.8"),))
     return report
-
-
-def _experts(folder: Path, rollouts: int, tokens: int) -> list[Row]:
-    """Rollouts with the experts of 48 layers, 8 of 128 for each token, as one process appends and reads them."""
-    progress(f"store: {rollouts} rollouts of {tokens} tokens with routed experts")
-    rng = np.random.default_rng(0)
-    popular = rng.permuted(np.tile(np.arange(128), (48, 1)), axis=1)
-    log = RolloutLog(folder / "experts", fsync="interval")
-    padded, most = 0, 0
-    before = memory("RssAnon")
-    for seed in range(rollouts):
-        drawn = np.minimum(rng.geometric(0.03, (tokens, 48, 8)), 128) - 1
-        ids = np.take_along_axis(popular[None, :, :], drawn, 2).astype(np.uint8)
-        batch = TensorDict(
-            {
-                "input_ids": torch.from_numpy(rng.integers(1, 150_000, (1, tokens))),
-                "attention_mask": torch.ones(1, tokens, dtype=torch.int64),
-                "routed_experts": torch.from_numpy(ids)[None],
-            },
-            [1],
-        )
-        log.append(compress(batch, pad_token_id=0), {"uid": seed})
-        padded += sum(field.nbytes for field in tensors(batch))
-        del batch, drawn, ids
-        most = max(most, memory("RssAnon"))
-    log.close()
-    reader = RolloutLog(folder / "experts", mode="r")
-    begin = memory("RssAnon")
-    for row in reader.rows.tolist():
-        stage = reader.take([row], "routed_experts").narrow("routed_experts", 0, 6)
-        assert stage.num_rows == 1
-    name = f"{rollouts} rollouts of {tokens:,} tokens, experts of 48 layers"
-    grown = memory("RssAnon") - begin
-    return [
-        Row(name, "tensors", padded / 2**30, "GiB"),
-        Row(name, "log", reader.nbytes / 2**30, "GiB"),
-        Row(name, "memory of a writer, most", (most - before) / 2**30, "GiB"),
-        Row(name, "memory of a reader that cut 6 layers of each", grown / 2**30, "GiB"),
-        Row(name, "memory of the reader / tensors", max(grown, 1) / padded, "x", "<= 0.01"),
-    ]

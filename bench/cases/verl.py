@@ -12,7 +12,6 @@ a worker of one CPU; with more, all forms wait for threads when the machine is b
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,16 +23,24 @@ from verl.protocol import BatchData
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from bench.harness.measure import interleaved, progress, require_same, torch_threads
+from bench.harness.measure import (
+    Pickled,
+    interleaved,
+    nbytes,
+    pickled,
+    progress,
+    require_same,
+    torch_threads,
+    unpickled,
+)
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times
 from bench.rivals.nesting import axis_of, masks_of
 from bench.workloads import PAD_ID, batch_of
-from maskpack.adapters.verl import PackedProto, compress, decompress
+from maskpack.adapters.verl import compress, decompress
 
 RANKS = 8
 _FEWER = {"DataProto": ">= 12", "TensorDict, padded": ">= 12"}
-_Pickle = tuple[bytes, list[Any]]
 
 
 @case(
@@ -73,16 +80,15 @@ def _all_jagged(proto: Any) -> Any:
 
 def _form(case: str, data: Any, rows: int, rounds: int, target: str | None) -> list[Row]:
     usual, ours = _usual(data), _ours(data)
-    _check(case, _received([*_pickled([compress(data, pad_token_id=PAD_ID)])])[0], data)
+    _check(case, _received([pickled(compress(data, pad_token_id=PAD_ID))])[0], data)
     works: dict[str, Callable[[], object]] = {
         "verl, to pickles": lambda: _usual(data),
-        "verl, from pickles": lambda: [_loaded(part) for part in usual],
+        "verl, from pickles": lambda: [unpickled(part) for part in usual],
         "maskpack, to pickles": lambda: _ours(data),
-        "maskpack, to pickles, verify=never": lambda: _ours(data, verify="never"),
         "maskpack, from pickles": lambda: _received(ours),
     }
     ms = interleaved(works, rounds)
-    theirs, packed = _nbytes(usual) / rows, _nbytes(ours) / rows
+    theirs, packed = (sum(map(nbytes, parts)) / rows for parts in (usual, ours))
     whole = ms["verl, to pickles"] + ms["verl, from pickles"]
     return [
         Row(case, "arguments, verl", theirs, "bytes/row"),
@@ -95,38 +101,18 @@ def _form(case: str, data: Any, rows: int, rounds: int, target: str | None) -> l
     ]
 
 
-def _pickled(parts: Sequence[Any]) -> list[_Pickle]:
-    def one(part: Any) -> _Pickle:
-        buffers: list[Any] = []
-        return pickle.dumps(part, protocol=5, buffer_callback=buffers.append), buffers
-
-    return [one(part) for part in parts]
+def _usual(data: Any) -> list[Pickled]:
+    return [pickled(part) for part in BatchData(data).chunk(chunks=RANKS)]
 
 
-def _loaded(pickled: _Pickle) -> Any:
-    return pickle.loads(pickled[0], buffers=pickled[1])
-
-
-def _nbytes(parts: Sequence[_Pickle]) -> int:
-    return sum(len(stream) + sum(buffer.raw().nbytes for buffer in buffers) for stream, buffers in parts)
-
-
-def _usual(data: Any) -> list[_Pickle]:
-    return _pickled(BatchData(data).chunk(chunks=RANKS))
-
-
-def _ours(data: Any, **options: Any) -> list[_Pickle]:
-    packed = compress(data, pad_token_id=PAD_ID, **options)
+def _ours(data: Any) -> list[Pickled]:
+    packed = compress(data, pad_token_id=PAD_ID)
     share = len(packed) // RANKS
-    return _pickled([packed.take(slice(rank * share, (rank + 1) * share)) for rank in range(RANKS)])
+    return [pickled(packed.take(slice(rank * share, (rank + 1) * share))) for rank in range(RANKS)]
 
 
-def _received(parts: Sequence[_Pickle]) -> list[Any]:
-    def one(part: _Pickle) -> Any:
-        packed: PackedProto = _loaded(part)
-        return decompress(packed)
-
-    return [one(part) for part in parts]
+def _received(parts: Sequence[Pickled]) -> list[Any]:
+    return [decompress(unpickled(part)) for part in parts]
 
 
 def _check(case: str, seen: Any, data: Any) -> None:

@@ -2,7 +2,7 @@
 
     micro-batches   first-fit decreasing, in a loop over all bins and on a tournament tree; Karmarkar-Karp partition
     ranks           largest processing time on a heap; consecutive rows, first-fit decreasing on each rank
-    lower bounds    the total over the budget; Martello-Toth
+    a lower bound   Martello-Toth
 
 Bins, parts and micro-batches are lists of row numbers. Nothing here imports maskpack.
 """
@@ -20,12 +20,7 @@ Bins = list[list[int]]
 Part = tuple[int, list[int]]  # its sum, its rows
 
 
-# -------------------------------------------------------------------- lower bounds
-
-
-def total_bound(lengths: Array, budget: int) -> int:
-    """ceil(total / budget): the bins that are needed if rows could be cut."""
-    return -(-int(lengths.sum()) // budget)
+# -------------------------------------------------------------------- a lower bound
 
 
 def martello_toth(lengths: Array, budget: int) -> int:

@@ -5,7 +5,6 @@ rows share a prompt; and variants of it.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 
 from bench.workloads.rows import Array, Lengths, Rows, as_batch, critic, log_normal, log_probs, padded, rewards, tokens
@@ -20,7 +19,6 @@ VARIANTS = (
     "m-rope-edge",  # position_ids (B, 3, S): vision rows, padded with the nearest real value
     "routed-experts",  # int16 (B, S, 4, 8); models have about 48 layers, 4 keep the batch in memory
     "ppo",  # with values; advantages and returns differ from token to token
-    "jagged-prompts",  # prompts are a jagged tensor already
 )
 
 _GROUP = 16
@@ -61,10 +59,7 @@ def make_batch(
     if variant == "routed-experts":
         choices = shape.rng.integers(0, _EXPERTS, (int(shape.mask.sum()), _LAYERS, _TOP_K), dtype=np.int16)
         fields["routed_experts"] = padded(choices, shape.mask, 0)
-    batch = as_batch(fields)
-    if variant == "jagged-prompts":
-        batch["prompts"] = _jagged_prompts(shape, batch["prompts"])
-    return batch
+    return as_batch(fields)
 
 
 def widths(scale: float) -> tuple[int, int]:
@@ -110,10 +105,3 @@ def _m_rope(shape: Rows, *, edge: bool) -> Array:
     if edge:
         return np.stack(vision, axis=1)
     return np.where(shape.mask[:, None], np.stack([text, *vision], axis=1), 1)
-
-
-def _jagged_prompts(shape: Rows, prompts: torch.Tensor) -> torch.Tensor:
-    values = prompts[torch.from_numpy(shape.mask[:, : shape.prompt_width])]
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(shape.prompt)]))
-    low, high = int(shape.prompt.min()), int(shape.prompt.max())
-    return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=low, max_seqlen=high)

@@ -1,23 +1,17 @@
 """Bytes that are stored and moved when one client puts all samples, then gets all of them in eight shuffled parts.
 
 Moved are all ZMQ frames of that client; those to and from the controller, which are the same for all backends, are in
-them. Stored are the values that the storage units hold after the puts. Beside them: zstd at level 1 over the serialised
-columns of each put.
+them. Stored are the values that the storage units hold after the puts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import transfer_queue as tq
-import zstandard
-from tensordict import TensorDict
-from torch import Tensor
-from transfer_queue.utils.serial_utils import encode
 
-from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, OwnedQueue, counted, stored_bytes
-from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, shuffled
+from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue, counted, stored_bytes
+from bench.cases.dataplane.rows import Trajectory, arguments, require_rows, shuffled
 from bench.cases.dataplane.step import RANKS
 from bench.harness.measure import progress
 from bench.harness.report import Row, RowGroups, ratios
@@ -34,10 +28,7 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> Ro
         for what in (_STORED, _MOVED):
             sizes = {name: one[what] / len(rows) for name, one in figures.items()}
             report += [Row(case, f"{what}, {name}", one, "bytes/row") for name, one in sizes.items()]
-            report += ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4"), (SIMPLE, CODEC, ">= 5")], f"{what}, ")
-        columns = [b"".join(encode(_columns(batched([row.fields for row in part])))) for part in parts]
-        squeezed = sum(len(zstandard.ZstdCompressor(level=1).compress(one)) for one in columns)
-        report.append(Row(case, "zstd level 1 of the serialised columns", squeezed / len(rows), "bytes/row"))
+            report += ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4")], f"{what}, ")
         yield report
 
 
@@ -60,12 +51,3 @@ def _moved_and_stored(case: str, queue: OwnedQueue, parts: Sequence[Sequence[Tra
                 require_rows(f"{case}, {queue.backend}", seen, [row.fields for row in part])
         tq.kv_clear(keys=[row.key for row in everything], partition_id=PARTITION)
     return {_STORED: stored, _MOVED: sum(put) + sum(got)}
-
-
-def _columns(batch: TensorDict) -> dict[str, Any]:
-    """As SimpleStorage sends them: jagged tensors are lists of rows."""
-    columns = {name: batch[name] for name in batch.keys()}  # noqa: SIM118
-    return {
-        name: list(column.unbind()) if isinstance(column, Tensor) and column.is_nested else column
-        for name, column in columns.items()
-    }

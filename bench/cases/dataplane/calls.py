@@ -9,8 +9,8 @@ from typing import Any
 
 import transfer_queue as tq
 
-from bench.cases.dataplane.queue import CODEC, MASKPACK, PARTITION, SIMPLE, OwnedQueue
-from bench.cases.dataplane.rows import Trajectory, arguments, batched, require_rows, select, shuffled
+from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue
+from bench.cases.dataplane.rows import Trajectory, arguments, require_rows, shuffled
 from bench.harness.local_ray import medians
 from bench.harness.measure import progress
 from bench.harness.report import Row, RowGroups, ratios
@@ -40,8 +40,7 @@ def phases(case: str, ms: Mapping[str, Mapping[str, float]], targets: Mapping[st
     for phase in next(iter(ms.values())):
         took = {name: one[phase] for name, one in ms.items()}
         report += [Row(case, f"{phase}, {name}", value, "ms") for name, value in took.items()]
-        pairs = [(SIMPLE, MASKPACK, targets.get(phase)), (SIMPLE, CODEC, None)]
-        report += ratios(case, took, pairs, f"{phase}, ")
+        report += ratios(case, took, [(SIMPLE, MASKPACK, targets.get(phase))], f"{phase}, ")
     return report
 
 
@@ -58,23 +57,15 @@ class _Calls:
         self._queue, self._rows = queue, rows[:size]
         self._keys = [row.key for row in self._rows]
         self._put = arguments(self._rows, PARTITION)
-        self._old = batched([select(row.later, "old_log_probs", "entropy") for row in self._rows])
-        self._advantages = batched([select(row.later, "advantages", "returns") for row in self._rows])
         self._others = [arguments([row], PARTITION) for row in rows] if size > 1 else []
         self._picked = [rows[number] for number in shuffled(len(rows), len(rows) // size)[0]]
 
     def check(self, case: str) -> None:
         """Raises NotExact unless every get of `run` gives what was put."""
-        last = [row.fields | row.later for row in self._rows]
         seen = self._run()
-        for phase, expected in (
-            ("get", [row.fields for row in self._rows]),
-            ("get of 2 fields", [select(row, "response_mask", "rm_scores") for row in last]),
-            ("get with later fields", last),
-            (_OF_SINGLES, [row.fields for row in self._picked]),
-        ):
+        for phase, rows in (("get", self._rows), (_OF_SINGLES, self._picked)):
             if phase in seen:
-                require_rows(f"{case}, {phase}, {self._queue.backend}", seen[phase][1], expected)
+                require_rows(f"{case}, {phase}, {self._queue.backend}", seen[phase][1], [row.fields for row in rows])
 
     def run(self) -> dict[str, float]:
         """Seconds of each call."""
@@ -93,11 +84,6 @@ class _Calls:
         with self._queue:
             timed("put", tq.kv_batch_put, **put)
             timed("get", tq.kv_batch_get, keys=self._keys)
-            timed("put of 2 later fields", tq.kv_batch_put, keys=self._keys, fields=self._old)
-            timed("put of 2 more", tq.kv_batch_put, keys=self._keys, fields=self._advantages)
-            few = ["response_mask", "rm_scores"]
-            timed("get of 2 fields", tq.kv_batch_get, keys=self._keys, select_fields=few)
-            timed("get with later fields", tq.kv_batch_get, keys=self._keys)
             timed("clear", tq.kv_clear, keys=self._keys)
             if self._others:
                 for one in self._others:

@@ -32,7 +32,7 @@ from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
 
 import maskpack.adapters.transferqueue  # noqa: F401  # registers its backend
 
-SIMPLE, MASKPACK, CODEC, NOTHING = "SimpleStorage", "Maskpack", "MaskpackCodec", "Nothing"
+SIMPLE, MASKPACK, NOTHING = "SimpleStorage", "Maskpack", "Nothing"
 PARTITION = "train"
 UNITS = 2
 CPUS = 16
@@ -114,7 +114,7 @@ class OwnedQueue(Queue):
         config = OmegaConf.create({}, flags={"allow_objects": True})
         default = OmegaConf.load(str(resources.files("transfer_queue") / "config.yaml"))
         units = {"num_data_storage_units": UNITS, **options}
-        chosen = {"storage_backend": backend, SIMPLE: units, MASKPACK: units, CODEC: {"backend": SIMPLE}, NOTHING: {}}
+        chosen = {"storage_backend": backend, SIMPLE: units, MASKPACK: units, NOTHING: {}}
         config = OmegaConf.merge(config, default, OmegaConf.create({"backend": chosen}))
         self._controller = TransferQueueController.remote(sampler=SequentialSampler(), polling_mode=False)
         config.controller.zmq_info = process_zmq_server_info(self._controller)
@@ -175,8 +175,8 @@ def counted() -> Iterator[list[int]]:
 
 
 def stored_bytes(queue: OwnedQueue) -> int:
-    """Bytes of what the storage units hold. SimpleStorage, alone or behind the codec: those of tensors, and of the
-    pickles of other objects. Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
+    """Bytes of what the storage units hold. SimpleStorage: those of tensors, and of the pickles of other objects.
+    Maskpack: those of the pickles of its chunks, and of large tensors that chunks share."""
     if queue.backend == MASKPACK:
         figures = queue.client._run_coroutine(queue.client.storage_manager.figures())
         return sum(one["chunk_bytes"] + one["large_bytes"] for one in figures)

@@ -67,13 +67,14 @@ def trajectories(
             shared = _of_the_data_set(rng, row // GROUP, len(prompts))
         response = {
             name: batch[name][row][on_response[row]]
-            for name in ("responses", "response_mask", "rollout_log_probs", "token_level_scores", *_LATER)
+            for name in ("responses", "response_mask", "rollout_log_probs", "token_level_scores", *_LATER.values())
         }
         result.append(_trajectory(rng, row, prompts, response, shared))
     return result
 
 
-_LATER = ("old_log_probs", "entropys", "advantages", "returns")
+_LATER = {"old_log_probs": "old_log_probs", "entropy": "entropys", "advantages": "advantages", "returns": "returns"}
+"""Fields that the trainer puts, and those of the workload that they are."""
 
 
 def _trajectory(
@@ -83,7 +84,6 @@ def _trajectory(
     response: dict[str, Tensor],
     shared: dict[str, Any],
 ) -> Trajectory:
-    session = row % GROUP
     input_ids = torch.cat([prompts, response["responses"]])
     seconds = float(rng.gamma(4.0, 5.0))
     fields: dict[str, Any] = {
@@ -93,8 +93,6 @@ def _trajectory(
         "responses": response["responses"],
         "response_mask": response["response_mask"],
         "rollout_log_probs": response["rollout_log_probs"],
-    }
-    fields |= {
         "rm_scores": response["token_level_scores"],
         "extra_fields": {"min_global_steps": 1, "max_global_steps": 1, "reward_extra_info": {}},
         **shared,
@@ -103,24 +101,16 @@ def _trajectory(
         "position_ids": torch.arange(len(input_ids)),
         "multi_modal_inputs": {},
     }
-    lengths = {
-        "prompt_len": len(prompts),
-        "response_len": len(response["responses"]),
-        "seq_len": len(input_ids),
-    }
+    lengths = {"prompt_len": len(prompts), "response_len": len(response["responses"]), "seq_len": len(input_ids)}
     steps = {"global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
-    whole = torch.zeros(len(input_ids))
-    logits = {"log_probs": whole.clone(), "entropy": whole}
+    later = {name: response[own] for name, own in _LATER.items()}
     start = len(prompts) - 1  # the logit at a position scores the next token
-    logits["log_probs"][start:-1] = response["old_log_probs"]
-    logits["entropy"][start:-1] = response["entropys"]
-    later = {
-        "old_log_probs": response["old_log_probs"],
-        "entropy": response["entropys"],
-        "advantages": response["advantages"],
-        "returns": response["returns"],
-    }
-    return Trajectory(f"{shared['uid']}_{session}_0", {"status": "success"} | lengths | steps, fields, logits, later)
+    logits: dict[str, Tensor] = {}
+    for name, own in (("log_probs", "old_log_probs"), ("entropy", "entropy")):
+        logits[name] = torch.zeros(len(input_ids))
+        logits[name][start:-1] = later[own]
+    key = f"{shared['uid']}_{row % GROUP}_0"
+    return Trajectory(key, {"status": "success"} | lengths | steps, fields, logits, later)
 
 
 def _of_the_data_set(rng: np.random.Generator, index: int, tokens: int) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _through_worker_group(batch: TensorDict, rounds: int) -> list[Row]:
     progress("dispatch: through WorkerGroup")
     actor = ray.remote(_Worker).options(num_cpus=cores()).remote()
     works: dict[str, Callable[[], Mapping[str, float]]] = {}
-    for name, verify in (("verified", "always"), ("trusted", "never")):
+    for name, verify in (("verified", True), ("trusted", False)):
         group = WorkerGroup([actor], pad_token_id=PAD_ID, verify=verify)
         for layout in ("nested", "padded"):
             works[f"{name}, {layout}"] = lambda group=group, layout=layout: _called(group, layout, batch)

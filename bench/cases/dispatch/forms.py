@@ -89,23 +89,15 @@ def _unnest_usual(value: TensorDict, given: Given) -> TensorDict:
     return nesting.unnest(value, given.masks, given.order)
 
 
-def _verified(batch: TensorDict) -> maskpack.PackedBatch:
-    return maskpack.compress(batch, pad_token_id=PAD_ID, verify="always")
-
-
-def _trusted(batch: TensorDict) -> maskpack.PackedBatch:
-    return maskpack.compress(batch, pad_token_id=PAD_ID, verify="never")
-
-
 def _decoded(value: maskpack.PackedBatch, layout: str) -> TensorDict:
     with _MEMORY.used():
         return maskpack.decompress(value, format=layout)
 
 
-def _ours(encode: Callable[[TensorDict], maskpack.PackedBatch], layout: str) -> Form:
+def _ours(verify: bool, layout: str) -> Form:
     nested = layout == "nested"
     return Form(
-        encode,
+        lambda batch: maskpack.compress(batch, pad_token_id=PAD_ID, verify=verify),
         lambda value, given: _decoded(value, layout),
         lambda value, given: maskpack.unnest_batch_by_mask(value) if nested else value,
         nested=nested,
@@ -122,10 +114,10 @@ FORMS: dict[str, Form] = {
     ZERO_COPY: Form(zero_copy=True, view=True),
     JAGGED: Form(nesting.nest, to_padded=_unnest_usual, nested=True),
     JAGGED_PADDED: Form(nesting.nest, _unnest_usual),
-    VERIFIED: _ours(_verified, "nested"),
-    VERIFIED_PADDED: _ours(_verified, "padded"),
-    TRUSTED: _ours(_trusted, "nested"),
-    TRUSTED_PADDED: _ours(_trusted, "padded"),
+    VERIFIED: _ours(True, "nested"),
+    VERIFIED_PADDED: _ours(True, "padded"),
+    TRUSTED: _ours(False, "nested"),
+    TRUSTED_PADDED: _ours(False, "padded"),
 }
 
 

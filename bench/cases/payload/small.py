@@ -5,13 +5,12 @@ pickle.loads and decompress, one after the other. Each part and the whole chain 
 from __future__ import annotations
 
 import gc
-import pickle
 import statistics
 from itertools import pairwise
 from time import perf_counter
 
 import maskpack
-from bench.harness.measure import progress, require_same
+from bench.harness.measure import pickled, progress, require_same, unpickled
 from bench.harness.report import Row
 from bench.workloads import PAD_ID, make_batch
 
@@ -42,20 +41,19 @@ def _chains(case: str, rows: int) -> list[list[float]]:
     gc.disable()
     try:
         for _ in range(_WARM_UP + _CHAINS):
-            buffers: list[pickle.PickleBuffer] = []
             times = [perf_counter()]
             packed = maskpack.compress(batch, pad_token_id=PAD_ID)
             times.append(perf_counter())
-            stream = pickle.dumps(packed, protocol=5, buffer_callback=buffers.append)
+            sent = pickled(packed)
             times.append(perf_counter())
-            arrived = pickle.loads(stream, buffers=buffers)
+            arrived = unpickled(sent)
             times.append(perf_counter())
             restored = maskpack.decompress(arrived)
             times.append(perf_counter())
             chains.append([end - begin for begin, end in pairwise(times)])
             if len(chains) == 1:
                 require_same(case, restored, batch)
-            del packed, stream, arrived, restored  # freeing is not timed
+            del packed, sent, arrived, restored  # freeing is not timed
     finally:
         gc.enable()
     return chains[_WARM_UP:]
