@@ -1,31 +1,25 @@
 """A training step of GRPO beside what users of verl have: log-probs of the responses, a loss of their ratios and
 advantages, and its gradients, summed over micro-batches of a token budget.
 
-    padded                   micro-batches of a few rows at full width, sdpa, float32 logits of the responses' width
-    packed, HEAD             verl's remove_padding, logits or a fused head on all tokens: flash-attn's cross entropy in
-                             place is what verl does by default, the others are its use_fused_kernels
-    ... with Liger's layers  the same with norms, MLPs and rotation of Liger, which is verl's use_liger
-    ... and scored tokens    the same with the head on the tokens alone that score responses: not in verl, but what one
+    HEAD, Liger's layers     verl's remove_padding and use_liger (norms, MLPs and rotation), with a head on all tokens:
+                             flash-attn's cross entropy in place, or verl's use_fused_kernels
+    ..., scored tokens       the same with the head on the tokens alone that score responses: not in verl, but what one
                              could write
-    ours                     response_log_probs; compiled with compile=True, fused with fused=True, shared with
-                             share_prefixes, kept with keep= of all bytes
+    ours                     response_log_probs; fused with fused=True, kept with keep= of all bytes too, shared with
+                             share_prefixes too
 
-All but padded attend by the same kernel, torch's varlen FlashAttention 2; all checkpoint their layers. Heads that this
-machine does not have, or that fail, are named on stderr and have a row "missing". Weights and tokens are random,
-prompts the same in groups. Before anything is timed, log-probs and gradients of the first group are compared with a
-float32 model that sees each row alone. TFLOP/s are those that real tokens need, none of them shared. Synchronised wall
-time, interleaved, medians; peaks are above all weights and the batch.
+All attend by the same kernel, torch's varlen FlashAttention 2, and checkpoint their layers. Heads that this machine
+does not have, or that fail, are named on stderr and have a row "missing". Weights and tokens are random, prompts the
+same in groups. Before anything is timed, log-probs and gradients of the first group are compared with a float32 model
+that sees each row alone. Synchronised wall time, interleaved, medians; peaks are above all weights and the batch.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,27 +28,26 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from bench.harness.measure import NotExact, progress
-from bench.harness.passes import SEVERAL, the_device, timed
+from bench.harness.passes import SEVERAL, once, the_device, timed
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import heads
 from bench.rivals.attention import lone_log_probs
 from bench.rivals.packed_rows import VARLEN, PackedRows, hidden, with_liger
-from bench.workloads.models import SMALL, TINY, Counts, Shape, log_normal_lengths, padded_batch
+from bench.workloads.models import LARGE, SMALL, TINY, Counts, Shape, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
 from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
-FORWARD, BOTH = "forward", "forward + backward"
-PADDED, OURS, FUSED = "padded", "ours", "ours, fused"
-_ALL = 1 << 62  # bytes: all distributions are kept, as flash-attn's cross entropy keeps all logits
-LIGER, SCORED = "with Liger's layers", "and scored tokens"
-_HEADS = (heads.FLASH, heads.VERL_TORCH, heads.VERL_TRITON, heads.VERL_LIGER)
-_LIGER_HEADS = (heads.FLASH, heads.VERL_LIGER)
-"""The fastest, and the one that takes the least memory: what Liger's layers are run with."""
+OURS, FUSED, LIGER = "ours", "ours, fused", "Liger's layers"
+_OURS = {
+    OURS: (False, ReplayOptions()),
+    FUSED: (True, ReplayOptions()),
+    f"{FUSED}, kept": (True, ReplayOptions(keep=1 << 62)),  # all, as flash-attn's cross entropy keeps all logits
+    f"{FUSED}, shared": (True, ReplayOptions(share_prefixes=True)),
+}
 _FASTEST = "fastest rival"
-_PEAK_RATE = 989  # TFLOP/s of dense bfloat16 products on H100 and H200
 
 Step = tuple[Tensor, Tensor, Sequence[int]]
 """Log-probs and advantages of the response tokens of a micro-batch, and its rows in this order."""
@@ -65,7 +58,6 @@ class Batch:
     """Rows in groups of `size`: P and R; prompts are as wide as they can be, or `fill` is the real share."""
 
     widths: tuple[int, int]
-    padded_rows: int
     fill: float | None = None
     rows: int = 32
     size: int = 8
@@ -83,17 +75,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """`padded` is how many padded micro-batches are timed; ours may be `slack` times as far off as padded rows."""
+    """Ours may be `slack` times as far off as all logits."""
 
     models: Mapping[str, tuple[str, Shape]] = field(
-        default_factory=lambda: {
-            "small": ("Qwen3-0.6B", SMALL),
-            "large": ("Qwen3-4B, 9 of 36 layers", Shape(2560, 9, 32, 8, 128, 9728)),
-        }
+        default_factory=lambda: {"small": ("Qwen3-0.6B", SMALL), "large": ("Qwen3-4B, 9 of 36 layers", LARGE)}
     )
-    batches: Sequence[Batch] = (Batch((512, 3584), 4, 0.25), Batch((2048, 512), 8))
+    batches: Sequence[Batch] = (Batch((512, 3584), 0.25), Batch((2048, 512)))
     token_budget: int = 32_768
-    padded: int = 2
     slack: float = 1.25
 
 
@@ -103,10 +91,10 @@ class Sizes:
     on="gpu",
     rows=None,
     groups=("small", "large"),
-    tiny={"sizes": Sizes({"small": ("A", TINY)}, [Batch((20, 7), 2, rows=6, size=3)], 90, 1, slack=2)},
+    tiny={"sizes": Sizes({"small": ("A", TINY)}, [Batch((20, 7), rows=6, size=3)], 90, slack=2)},
 )
 def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> RowGroups:
-    """A round here is three of the command line. Raises NotExact if ours is further from float32 than padded rows."""
+    """A round here is three of the command line. Raises NotExact if ours is further from float32 than all logits."""
     sizes, device = sizes or Sizes(), the_device()
     for group in only or sizes.models:
         name, shape = sizes.models[group]
@@ -120,18 +108,16 @@ def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None =
 
 def _of_batch(name: str, models: Models, batch: Batch, sizes: Sizes, rounds: int) -> RowGroups:
     progress(name)
-    whole = Stage(models, batch, sizes, batch.rows, sizes.padded)
+    whole = Stage(models, batch, sizes, batch.rows)
     yield [
         Row(name, "rows", batch.rows, "rows"),
         Row(name, "real tokens", int(whole.lengths.sum()), "tokens"),
         Row(name, "response tokens", int(whole.responses.sum()), "tokens"),
         Row(name, "tokens with shared prefixes", whole.tree.num_tokens, "tokens"),
-        *_errors(name, Stage(models, batch, sizes, batch.size, batch.size)),
+        *_errors(name, Stage(models, batch, sizes, batch.size)),
         *(Row(name, f"missing, {rival}", 1, "rivals") for rival in models.missing),  # of those that fail above, too
     ]
-    for step in (FORWARD, BOTH):
-        progress(f"{name}, {step}")
-        yield _timed(f"{name}, {step}", whole, step == BOTH, rounds)
+    yield _timed(f"{name}, forward + backward", whole, rounds)
 
 
 # -------------------------------------------------------------------- models
@@ -142,33 +128,21 @@ class Models:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
-        self.padded: Any = shape.model(device)
-        self.packed = self._varlen()
-        self.ours = {name: replayable(shape.model(device), **options) for name, options in self._ours.items()}
-        self.heads, self.missing = heads.importable(_HEADS, device)
-        self.missing |= heads.importable([heads.LIGER_CUTE], device)[1]  # the kernel of verl's liger backend
-        if device.type == "cpu":
-            self.heads |= heads.importable([heads.PLAIN], device)[0]
-        self.liger: Any = None
+        self.ours = {fused: replayable(shape.model(device), fused=fused) for fused in (False, True)}
+        self.rival: Any = shape.model(device)
+        self.rival.set_attn_implementation(VARLEN)
+        self.heads, self.missing = heads.importable((heads.FLASH, heads.VERL), device)
+        if not self.heads:
+            self.heads = heads.importable([heads.PLAIN], device)[0]
         try:
             if device.type != "cuda":
                 raise ImportError("needs a GPU")
-            self.liger = with_liger(self._varlen())
+            with_liger(self.rival)
         except ImportError as error:
             self.drop(LIGER, error)
+        self.layers = "transformers' layers" if LIGER in self.missing else LIGER
         for name, reason in self.missing.items():
             progress(f"missing, {name}: {reason}")
-
-    @property
-    def _ours(self) -> dict[str, dict[str, Any]]:
-        # On the CPU, compile=True would compile C++, which takes longer than all else.
-        compiled = {"compile": self.device.type == "cuda"}
-        return {OURS: {}, f"{OURS}, compiled": compiled, FUSED: {"fused": True}}
-
-    def _varlen(self) -> Any:
-        model: Any = self.shape.model(self.device)
-        model.set_attn_implementation(VARLEN)
-        return model
 
     def drop(self, rival: str, error: Exception) -> None:
         """From now on the rival is missing."""
@@ -177,22 +151,20 @@ class Models:
 
 @dataclass(frozen=True)
 class Work:
-    """The model, a pass over the micro-batches, and the share of the rows that it has."""
+    """The model, and a pass over the micro-batches."""
 
     model: Any
     steps: Callable[[], Iterable[Step]]
-    share: float = 1
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The first `count` rows of a batch, on the device, of which `padded` micro-batches are run padded."""
+    """The first `count` rows of a batch, on the device."""
 
     models: Models
     batch: Batch
     sizes: Sizes
     count: int
-    padded: int
 
     @cached_property
     def counts(self) -> tuple[Counts, Counts]:
@@ -209,11 +181,9 @@ class Stage:
 
     @cached_property
     def rows(self) -> TensorDict:
-        width = self.batch.widths[0]
-        rows = padded_batch(*self.counts, self.batch.widths, self.models.shape.vocabulary)
-        for part in (rows["prompts"], rows["input_ids"][:, :width]):
-            part.copy_(part[:: self.batch.size].repeat_interleave(self.batch.size, 0)[: self.count])
-        rows["response_mask"] = rows["attention_mask"][:, width:].clone()
+        widths = self.batch.widths
+        rows = padded_batch(*self.counts, widths, self.models.shape.vocabulary, self.batch.size)
+        rows["response_mask"] = rows["attention_mask"][:, widths[0] :].clone()
         advantages = torch.randn(self.count, 1, generator=torch.Generator().manual_seed(0))
         rows["advantages"] = advantages * rows["response_mask"]
         return rows.to(self.models.device)
@@ -244,57 +214,35 @@ class Stage:
 
     @cached_property
     def works(self) -> dict[str, Work]:
-        models, some = self.models, self.padded * self.batch.padded_rows
-        works = {PADDED: Work(models.padded, self._padded, min(1.0, some / self.count))}
+        models, works = self.models, dict[str, Work]()
         for name, head in models.heads.items():
-            works[f"packed, {name}"] = self._packed(models.packed, head)
-        for name in _LIGER_HEADS if models.liger is not None else ():
-            if name in models.heads:
-                works[f"packed, {name}, {LIGER}"] = self._packed(models.liger, models.heads[name])
-                works[f"packed, {name}, {LIGER} {SCORED}"] = self._packed(models.liger, models.heads[name], True)
-        for name, replay in models.ours.items():
-            keeps: tuple[int | None, ...] = (None, _ALL) if name == FUSED else (None,)
-            for shares, keep in itertools.product((False, True), keeps):
-                own = name + ", kept" * (keep is not None)
-                own += (" and shared" if "," in own else ", shared") * shares
-                options = ReplayOptions(share_prefixes=shares, keep=keep)
-                works[own] = Work(replay.model, lambda replay=replay, options=options: self._ours(replay, options))
+            for scored in (False, True):
+                own = f"{name}, {models.layers}{', scored tokens' * scored}"
+                works[own] = Work(models.rival, partial(self._packed, head, scored))
+        for name, (fused, options) in _OURS.items():
+            works[name] = Work(models.ours[fused].model, partial(self._ours, models.ours[fused], options))
         return {name: work for name, work in works.items() if name not in models.missing}
 
-    def _padded(self) -> Iterator[Step]:
-        width, some = self.batch.widths[1], self.batch.padded_rows
-        for first in range(0, min(self.count, self.padded * some), some):
-            part = self.rows[first : first + some]
-            logits = self.models.padded(
-                input_ids=part["input_ids"],
-                attention_mask=part["attention_mask"],
-                position_ids=part["position_ids"],
-                use_cache=False,
-                logits_to_keep=width + 1,
-            ).logits[:, :-1]
-            log_p = logits.float().log_softmax(-1).gather(-1, part["responses"].unsqueeze(-1)).squeeze(-1)
-            del logits
-            mask = part["response_mask"].bool()
-            yield log_p[mask], part["advantages"][mask], range(first, first + len(part))
-
-    def _packed(self, model: Any, head: heads.Head, scored: bool = False) -> Work:
-        def steps() -> Iterator[Step]:
-            for part in self.packed:
-                states, at = hidden(model, part), part.scored
-                if scored:
-                    log_p = head(states[at], model.lm_head.weight, part.labels[at])
-                else:
-                    log_p = head(states, model.lm_head.weight, part.labels)[at]
-                del states
-                yield log_p, part.advantages, part.rows
-
-        return Work(model, steps)
+    def _packed(self, head: heads.Head, scored: bool) -> Iterator[Step]:
+        model = self.models.rival
+        for part in self.packed:
+            states, at = hidden(model, part), part.scored
+            if scored:
+                log_p = head(states[at], model.lm_head.weight, part.labels[at])
+            else:
+                log_p = head(states, model.lm_head.weight, part.labels)[at]
+            del states
+            yield log_p, part.advantages, part.rows
 
     def _ours(self, replay: Replayable, options: ReplayOptions) -> Iterator[Step]:
         plan = self.plans[options.share_prefixes]
         for rows, part in zip(plan.micro_batches, plan.apply(self.nested), strict=True):
             log_probs: Any = response_log_probs(replay, part, options=options)
             yield log_probs.values(), part["advantages"].values(), rows
+
+    def losses(self, work: Work) -> Iterator[Tensor]:
+        for log_probs, advantages, _ in work.steps():
+            yield self.loss(log_probs, advantages)
 
 
 # -------------------------------------------------------------------- error and time
@@ -317,9 +265,10 @@ def _errors(name: str, stage: Stage) -> list[Row]:
             stage.models.drop(key, error)
             progress(f"missing, {key}: {stage.models.missing[key]}")
         work.model.zero_grad(set_to_none=True)
+    rivals = [rms for key, (rms, _) in off.items() if not key.startswith(OURS)]
     for key, (rms, _) in off.items():
-        if key.startswith(OURS) and not rms <= stage.sizes.slack * off[PADDED][0] + 1e-6:
-            raise NotExact(f"{name}: {key} is {rms:.2g} off float32 (rms); {PADDED} is {off[PADDED][0]:.2g} off.")
+        if key.startswith(OURS) and not rms <= stage.sizes.slack * min(rivals) + 1e-6:
+            raise NotExact(f"{name}: {key} is {rms:.2g} off float32 (rms); a rival is {min(rivals):.2g} off.")
     return [
         *(Row(name, f"rms error, {key}", rms, "nats") for key, (rms, _) in off.items()),
         *(Row(name, f"error of the gradients, {key}", 100 * far, "%") for key, (_, far) in off.items()),
@@ -328,7 +277,7 @@ def _errors(name: str, stage: Stage) -> list[Row]:
 
 def _alone(stage: Stage) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probs of each row, and the gradients of all."""
-    model: Any = copy.deepcopy(stage.models.padded).float().train()
+    model: Any = stage.models.shape.model(stage.models.device).float().train()
     truth: list[Tensor] = []
     for row, count in zip(stage.rows.unbind(0), stage.responses.tolist(), strict=True):
         log_probs = lone_log_probs(model, row["input_ids"][row["attention_mask"].bool()], count)
@@ -349,28 +298,11 @@ def _seen(stage: Stage, work: Work) -> dict[int, Tensor]:
     return seen
 
 
-def _timed(name: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
-    def once(work: Work) -> None:
-        work.model.train(backward)
-        with torch.set_grad_enabled(backward):
-            for log_probs, advantages, _ in work.steps():
-                if backward:
-                    stage.loss(log_probs, advantages).backward()
-                del log_probs
-        work.model.zero_grad(set_to_none=True)
-
+def _timed(name: str, stage: Stage, rounds: int) -> list[Row]:
     works, device = stage.works, stage.models.device
-    runs = {key: functools.partial(once, work) for key, work in works.items()}
-    shares = {key: work.share for key, work in works.items()}
+    runs = {key: once(work.model, partial(stage.losses, work), True) for key, work in works.items()}
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    report, seconds = timed(name, runs, rounds, device, (), shares=shares, before=held)
+    report, seconds = timed(name, runs, rounds, device, (), before=held)
     ours = [key for key in works if key.startswith(OURS)]
     seconds[_FASTEST] = min(one for key, one in seconds.items() if key not in ours)
-    flops = (3 if backward else 1) * stage.models.shape.flops(stage.lengths, stage.responses)
-    rates = {key: flops / seconds[key] / 1e12 for key in works}
-    return [
-        *report,
-        *ratios(name, seconds, [(_FASTEST, key, None) for key in ours]),
-        *(Row(name, f"rate, {key}", rate, "TFLOP/s") for key, rate in rates.items()),
-        *(Row(name, f"rate, {key} / {_PEAK_RATE} TFLOP/s", rate / _PEAK_RATE, "x") for key, rate in rates.items()),
-    ]
+    return [*report, *ratios(name, seconds, [(_FASTEST, key, None) for key in ours])]

@@ -139,15 +139,21 @@ def cut(part: TensorDict) -> TensorDict:
     )
 
 
-def padded_batch(prompts: Counts, responses: Counts, widths: tuple[int, int], vocabulary: int) -> TensorDict:
-    """Prompts padded on the left, responses on the right, by the last id of the vocabulary; the others at random."""
+def padded_batch(
+    prompts: Counts, responses: Counts, widths: tuple[int, int], vocabulary: int, group: int = 1
+) -> TensorDict:
+    """Prompts padded on the left, responses on the right, by the last id of the vocabulary; the others at random, in
+    groups of rows that have one prompt."""
     column, random = np.arange(sum(widths)), np.random.default_rng(1)
     mask = (column >= widths[0] - prompts[:, None]) & (column < widths[0] + responses[:, None])
     ids = np.where(mask, random.integers(0, vocabulary - 1, mask.shape), vocabulary - 1)
+    ids[:, : widths[0]] = ids[np.arange(len(ids)) // group * group, : widths[0]]
     return as_batch(token_fields(ids, mask, widths[0]))
 
 
 SMALL = Shape(1024, 28, 16, 8, 128, 3072)
 """Of Qwen3-0.6B."""
+LARGE = Shape(2560, 9, 32, 8, 128, 9728)
+"""Of 9 of the 36 layers of Qwen3-4B."""
 TINY = Shape(32, 2, 4, 2, 8, 48, 97)
 """For runs on a CPU."""
