@@ -19,22 +19,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import once
 from bench.harness.registry import case
+from bench.harness.replay import Replay
 from bench.harness.report import Row, RowGroups, times
-from bench.workloads.models import TINY, Counts, Shape, cut, log_normal_lengths, padded_batch
-from maskpack import nest_batch_by_mask
-from maskpack.adapters.transformers import Replayable, replayable
-from maskpack.planning import plan_micro_batches
-from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs, response_outputs, response_values
+from bench.workloads.models import TINY, Shape, cut, log_normal_lengths, padded_batch
+from maskpack.replay import ReplayOptions, response_log_probs, response_outputs, response_values
 
 PADDED, TRIMMED, SORTED = "padded", "trimmed", "trimmed, sorted"
 TWO, ONE, SHARED = "two passes", "one pass", "shared"
@@ -45,29 +41,14 @@ _SHARE = ReplayOptions(share_prefixes=True)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The policy, its value head, and the batch [B], with advantages and returns [B, R]."""
+class Stage(Replay):
+    """The policy, the batch [B], with advantages and returns [B, R], and a value head."""
 
-    policy: Any
     head: torch.nn.Linear
-    padded: TensorDict
-
-    @cached_property
-    def replay(self) -> Replayable:
-        return replayable(self.policy)
-
-    @cached_property
-    def nested(self) -> TensorDict:
-        return nest_batch_by_mask(self.padded, pad_token_id=self.policy.config.vocab_size - 1)
-
-    @cached_property
-    def lengths(self) -> Counts:
-        """int64 [B]."""
-        return self.padded["attention_mask"].sum(1).numpy()
 
     @property
     def weights(self) -> list[Tensor]:
-        return [*self.policy.parameters(), *self.head.parameters()]
+        return [*self.model.parameters(), *self.head.parameters()]
 
     def of_padded(self, trimmed: bool, by_length: bool = False) -> Iterator[Tensor]:
         """The loss of each micro-batch."""
@@ -77,8 +58,8 @@ class Stage:
             part = cut(whole) if trimmed else whole
             width = part["responses"].shape[1]
             given = (part["input_ids"], part["attention_mask"], part["position_ids"])
-            states = self.policy.model(*given, use_cache=False).last_hidden_state[:, -width - 1 : -1]
-            scores = self.policy.lm_head(states).log_softmax(-1)
+            states = self.model.model(*given, use_cache=False).last_hidden_state[:, -width - 1 : -1]
+            scores = self.model.lm_head(states).log_softmax(-1)
             log_probs = scores.gather(-1, part["responses"][..., None])[..., 0]
             on = part["attention_mask"][:, -width:] != 0
             fields = (whole[name][:, :width] for name in ("advantages", "returns"))
@@ -87,10 +68,8 @@ class Stage:
     def of_packed(self, together: bool, shares: bool = False) -> Iterator[Tensor]:
         """The loss of each micro-batch; micro-batches are planned anew."""
         options = _SHARE if shares else ReplayOptions()
-        tree = prefix_tree(self.nested, options=options) if shares else None
-        plan = plan_micro_batches(self.lengths, PADDED_ROWS * sum(WIDTHS), tree=tree)
         more: dict[str, Any] = {"self_check": False, "options": options}
-        for part in plan.apply(self.nested):
+        for part in self.plan(shares).apply(self.nested):
             if together:
                 out = response_outputs(self.replay, part, heads={"value": self.head}, **more)
                 pair: Any = (out.log_probs, out.heads["value"])
@@ -132,7 +111,7 @@ def run(rows: int, rounds: int, *, shape: Shape = SHAPE) -> RowGroups:
         stage = staged(rows, shape)
         check(name, stage)
         real = int(stage.lengths.sum()) / rows / sum(WIDTHS)
-        runs = {way: once(stage.policy, parts, True) for way, parts in stage.works().items()}
+        runs = {way: once(stage.model, parts, True) for way, parts in stage.works().items()}
         ms = interleaved(runs, rounds, time.process_time)
     pairs = [(ONE, TRIMMED, "<= 0.6"), (ONE, SORTED, None), (TWO, TRIMMED, None), (TWO, SORTED, None)]
     pairs += [(ONE, TWO, None), (SHARED, ONE, None), (PADDED, ONE, None)]
@@ -141,22 +120,19 @@ def run(rows: int, rounds: int, *, shape: Shape = SHAPE) -> RowGroups:
 
 def staged(rows: int, shape: Shape) -> Stage:
     prompts, responses = log_normal_lengths(rows, WIDTHS, FILL, GROUP)
-    batch = padded_batch(prompts, responses, WIDTHS, shape.vocabulary)
-    first = torch.arange(rows) // GROUP * GROUP
-    for name in ("prompts", "input_ids"):
-        batch[name][:, : WIDTHS[0]] = batch[name][first, : WIDTHS[0]]
+    batch = padded_batch(prompts, responses, WIDTHS, shape.vocabulary, GROUP)
     source, on = torch.Generator().manual_seed(0), batch["attention_mask"][:, WIDTHS[0] :] != 0
     for name in ("advantages", "returns"):
         batch[name] = torch.randn(on.shape, generator=source).where(on, 0)
     policy: Any = shape.model(torch.device("cpu"), torch.float32)
     policy.gradient_checkpointing_disable()
-    return Stage(policy, torch.nn.Linear(shape.hidden, 1), batch)
+    return Stage(policy, batch, PADDED_ROWS * sum(WIDTHS), torch.nn.Linear(shape.hidden, 1))
 
 
 def check(case: str, stage: Stage) -> None:
     """Raises NotExact unless every way gives the gradients of the padded one."""
     seen: dict[str, list[Tensor]] = {}
-    stage.policy.train()
+    stage.model.train()
     for name, parts in stage.works().items():
         for weight in stage.weights:
             weight.grad = None

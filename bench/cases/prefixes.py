@@ -14,26 +14,22 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from bench.harness.measure import progress
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
+from bench.harness.replay import Replay
 from bench.harness.report import Row, RowGroups
 from bench.rivals.attention import lone_log_probs
-from bench.workloads.models import SMALL, TINY, Counts, Shape, padded_batch
+from bench.workloads.models import LARGE, SMALL, TINY, Shape, padded_batch
 from bench.workloads.tau import trajectories
-from maskpack import nest_batch_by_mask
-from maskpack.adapters.transformers import Replayable, replayable
-from maskpack.planning import plan_micro_batches
 from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
 
 SHARED, WHOLE = "shared", "whole rows"
@@ -57,10 +53,8 @@ class Groups:
         """About so many tokens of rows, at least two groups."""
         count = self.size * max(2, round(tokens / (self.size * (self.prompt + self.response))))
         responses = np.random.default_rng(0).integers(-(-3 * self.response // 4), self.response + 1, count)
-        batch = padded_batch(np.full(count, self.prompt), responses, (self.prompt, self.response), vocabulary)
-        for part in (batch["prompts"], batch["input_ids"][:, : self.prompt]):
-            part.copy_(part[:: self.size].repeat_interleave(self.size, 0))
-        return batch
+        widths = self.prompt, self.response
+        return padded_batch(np.full(count, self.prompt), responses, widths, vocabulary, self.size)
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ MODELS: Mapping[str, Model] = {
     ),
     "large": Model(
         "Qwen3-4B, 9 of 36 layers",
-        Shape(2560, 9, 32, 8, 128, 9728),
+        LARGE,
         (Groups(2048, 512, 8, 2.83), Groups(8192, 1024, 8, 3.72)),
     ),
     "agent": Model("Qwen3-0.6B", SMALL, (Trajectories(),)),
@@ -140,7 +134,8 @@ def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None =
         for batch in model.batches:
             name = f"prefixes, shape of {model.name}, {batch.name}"
             progress(name)
-            stage = Stage(causal_lm, model.shape, batch, sizes, device)
+            padded = batch.batch(sizes.tokens, model.shape.vocabulary).exclude("uid", "response_mask")
+            stage = Stage(causal_lm, padded, sizes.token_budget, batch, sizes, device)
             yield [*stage.described(name), *_errors(name, stage)]
             for step in (FORWARD, BOTH):
                 yield _timed(f"{name}, {step}", stage, step == BOTH, -(-rounds // SEVERAL))
@@ -149,45 +144,12 @@ def run(rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None =
 
 
 @dataclass(frozen=True)
-class Stage:
+class Stage(Replay):
     """A model on the device, and the batch that it runs on, on the host."""
 
-    causal_lm: Any
-    shape: Shape
     of: Groups | Trajectories
     sizes: Sizes
     device: torch.device
-
-    @cached_property
-    def replay(self) -> Replayable:
-        return replayable(self.causal_lm)
-
-    @cached_property
-    def padded(self) -> TensorDict:
-        return self.of.batch(self.sizes.tokens, self.shape.vocabulary).exclude("uid", "response_mask")
-
-    @cached_property
-    def nested(self) -> TensorDict:
-        return nest_batch_by_mask(self.padded, pad_token_id=self.shape.vocabulary - 1)
-
-    @cached_property
-    def lengths(self) -> Counts:
-        """int64 [B]."""
-        return self.padded["attention_mask"].sum(1).numpy()
-
-    def parts(self, shares: bool) -> Iterator[TensorDict]:
-        """The micro-batches, planned anew."""
-        if not shares:
-            return plan_micro_batches(self.lengths, self.sizes.token_budget).apply(self.nested)
-        tree = prefix_tree(self.nested)
-        return plan_micro_batches(self.lengths, self.sizes.token_budget, tree=tree).apply(self.nested)
-
-    def log_probs(self, shares: bool) -> Iterator[Tensor]:
-        for part in self.parts(shares):
-            out: Any = response_log_probs(
-                self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
-            )
-            yield out.values()
 
     def described(self, case: str) -> list[Row]:
         tree = prefix_tree(self.nested)
@@ -203,7 +165,7 @@ class Stage:
         """Makes the inputs of all micro-batches, and no more; the tokens of each."""
         return [
             PackedInputs.of(part, device=self.device, options=ReplayOptions(share_prefixes=shares)).num_tokens
-            for part in self.parts(shares)
+            for part in self.plan(shares).apply(self.nested)
         ]
 
 
@@ -232,7 +194,7 @@ def _errors(case: str, stage: Stage) -> list[Row]:
 
 def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
     runs = {
-        name: once(stage.causal_lm, lambda shares=name == SHARED: stage.log_probs(shares), backward)
+        name: once(stage.model, lambda shares=name == SHARED: stage.log_probs(shares), backward)
         for name in (SHARED, WHOLE)
     }
     target = f">= {stage.of.least}" if backward and stage.of.least else None

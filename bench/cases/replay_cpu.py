@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +24,11 @@ from torch import Tensor
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, once
 from bench.harness.registry import case
+from bench.harness.replay import Replay
 from bench.harness.report import Row, RowGroups, times
 from bench.rivals.attention import padded_log_probs
 from bench.workloads import batch_of
-from bench.workloads.models import TINY, Counts, Shape, cut
-from maskpack import nest_batch_by_mask
-from maskpack.adapters.transformers import Replayable, replayable
-from maskpack.planning import plan_micro_batches
+from bench.workloads.models import TINY, Shape, cut
 from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 PADDED, TRIMMED, WHOLE, SHARED = "padded", "padded, trimmed", "whole rows", "shared"
@@ -41,47 +38,8 @@ SHAPE = Shape(64, 2, 4, 2, 16, 192, 4096)
 _APART = 1e-4
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The model, and the batch: token ids are folded into the vocabulary, whose last id is the pad."""
-
-    causal_lm: Any
-    vocabulary: int
-    batch: TensorDict
-
-    @cached_property
-    def replay(self) -> Replayable:
-        return replayable(self.causal_lm)
-
-    @cached_property
-    def padded(self) -> TensorDict:
-        batch = self.batch.select("prompts", "responses", "input_ids", "attention_mask", "position_ids")
-        pad, p = self.vocabulary - 1, batch["prompts"].shape[1]
-        ids = torch.where(batch["attention_mask"] != 0, batch["input_ids"] % pad, pad)
-        return batch.update({"input_ids": ids, "prompts": ids[:, :p].clone(), "responses": ids[:, p:].clone()})
-
-    @cached_property
-    def nested(self) -> TensorDict:
-        return nest_batch_by_mask(self.padded, pad_token_id=self.vocabulary - 1)
-
-    @cached_property
-    def lengths(self) -> Counts:
-        """int64 [B]."""
-        return self.padded["attention_mask"].sum(1).numpy()
-
-    @property
-    def width(self) -> int:
-        return self.padded["input_ids"].shape[1]
-
-    def packed(self, shares: bool) -> Iterator[Tensor]:
-        """Of micro-batches that are planned anew."""
-        tree = prefix_tree(self.nested) if shares else None
-        plan = plan_micro_batches(self.lengths, PADDED_ROWS * self.width, tree=tree)
-        for part in plan.apply(self.nested):
-            out: Any = response_log_probs(
-                self.replay, part, self_check=False, options=ReplayOptions(share_prefixes=shares)
-            )
-            yield out.values()
+class Stage(Replay):
+    """The model, and the batch of a workload."""
 
     @cached_property
     def by_length(self) -> list[int]:
@@ -99,9 +57,16 @@ class Stage:
         return {
             PADDED: lambda: self.padded_parts(trimmed=False),
             TRIMMED: lambda: self.padded_parts(trimmed=True),
-            WHOLE: lambda: self.packed(shares=False),
-            SHARED: lambda: self.packed(shares=True),
+            WHOLE: lambda: self.log_probs(shares=False),
+            SHARED: lambda: self.log_probs(shares=True),
         }
+
+
+def folded(batch: TensorDict, pad: int) -> TensorDict:
+    """The batch with token ids below the pad."""
+    batch = batch.select("prompts", "responses", "input_ids", "attention_mask", "position_ids")
+    p, ids = batch["prompts"].shape[1], torch.where(batch["attention_mask"] != 0, batch["input_ids"] % pad, pad)
+    return batch.update({"input_ids": ids, "prompts": ids[:, :p].clone(), "responses": ids[:, p:].clone()})
 
 
 @case(
@@ -121,13 +86,15 @@ def run(
     progress(name)
     with torch_threads(1):
         causal_lm: Any = shape.model(torch.device("cpu"), torch.float32).eval()
-        stage = Stage(causal_lm, shape.vocabulary, batch_of(workload, min(rows, ROWS), scale=scale))
+        padded = folded(batch_of(workload, min(rows, ROWS), scale=scale), shape.vocabulary - 1)
+        width = padded["input_ids"].shape[1]
+        stage = Stage(causal_lm, padded, PADDED_ROWS * width)
         check(name, stage)
         real, tree = int(stage.lengths.sum()), prefix_tree(stage.nested)
         yield [
             Row(name, "rows", stage.lengths.size, "rows"),
-            Row(name, "padded width", stage.width, "tokens"),
-            Row(name, "real tokens / padded positions", real / stage.lengths.size / stage.width, "x"),
+            Row(name, "padded width", width, "tokens"),
+            Row(name, "real tokens / padded positions", real / stage.lengths.size / width, "x"),
             Row(name, "tokens of the tree / tokens of rows", tree.num_tokens / real, "x"),
         ]
         for step in (FORWARD, BOTH):
@@ -157,7 +124,7 @@ def check(case: str, stage: Stage) -> None:
 
 
 def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
-    runs = {name: once(stage.causal_lm, parts, backward) for name, parts in stage.works().items()}
+    runs = {name: once(stage.model, parts, backward) for name, parts in stage.works().items()}
     ms = interleaved(runs, rounds, time.process_time)
     pairs = ((PADDED, WHOLE), (PADDED, SHARED), (TRIMMED, WHOLE), (TRIMMED, SHARED), (WHOLE, SHARED))
     return times(case, ms, [(*pair, None) for pair in pairs])

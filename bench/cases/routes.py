@@ -10,7 +10,6 @@ checkpointed, over micro-batches of a token budget; synchronised wall time of al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,13 @@ from transformers import Qwen3MoeConfig
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import BOTH, FORWARD, SEVERAL, once, the_device, timed
 from bench.harness.registry import case
+from bench.harness.replay import replayed
 from bench.harness.report import Row, RowGroups
 from bench.workloads.models import checkpointed, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, experts, replayable
 from maskpack.planning import MicroBatchPlan, plan_micro_batches
-from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs
+from maskpack.replay import PackedInputs, ReplayOptions
 
 OWN, REPLAYED = "own", "replayed"
 _APART = {torch.bfloat16: 0.3, torch.float32: 1e-5}  # nats: where two experts are as likely, rounding chooses
@@ -94,17 +94,15 @@ def run(rounds: int, *, sizes: Sizes | None = None) -> RowGroups:
     ]
     for step in (FORWARD, BOTH):
         runs = {
-            kind: once(model, lambda kind=kind: _log_probs(replay, batch, plan, kind == REPLAYED), step == BOTH)
+            kind: once(
+                model,
+                lambda kind=kind: replayed(replay, batch, plan, options=ReplayOptions(routed_experts=kind == REPLAYED)),
+                step == BOTH,
+            )
             for kind in (OWN, REPLAYED)
         }
         pairs = [(REPLAYED, OWN, "<= 1.05")]
         yield timed(f"{name}, {step}", runs, -(-rounds // SEVERAL), device, pairs)[0]
-
-
-def _log_probs(replay: Replayable, batch: TensorDict, plan: MicroBatchPlan, routed: bool) -> Iterator[Tensor]:
-    for part in plan.apply(batch):
-        log_probs: Any = response_log_probs(replay, part, options=ReplayOptions(routed_experts=routed))
-        yield log_probs.values()
 
 
 @torch.no_grad()
@@ -127,8 +125,10 @@ def chosen_by_routers(replay: Replayable, batch: TensorDict, sizes: Sizes) -> Te
 
 @torch.no_grad()
 def _apart(replay: Replayable, batch: TensorDict, plan: MicroBatchPlan, sizes: Sizes) -> float:
-    pairs = zip(*(_log_probs(replay, batch, plan, routed) for routed in (False, True)), strict=True)
-    off = max(float((own - replayed).abs().max()) for own, replayed in pairs)
+    pairs = zip(
+        *(replayed(replay, batch, plan, options=ReplayOptions(routed_experts=on)) for on in (False, True)), strict=True
+    )
+    off = max(float((own - other).abs().max()) for own, other in pairs)
     if not off <= _APART[sizes.dtype]:
         raise NotExact(f"routes: log-probs are {off:.3g} apart; expected at most {_APART[sizes.dtype]}.")
     return off

@@ -2,7 +2,6 @@
 Qwen3.5's in which three layers of four carry state.
 
     ours                      response_log_probs over micro-batches of a token budget, from a nested batch
-    ours, compiled            the same with replayable(model, compile=True)
     ours, rows of one length  the same without any padding to save: the mean length, as many tokens a micro-batch
     own attention, the same   these rows as a dense [b, n], by the model's own scaled dot product attention
     padded                    micro-batches of a few rows at full width, the model's own attention, all logits
@@ -19,7 +18,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -33,6 +32,7 @@ from bench.cases.replay import images
 from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
+from bench.harness.replay import replayed
 from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals.attention import dense_log_probs, lone_log_probs, padded_log_probs
 from bench.workloads.models import SMALL, TINY, Counts, HybridShape, Shape, log_normal_lengths, padded_batch
@@ -42,7 +42,6 @@ from maskpack.planning import MicroBatchPlan, PlanOptions, plan_micro_batches
 from maskpack.replay import response_log_probs
 
 EVEN, DENSE, PADDED = "ours, rows of one length", "own attention, dense rows of one length", "padded"
-COMPILED = "ours, compiled"
 _PEAK_RATE = 989  # TFLOP/s of dense bfloat16 products on H100 and H200
 
 
@@ -56,7 +55,6 @@ class Model:
     padded: int
     even: int
     target: str = ">= 3.5"
-    compiled: bool = True
 
 
 MODELS: Mapping[str, Model] = {
@@ -71,7 +69,7 @@ MODELS: Mapping[str, Model] = {
     ),
 }
 _TINY = {
-    "small": Model("A", TINY, 2, 2, compiled=False),
+    "small": Model("A", TINY, 2, 2),
     "hybrid": Model("C", HybridShape(32, 4, 2, 1, 8, 48, 97, delta_heads=2, delta_dim=8), 2, 0),
 }
 
@@ -119,9 +117,6 @@ def _of_model(stage: Stage, rounds: int) -> RowGroups:
         yield _timed(f"{name}, {step}", stage, stage.works(step), rounds)
 
 
-# -------------------------------------------------------------------- rows
-
-
 @dataclass(frozen=True)
 class Rows:
     """A batch in both forms, on the device."""
@@ -135,9 +130,6 @@ class Rows:
     def lengths(self) -> Counts:
         """int64 [B]."""
         return self.prompts + self.responses
-
-
-# -------------------------------------------------------------------- works
 
 
 @dataclass(frozen=True)
@@ -165,10 +157,6 @@ class Stage:
     @cached_property
     def replay(self) -> Replayable:
         return replayable(self.causal_lm)
-
-    @cached_property
-    def compiled(self) -> Replayable:
-        return replayable(self.causal_lm, compile=True)
 
     @cached_property
     def rows(self) -> Rows:
@@ -225,8 +213,6 @@ class Stage:
             plan = plan_micro_batches(even.lengths, of_even * int(even.lengths[0]))
             passes[EVEN] = even, even.lengths.size, lambda: replayed(replay, even.nested, plan)
             passes[DENSE] = even, even.lengths.size, lambda: dense_log_probs(replay.release(), even.padded, of_even)
-            if self.model.compiled:
-                passes[COMPILED] = rows, self.count, lambda: replayed(self.compiled, rows.nested, self.plan)
         shape, backward = self.model.shape, step == BOTH
         return {
             name: Work(
@@ -236,13 +222,6 @@ class Stage:
             )
             for name, (of, count, parts) in passes.items()
         }
-
-
-def replayed(replay: Replayable, nested: TensorDict, plan: MicroBatchPlan) -> Iterator[Tensor]:
-    """Ours: packed log-probs [tokens of the responses] of each micro-batch."""
-    for part in plan.apply(nested):
-        log_probs: Any = response_log_probs(replay, part)
-        yield log_probs.values()
 
 
 @torch.no_grad()

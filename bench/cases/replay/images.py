@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, errors, once, timed
+from bench.harness.replay import replayed
 from bench.harness.report import Row, RowGroups
 from bench.workloads.models import Counts, checkpointed
 from bench.workloads.rows import log_normal
@@ -253,12 +254,6 @@ def places_of(before: int, height: int, width: int, after: int) -> Any:
     image = before + np.stack([np.zeros(high * wide, np.int64), *np.indices((high, wide)).reshape(2, -1)])
     rest = before + max(high, wide) + np.arange(after)
     return np.concatenate([np.tile(np.arange(before), (3, 1)), image, np.tile(rest, (3, 1))], 1)
-
-
-def replayed(replay: Replayable, nested: TensorDict, plan: MicroBatchPlan, **options: Any) -> Iterator[Tensor]:
-    for part in plan.apply(nested):
-        log_probs: Any = response_log_probs(replay, part, **options)
-        yield log_probs.values()
 
 
 def padded_log_probs(model: Any, batch: TensorDict, images: list[dict[str, Tensor]], rows: int) -> Iterator[Tensor]:
