@@ -3,8 +3,8 @@
     SkyRL      TrainingInputBatch: one block padded on the left [B, S], response fields right-aligned [B, R]
     OpenRLHF   Experience: rows padded on the right [B, S], a value for each token after the first [B, S - 1]
 
-The batches are those of `bench.workloads.trainers`, with the rows of a workload. Pickles are of protocol 5: in band, as
-for files, and with buffers out of band, all of which is copied once more, as Ray copies it into its store. OpenRLHF
+The batches are those of `bench.workloads.trainers`, with the rows of a workload. Pickles are of
+protocol 5 with buffers out of band, all of which is copied once more, as Ray copies it into its store. OpenRLHF
 sets a flag of Ray that leaves tensors out of band, `zero-copy`. Each object must come back bit for bit, or the case
 raises. CPU time of one thread. Needs skyrl and openrlhf.
 """
@@ -15,6 +15,7 @@ import io
 import pickle
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +24,21 @@ from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from tensordict import TensorDict
 from torch import Tensor
 
-from bench.harness.measure import interleaved, progress, require_same, torch_threads
+from bench.harness.measure import (
+    Pickled,
+    interleaved,
+    nbytes,
+    progress,
+    require_same,
+    torch_threads,
+    unpickled,
+)
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, ratios, times
 from bench.workloads import PAD_ID, WORKLOADS
 from bench.workloads.trainers import trainer_batch
 from maskpack.adapters.openrlhf import pickle_experiences
 from maskpack.adapters.skyrl import pickle_tensor_batches
-
-_Pickle = tuple[bytearray | bytes, list[bytearray]]
 
 
 @case(
@@ -71,35 +78,31 @@ def experience(workload: str, rows: int, scale: float = 1.0) -> Any:
     )
 
 
-def _figures(name: str, data: Any, pickled: Callable[..., Callable[[], None]], rows: int, rounds: int) -> list[Row]:
-    def packed(dumped: Callable[[Any], _Pickle]) -> _Pickle:
-        undo = pickled(pad_token_id=PAD_ID)
+def _figures(name: str, data: Any, pickles: Callable[..., Callable[[], None]], rows: int, rounds: int) -> list[Row]:
+    def packed() -> Pickled:
+        undo = pickles(pad_token_id=PAD_ID)
         try:
-            return dumped(data)
+            return _copied(data)
         finally:
             undo()
 
-    report: list[Row] = []
-    for band, dumped in {"out of band": _apart, "in band": _together}.items():
-        to: dict[str, Callable[[], _Pickle]] = {
-            "own": lambda dumped=dumped: dumped(data),
-            "maskpack": lambda dumped=dumped: packed(dumped),
-        }
-        if dumped is _apart and isinstance(data, Experience):
-            to["zero-copy"] = lambda: _apart(data, _ZeroCopy)
-        made = {who: work() for who, work in to.items()}
-        for result in made.values():
-            require_same(name, _tensors(_loaded(result)), _tensors(data))
-        works: dict[str, Callable[[], object]] = {f"{who}, to pickle": work for who, work in to.items()}
-        works |= {f"{who}, from pickle": lambda result=result: _loaded(result) for who, result in made.items()}
-        ms = interleaved(works, rounds, time.thread_time)
-        case, sizes = f"{name}, {band}", {who: _nbytes(result) / rows for who, result in made.items()}
-        both = {who: ms[f"{who}, to pickle"] + ms[f"{who}, from pickle"] for who in to}
-        report += [Row(case, who, size, "bytes/row") for who, size in sizes.items()]
-        report += [Row(case, "bytes, own / maskpack", sizes["own"] / sizes["maskpack"], "x"), *times(case, ms)]
-        pairs = [(who, "maskpack", None) for who in to if who != "maskpack"]
-        report += ratios(case, both, pairs, "both ways, ")
-    return report
+    to: dict[str, Callable[[], Pickled]] = {"own": lambda: _copied(data), "maskpack": packed}
+    if isinstance(data, Experience):
+        to["zero-copy"] = lambda: _copied(data, _ZeroCopy)
+    made = {who: work() for who, work in to.items()}
+    for result in made.values():
+        require_same(name, _tensors(unpickled(result)), _tensors(data))
+    works: dict[str, Callable[[], object]] = {f"{who}, to pickle": work for who, work in to.items()}
+    works |= {f"{who}, from pickle": partial(unpickled, result) for who, result in made.items()}
+    ms = interleaved(works, rounds, time.thread_time)
+    sizes = {who: nbytes(result) / rows for who, result in made.items()}
+    both = {who: ms[f"{who}, to pickle"] + ms[f"{who}, from pickle"] for who in to}
+    return [
+        *(Row(name, who, size, "bytes/row") for who, size in sizes.items()),
+        *ratios(name, sizes, [("own", "maskpack", None)], "bytes, "),
+        *times(name, ms),
+        *ratios(name, both, [(who, "maskpack", None) for who in to if who != "maskpack"], "both ways, "),
+    ]
 
 
 class _ZeroCopy(pickle.Pickler):
@@ -107,23 +110,11 @@ class _ZeroCopy(pickle.Pickler):
         return (torch.from_numpy, (value.numpy(),)) if type(value) is Tensor else NotImplemented
 
 
-def _apart(data: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> _Pickle:
-    buffers: list[Any] = []
+def _copied(data: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Pickled:
+    buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     pickler(stream, 5, buffer_callback=buffers.append).dump(data)
-    return bytearray(stream.getbuffer()), [bytearray(buffer.raw()) for buffer in buffers]
-
-
-def _together(data: Any) -> _Pickle:
-    return pickle.dumps(data, protocol=5), []
-
-
-def _loaded(pickled: _Pickle) -> Any:
-    return pickle.loads(pickled[0], buffers=pickled[1])
-
-
-def _nbytes(pickled: _Pickle) -> int:
-    return len(pickled[0]) + sum(map(len, pickled[1]))
+    return bytes(stream.getbuffer()), [pickle.PickleBuffer(bytearray(buffer.raw())) for buffer in buffers]
 
 
 def _tensors(data: Any) -> TensorDict:

@@ -8,8 +8,7 @@ of them; their bytes are never here. A step is
     sent                as the workers made them, each rank its own: messages to all ranks
     shuffled, sent      divided by the plan, so that each rank needs rows of all others
 
-Ranks are 8 to a node. Of the calls, references and bytes are counted: how many objects the ranks and the tasks are told
-of, and the size of a message.
+Ranks are 8 to a node. Of the calls, the bytes of a message are counted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from maskpack.views.column_group import BatchMeta
 
 _OF_NODE = 8
 _BUDGET = 32_768
-_SIZES = ((1_024, 64), (16_384, 64), (16_384, 256), (16_384, 1_024), (100_000, 64), (100_000, 1_024))
+_SIZES = ((1_024, 64), (100_000, 64), (100_000, 1_024))
 _STEPS = ("views joined", "divided", "planned", "sent", "shuffled, sent")
 _TARGETS = {(100_000, 1_024): "<= 100"}
 
@@ -53,6 +52,11 @@ class _Object:
     node: str
 
 
+def _bytes_of(arguments: Sequence[Any]) -> int:
+    """Of what is sent beside references."""
+    return len(cloudpickle.dumps([value for value in arguments if not isinstance(value, _Object)]))
+
+
 @dataclass
 class _Cluster:
     """Stands for Ray: nodes by name, and what was sent."""
@@ -60,19 +64,10 @@ class _Cluster:
     nodes: Sequence[str]
     sent: list[int] = field(default_factory=list[int])
     """The bytes of each message to an actor."""
-    references: int = 0
-    tasks: int = 0
-
-    def told(self, arguments: Sequence[Any]) -> int:
-        """The bytes of the arguments, whose references are counted."""
-        given = [value for value in arguments if not isinstance(value, _Object)]
-        self.references += len(arguments) - len(given)
-        return len(cloudpickle.dumps(given))
 
     def run(self, args: Sequence[Any] = (), num_returns: int | None = None, **options: Any) -> Any:
         """Takes a task."""
-        self.tasks += 1
-        self.told(args)
+        _bytes_of(args)
         where = options.get("scheduling_strategy")
         out = [_Object(where.node_id if where is not None else self.nodes[0]) for _ in range(num_returns or 1)]
         return out if len(out) > 1 else out[0]
@@ -105,7 +100,7 @@ class _Method:
         return self
 
     def remote(self, *arguments: Any) -> tuple[_Object, _Object]:
-        self.cluster.sent.append(self.cluster.told(arguments))
+        self.cluster.sent.append(_bytes_of(arguments))
         return _Object(self.node), _Object(self.node)
 
 
@@ -159,9 +154,7 @@ def _step(rows: int, ranks: int) -> tuple[Mapping[str, float], list[tuple[str, f
             seconds[step] = now - begun
             if cluster.sent:
                 counts.append((f"{step}: bytes of a message", statistics.mean(cluster.sent), "bytes"))
-                counts.append((f"{step}: references in messages and tasks", cluster.references, "references"))
-                counts.append((f"{step}: tasks", cluster.tasks, "tasks"))
-            cluster.sent, cluster.references, cluster.tasks = [], 0, 0
+            cluster.sent = []
             begun = time.process_time()
 
         view = BatchView.cat(views)

@@ -37,12 +37,11 @@ from bench.workloads.models import SMALL, Shape
 from bench.workloads.rows import log_normal
 from maskpack.adapters.trl import packed
 
-PADDED, PACKED, ALONE, COMPILED = "padded", "packed", "packed, share_prefixes=False", "packed, compile=True"
+PADDED, PACKED, ALONE = "padded", "packed", "packed, share_prefixes=False"
 _KINDS = {
     PADDED: GRPOTrainer,
     PACKED: packed(GRPOTrainer),
     ALONE: packed(GRPOTrainer, share_prefixes=False),
-    COMPILED: packed(GRPOTrainer, compile=True),
 }
 _GROUP = 8
 _WORDS = 512

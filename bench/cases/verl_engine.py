@@ -1,22 +1,18 @@
-"""verl's FSDP2 engine and replay on the same micro-batches. Needs verl; one process.
+"""verl's FSDP2 engine and replay on the same micro-batches, on the CPU. Needs verl; one process.
 
     verl                  forward_step of its engine with use_remove_padding, and the backward pass
     verl, padded          the same without
     replay                response_log_probs over the module that the engine has wrapped, and the backward pass
-    replay, shared        the same with share_prefixes=True
 
 All run the micro-batches that verl cuts, with its loss function in the place of a trainer's: the sum over the response
 tokens, of log-probs and, where they are computed, of entropies. Gradients are summed where they stay. Before anything
-is timed, all must be verl's numbers. On the CPU the model is small, in float32, and attends by sdpa in verl; its output
-layer has the share of the weights that it has in Qwen3-0.6B. On a GPU it is Qwen3-0.6B with random weights, by verl's
-mixed precision, with flash-attn where it is installed. On the CPU, times are those of the processor, in one thread,
-because other processes may hold this one up for as long as it works; on a GPU they are those of the wall. The peak is
-how far the memory of the process rises, or of a GPU's allocations.
+is timed, all must be verl's numbers. The model is small, in float32, and attends by sdpa in verl; its output layer has
+the share of the weights that it has in Qwen3-0.6B. Times are those of the processor, in one thread, because other
+processes may hold this one up for as long as it works.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tempfile
 import time
@@ -37,12 +33,11 @@ from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 from bench.harness.measure import NotExact, interleaved, progress, torch_threads
-from bench.harness.passes import peak_of, synchronize, the_device
 from bench.harness.registry import case
-from bench.harness.report import Row, RowGroups, ratios, times
-from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
+from bench.harness.report import Row, RowGroups, times
+from bench.workloads.models import TINY, Shape, log_normal_lengths, padded_batch
 from maskpack.adapters.transformers import replayable
-from maskpack.replay import ReplayOptions, response_log_probs
+from maskpack.replay import response_log_probs
 
 
 class Cpu(PlatformCUDA):
@@ -57,8 +52,7 @@ class Cpu(PlatformCUDA):
         return "cpu"
 
 
-if not torch.cuda.is_available():  # before the engine is imported, which reads the name of the device
-    platform_manager.set_platform(Cpu())
+platform_manager.set_platform(Cpu())  # before the engine is imported, which reads the name of the device
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # engines whose packages are not installed
@@ -70,19 +64,19 @@ with warnings.catch_warnings():
     from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-VERL, REPLAY, PADDED, SHARED = "verl", "replay", "verl, padded", "replay, shared"
+VERL, REPLAY, PADDED = "verl", "replay", "verl, padded"
 _TEMPERATURE = 0.7
 _TOLERANCE = 5e-5  # nats, in float32
 
 
-def engine_of(model: Any, attention: str, mixed_precision: Mapping[str, str] | None) -> Any:
+def engine_of(model: Any) -> Any:
     """verl's engine with a checkpoint of the model, by its own `initialize`."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        own = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": attention})
-        config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=mixed_precision)
+        own = HFModelConfig(path=folder, load_tokenizer=False, override_config={"attn_implementation": "sdpa"})
+        config = FSDPEngineConfig(strategy="fsdp2", mixed_precision=EXACT)
         optimizer = FSDPOptimizerConfig(lr=0.01, total_training_steps=1)
         made = FSDPEngineWithLMHead(own, config, optimizer, CheckpointConfig())
         made.initialize()
@@ -90,11 +84,10 @@ def engine_of(model: Any, attention: str, mixed_precision: Mapping[str, str] | N
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def _alone() -> Iterator[None]:
     """A group of this process."""
     with tempfile.TemporaryDirectory() as folder:
-        backend = "gloo" if device.type == "cpu" else "nccl"
-        dist.init_process_group(backend, init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
+        dist.init_process_group("gloo", init_method=Path(folder, "store").as_uri(), rank=0, world_size=1)
         try:
             yield
         finally:
@@ -112,22 +105,20 @@ class Sizes:
     token_budget: int
 
 
-_CPU = Sizes(Shape(256, 4, 4, 2, 64, 768, vocabulary=4096), 8, (256, 512), 0.25, 1024)
-_GPU = Sizes(SMALL, 64, (512, 3584), 0.25, 16_384)
+_SIZES = Sizes(Shape(256, 4, 4, 2, 64, 768, vocabulary=4096), 8, (256, 512), 0.25, 1024)
 
 
 @case(
     "verl-engine",
     help="log-probs and gradients by verl's FSDP2 engine, and by replay",
-    on="both",
+    on="cpu",
     rows=None,
     tiny={"sizes": Sizes(TINY, 4, (8, 12), 0.5, 24)},
 )
-def run(rounds: int, *, sizes: Sizes | None = None) -> RowGroups:
-    """The sizes are those of the device. Raises NotExact if numbers differ."""
-    device = the_device()
-    with _alone(device), torch_threads(1):
-        stage = _Stage.of(sizes or (_CPU if device.type == "cpu" else _GPU), device)
+def run(rounds: int, *, sizes: Sizes = _SIZES) -> RowGroups:
+    """Raises NotExact if numbers differ."""
+    with _alone(), torch_threads(1):
+        stage = _Stage.of(sizes)
         yield stage.described()
         for entropy in (False, True):
             yield stage.timed(entropy, rounds)
@@ -141,34 +132,23 @@ class _Stage:
     replay: Any
     parts: list[TensorDict]
     shape: Shape
-    device: torch.device
 
     @classmethod
-    def of(cls, sizes: Sizes, device: torch.device) -> _Stage:
+    def of(cls, sizes: Sizes) -> _Stage:
         shape = sizes.shape
-        exact = device.type == "cpu"
-        flash = not exact and importlib.util.find_spec("flash_attn") is not None
-        given: dict[str, Any] = {
-            "attention": "flash_attention_2" if flash else "sdpa",
-            "mixed_precision": EXACT if exact else None,
-        }
-        model = shape.model(device, torch.float32)
-        if exact:
-            with torch.no_grad():  # distributions that are not flat
-                for weight in model.parameters():
-                    weight.mul_(3 if weight.dim() > 1 else 1)
-        engine = engine_of(model, **given)
+        model = shape.model(torch.device("cpu"), torch.float32)
+        with torch.no_grad():  # distributions that are not flat
+            for weight in model.parameters():
+                weight.mul_(3 if weight.dim() > 1 else 1)
+        engine = engine_of(model)
         lengths = log_normal_lengths(sizes.rows, sizes.widths, sizes.fill)
-        batch = padded_batch(*lengths, sizes.widths, shape.vocabulary)
-        prompt = batch["prompts"].shape[1]
-        for first in range(0, len(batch), 16):  # a prompt for each group
-            batch["input_ids"][first : first + 16, :prompt] = batch["input_ids"][first, :prompt].clone()
-        batch["response_mask"] = batch["attention_mask"][:, prompt:].clone()
+        batch = padded_batch(*lengths, sizes.widths, shape.vocabulary, group=16)
+        batch["response_mask"] = batch["attention_mask"][:, sizes.widths[0] :].clone()
         data = left_right_2_no_padding(batch)
         tu.assign_non_tensor(data, max_token_len_per_gpu=sizes.token_budget, temperature=_TEMPERATURE)
         parts = prepare_micro_batches(data)[0]
         engine.module.train()
-        return cls(engine, replayable(engine.module), parts, shape, device)
+        return cls(engine, replayable(engine.module), parts, shape)
 
     def described(self) -> list[Row]:
         case = "verl-engine"
@@ -188,20 +168,11 @@ class _Stage:
             REPLAY: lambda part: self._by_replay(part, entropy),
             VERL: lambda part: self._by_verl(part, entropy, use_remove_padding=True),
             PADDED: lambda part: self._by_verl(part, entropy, use_remove_padding=False),
-            SHARED: lambda part: self._by_replay(part, entropy, options=ReplayOptions(share_prefixes=True)),
         }
         self._check(case, ways)
         works = {name: (lambda way=way: self._forward_backward(way)) for name, way in ways.items()}
-        clock = time.process_time if self.device.type == "cpu" else time.perf_counter
-        ms = interleaved(works, rounds, clock)
-        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        peaks = {name: (peak_of(work, self.device) - before) / 2**20 for name, work in works.items()}
-        pairs = [(name, REPLAY, None) for name in (VERL, PADDED)]
-        return [
-            *times(case, ms, [*pairs, (REPLAY, SHARED, None)]),
-            *(Row(case, f"peak, {name}", peak, "MiB") for name, peak in peaks.items()),
-            *ratios(case, peaks, pairs, "peak, "),
-        ]
+        ms = interleaved(works, rounds, time.process_time)
+        return times(case, ms, [(name, REPLAY, None) for name in (VERL, PADDED)])
 
     def _by_verl(self, part: TensorDict, entropy: bool, **options: Any) -> tuple[Tensor, ...]:
         """[B, R] of each."""
@@ -218,27 +189,22 @@ class _Stage:
         self.engine.forward_step(part, loss_function, forward_only=False)
         return tuple(seen)
 
-    def _by_replay(self, part: TensorDict, entropy: bool, **options: Any) -> tuple[Tensor, ...]:
+    def _by_replay(self, part: TensorDict, entropy: bool) -> tuple[Tensor, ...]:
         """[response tokens] of each."""
-        dtype = self.engine._autocast_dtype
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            out: Any = response_log_probs(
-                self.replay, part, temperature=_TEMPERATURE, entropy=entropy, self_check=False, **options
-            )
+        out: Any = response_log_probs(self.replay, part, temperature=_TEMPERATURE, entropy=entropy, self_check=False)
         return tuple(one.values() for one in (out if entropy else (out,)))
 
     def _check(self, case: str, ways: Mapping[str, Callable[[TensorDict], tuple[Tensor, ...]]]) -> None:
         for part in self.parts:
-            real = part["response_mask"].bool().to(self.device)
+            real = part["response_mask"].bool()
             found = {name: way(part) for name, way in ways.items()}
             for name, seen in found.items():
                 for one, truth in zip(seen, found[VERL], strict=True):
                     off = float(((one if one.dim() == 1 else one[real]) - truth[real]).abs().max().detach())
-                    if self.device.type == "cpu" and not off <= _TOLERANCE:
+                    if not off <= _TOLERANCE:
                         raise NotExact(f"{case}: {name} is {off:.2g} off {VERL}; expected at most {_TOLERANCE}.")
 
     def _forward_backward(self, way: Callable[[TensorDict], tuple[Tensor, ...]]) -> None:
         for part in self.parts:
             torch.stack([one.sum() for one in way(part)]).sum().backward()
         self.engine.module.zero_grad(set_to_none=True)
-        synchronize(self.device)

@@ -23,7 +23,7 @@ class Tokens:
     """A batch without its padding: values of its T tokens, and `field`, which pads them again.
 
     Attributes:
-        parts: the lengths [B] of rows, prompts and responses, and which tokens [T] these are.
+        parts: the lengths [B] of rows and responses, and which tokens [T] these are.
         ids, ones, scored: int64 [T]; `scored` is 1 for tokens that the policy sampled.
         old, ref, rollout: float32 [T], log-probs that are near to each other.
         reward, advantage: float32 [T], of the row.
@@ -34,9 +34,7 @@ class Tokens:
         mask, p = batch["attention_mask"] != 0, batch["prompts"].shape[1]
         lengths = mask.sum(1)
         response = (np.zeros_like(mask) | (np.arange(mask.shape[1]) >= p))[mask]
-        counts = mask[:, :p].sum(1), mask[:, p:].sum(1)
-        self.parts = {"row": (lengths, response | True), "prompt": (counts[0], ~response)}
-        self.parts["response"] = counts[1], response
+        self.parts = {"row": (lengths, response | True), "response": (mask[:, p:].sum(1), response)}
         self.ids, self.ones = batch["input_ids"][mask], np.ones(len(response), np.int64)
         self.scored = np.zeros_like(self.ones)
         self.scored[response] = batch["response_mask"][mask[:, p:]]
@@ -102,83 +100,7 @@ def openrlhf(t: Tokens) -> dict[str, Tensor]:
     }
 
 
-def areal(t: Tokens) -> dict[str, Tensor]:
-    """After compute_advantages: column t of masks and log-probs is for token t + 1."""
-    mask = t.field(t.scored).roll(-1, 1)
-    advantages = t.field(t.advantage) * mask
-    return {
-        "input_ids": t.field(t.ids, torch.int32),
-        "loss_mask": mask,
-        "logprobs": t.field(t.rollout).roll(-1, 1) * mask,
-        "versions": t.field(8 * t.scored - 1, torch.int32),
-        "attention_mask": t.field(t.ones, torch.bool),
-        "prox_logp": t.field(t.old).roll(-1, 1),
-        "ref_logp": t.field(t.ref).roll(-1, 1) * mask,
-        "advantages": advantages,
-        "returns": advantages.clone(),
-        "kl_rewards": -0.0 * mask,
-    }
-
-
-def nemo_rl(t: Tokens) -> dict[str, Tensor]:
-    return {
-        "input_ids": (ids := t.field(t.ids, INT, PAD_ID)),
-        "input_lengths": torch.from_numpy(t.parts["row"][0]).int(),
-        "generation_logprobs": t.field(t.sampled),
-        "token_mask": t.field(t.scored, INT),
-        "prev_logprobs": t.field(t.old, pad=-0.0),
-        "reference_policy_logprobs": t.field(t.ref, pad=-0.0),
-        "advantages": t.field(t.advantage)[:, :1].expand(ids.shape).clone(),
-    }
-
-
-def trl(t: Tokens) -> dict[str, Tensor]:
-    ratio = np.where(t.scored != 0, np.exp(t.old - t.rollout), np.float32(1))
-    return {
-        "prompt_ids": t.field(t.ids, INT, PAD_ID, part="prompt", left=True),
-        "prompt_mask": t.field(t.ones, INT, part="prompt", left=True),
-        "completion_ids": t.field(t.ids, INT, PAD_ID, part="response"),
-        "completion_mask": t.field(t.ones, INT, part="response"),
-        "old_per_token_logps": t.field(t.old, part="response"),
-        "ref_per_token_logps": t.field(t.ref, part="response"),
-        "sampling_per_token_logps": t.field(t.rollout, part="response"),
-        "importance_sampling_ratio": t.field(ratio, FLOAT, 1, part="response"),
-        "tool_mask": t.field(t.scored, INT, 1, part="response"),
-    }
-
-
-def prime_rl(t: Tokens) -> dict[str, Tensor]:
-    mask = t.field(t.ones, torch.bool)
-    return {
-        "input_ids": t.field(t.ids, INT, PAD_ID),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1) * mask,
-        "loss_mask": t.field(t.scored, torch.bool),
-        "inference_logprobs": t.field(t.sampled),
-        "advantages": t.field(t.advantage),
-        "rewards": t.field(t.reward),
-        "temperatures": t.field(t.ones, FLOAT, 1),
-    }
-
-
-def slime(t: Tokens) -> dict[str, Tensor]:
-    bounds = {part: torch.from_numpy(np.append(0, np.cumsum(lengths))) for part, (lengths, _) in t.parts.items()}
-
-    def jagged(values: Array, part: str = "response") -> Tensor:
-        lengths, on = t.parts[part]
-        low, high = int(lengths.min()), int(lengths.max())
-        return torch.nested.nested_tensor_from_jagged(
-            torch.from_numpy(values[on]), bounds[part], min_seqlen=low, max_seqlen=high
-        )
-
-    of_responses = {"log_probs": t.old, "ref_log_probs": t.ref, "rollout_log_probs": t.sampled}
-    of_responses |= {"loss_masks": t.scored.astype(np.int32), "advantages": t.advantage}
-    return {"tokens": jagged(t.ids, "row")} | {name: jagged(values) for name, values in of_responses.items()}
-
-
-TRAINERS: dict[str, Callable[[Tokens], dict[str, Tensor]]] = {
-    made.__name__: made for made in (skyrl, openrlhf, areal, nemo_rl, trl, prime_rl, slime)
-}
+TRAINERS: dict[str, Callable[[Tokens], dict[str, Tensor]]] = {made.__name__: made for made in (skyrl, openrlhf)}
 
 
 def trainer_batch(trainer: str, workload: str, rows: int, scale: float = 1.0) -> TensorDict:

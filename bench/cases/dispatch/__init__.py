@@ -96,13 +96,11 @@ def _measured(
 ) -> RowGroups:
     progress(f"dispatch {workload}: {rows} rows")
     batch = batch_of(workload, rows, scale=scale)
-    with local_ray(batch):
-        with closing(Sender(batch)) as sender:
-            check(sender)
-            sizes = {name: sender.stored_bytes(name) for name in FORMS}
-            report, local = _end_to_end(sender, rounds)
-            yield report
-        yield _through_worker_group(batch, rounds)
+    with local_ray(batch), closing(Sender(batch)) as sender:
+        check(sender)
+        sizes = {name: sender.stored_bytes(name) for name in FORMS}
+        report, local = _end_to_end(sender, rounds)
+        yield report
     yield [
         *(Row(CASE, f"object store, {name}", size, "bytes") for name, size in sizes.items()),
         Row(CASE, f"object store, {PADDED} / maskpack", sizes[PADDED] / sizes[VERIFIED], "x", ">= 40"),
@@ -136,41 +134,3 @@ def _end_to_end(sender: Sender, rounds: int) -> tuple[list[Row], dict[str, float
         for name in FORMS
     ]
     return report + ratios(CASE, local, _RATIOS, "end to end, "), local
-
-
-class _Worker:
-    @endpoint(format="nested")
-    def nested(self, batch: TensorDict) -> None:
-        """Its batch is usable."""
-
-    @endpoint(format="padded")
-    def padded(self, batch: TensorDict) -> None:
-        """Its batch is usable."""
-
-
-def _through_worker_group(batch: TensorDict, rounds: int) -> list[Row]:
-    """The same through `maskpack.dispatch.WorkerGroup`, with one rank."""
-    progress("dispatch: through WorkerGroup")
-    actor = ray.remote(_Worker).options(num_cpus=cores()).remote()
-    works: dict[str, Callable[[], Mapping[str, float]]] = {}
-    for name, verify in (("verified", True), ("trusted", False)):
-        group = WorkerGroup([actor], pad_token_id=PAD_ID, verify=verify)
-        for layout in ("nested", "padded"):
-            works[f"{name}, {layout}"] = lambda group=group, layout=layout: _called(group, layout, batch)
-    ms = medians(works, rounds)
-    ray.kill(actor)
-    return [
-        Row(CASE, f"{phase}, WorkerGroup.call, {name}", value, "ms")
-        for name, phases in ms.items()
-        for phase, value in phases.items()
-    ]
-
-
-def _called(group: WorkerGroup, layout: str, batch: TensorDict) -> dict[str, float]:
-    """Seconds of a call, and what the group says of its phases."""
-    begin = time.perf_counter()
-    group.call(layout, batch)
-    end = time.perf_counter()
-    stages = {"encode": "prepare", "put": "put", "rank decodes": "decode"}
-    seconds = {phase: group.metrics[f"maskpack/dispatch/{stage}_seconds"] for phase, stage in stages.items()}
-    return {"end to end": end - begin, **seconds}
