@@ -14,14 +14,10 @@ left as it comes, here and in the actor, for all forms alike, because that is wh
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-
-import ray
-from tensordict import TensorDict
 
 from bench.cases.dispatch import link, model
 from bench.cases.dispatch.forms import (
@@ -37,12 +33,11 @@ from bench.cases.dispatch.forms import (
     Sender,
     digest,
 )
-from bench.harness.local_ray import cores, local_ray, medians
+from bench.harness.local_ray import local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, ratios, without_targets
-from bench.workloads import PAD_ID, batch_of
-from maskpack.dispatch import WorkerGroup, endpoint
+from bench.workloads import batch_of
 
 CASE = "dispatch reference"
 _RATIOS = (

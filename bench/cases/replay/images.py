@@ -12,7 +12,7 @@ wall time, interleaved, medians. Before anything is timed ours is compared with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, errors, once, timed
 from bench.harness.replay import replayed
 from bench.harness.report import Row, RowGroups
+from bench.rivals.attention import Media, lone_log_probs, padded_log_probs
 from bench.workloads.models import Counts, checkpointed
 from bench.workloads.rows import log_normal
 from maskpack import nest_batch_by_mask
@@ -243,7 +244,9 @@ class Stage:
             ),
             PADDED: (
                 min(few, self.sizes.rows) / self.sizes.rows,
-                lambda: padded_log_probs(self.replay.release(), self.padded[:few], self.images, self.sizes.padded_rows),
+                lambda: padded_log_probs(
+                    self.replay.release(), self.padded[:few], self.sizes.padded_rows, media=self.images
+                ),
             ),
         }
 
@@ -256,25 +259,6 @@ def places_of(before: int, height: int, width: int, after: int) -> Any:
     return np.concatenate([np.tile(np.arange(before), (3, 1)), image, np.tile(rest, (3, 1))], 1)
 
 
-def padded_log_probs(model: Any, batch: TensorDict, images: list[dict[str, Tensor]], rows: int) -> Iterator[Tensor]:
-    """Of each micro-batch of so many rows: [rows, R] in the dtype of the model, 0 where pads are."""
-    width = batch["responses"].shape[1]
-    for at, part in enumerate(batch.split(rows)):
-        seen = images[at * rows :][: len(part)]
-        more = {name: torch.cat([one[name] for one in seen]).to(batch["input_ids"].device) for name in seen[0]}
-        logits = model(
-            input_ids=part["input_ids"],
-            attention_mask=part["attention_mask"],
-            position_ids=part["position_ids"].movedim(1, 0),
-            use_cache=False,
-            **more,
-        ).logits
-        log_p = logits[:, -width - 1 : -1].log_softmax(-1)
-        del logits
-        log_p = log_p.gather(-1, part["responses"].unsqueeze(-1)).squeeze(-1)
-        yield log_p * part["attention_mask"][:, -width:]
-
-
 @torch.no_grad()
 def _errors(name: str, stage: Stage) -> list[Row]:
     """How far log-probs of a few rows are off those of a float32 model that sees each row alone."""
@@ -282,34 +266,28 @@ def _errors(name: str, stage: Stage) -> list[Row]:
     chosen = stage.lengths.argsort()[np.linspace(0, stage.sizes.rows - 1, stage.sizes.compared).astype(np.int64)]
     few, images = stage.padded[torch.from_numpy(chosen).to(stage.device)], [stage.images[row] for row in chosen]
     counts = stage.responses[chosen].tolist()
-    exact = copy.deepcopy(stage.replay.release()).float()
-    truth = torch.cat(list(lone_log_probs(exact, few, images, counts))).double()
-    del exact
-    alone = torch.cat(list(lone_log_probs(model, few, images, counts)))
+
+    def alone(model: Any) -> Tensor:
+        rows = zip(few.unbind(0), images, counts, strict=True)
+        return torch.cat([_lone(model, row, image, count) for row, image, count in rows])
+
+    truth, seen = alone(copy.deepcopy(stage.replay.release()).float()).double(), {ALONE: alone(model)}
     batch = few.copy()
     batch["multi_modal_inputs"] = NonTensorStack(*images)
     ours: Any = response_log_probs(stage.replay, batch)
-    padded = torch.cat(list(padded_log_probs(stage.replay.release(), few, images, stage.sizes.padded_rows)))
-    seen = {
+    parts = padded_log_probs(stage.replay.release(), few, stage.sizes.padded_rows, media=images)
+    padded = [row for part in parts for row in part]
+    seen |= {
         OURS: ours.values(),
-        ALONE: alone,
-        PADDED: torch.cat([row[:n] for row, n in zip(padded, counts, strict=True)]),
+        PADDED: torch.cat([row[:count] for row, count in zip(padded, counts, strict=True)]),
     }
     return errors(name, seen, truth, (OURS, ALONE), 1.05)
 
 
-def lone_log_probs(
-    model: Any, batch: TensorDict, images: list[dict[str, Tensor]], counts: list[int]
-) -> Iterator[Tensor]:
-    """Of each row alone: [response], from logits in the dtype of the model that are reduced in float32 or wider."""
-    for row, (image, response) in enumerate(zip(images, counts, strict=True)):
-        real = batch["attention_mask"][row].bool()
-        ids = batch["input_ids"][row][real]
-        more = {name: x.to(ids.device) for name, x in image.items()}
-        places = batch["position_ids"][row][:, real][:, None]
-        logits = model(input_ids=ids[None], position_ids=places, use_cache=False, **more).logits[0, -response - 1 : -1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        yield logits.to(wide).log_softmax(-1).gather(-1, ids[-response:, None])[:, 0]
+def _lone(model: Any, row: TensorDict, image: Media, response: int) -> Tensor:
+    real = row["attention_mask"].bool()
+    positions = row["position_ids"][:, real][:, None]
+    return lone_log_probs(model, row["input_ids"][real], response, media=image, positions=positions)
 
 
 def _timed(name: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
