@@ -86,7 +86,7 @@ def _small(actors: Sequence[Any], ranks: int, rounds: int) -> list[Row]:
     progress(f"calls: small, {ranks} ranks")
     handles = [actors[rank % len(actors)] for rank in range(ranks)]
     group = WorkerGroup(handles, pad_token_id=PAD_ID)
-    batch = make_batch("reference", 64, prompt_width=16, response_width=32)
+    batch = make_batch(64, prompt_width=16, response_width=32)
     view = group.put(batch)
     _check(group.call("small", view), batch, ranks)
     works: dict[str, Callable[[], object]] = {

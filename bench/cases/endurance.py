@@ -51,7 +51,7 @@ def run(rounds: int, *, each: int = 1000) -> RowGroups:
 
 
 def _over(dispatches: int, nodes: int, size: tuple[int, int]) -> list[Row]:
-    batch = make_batch("reference", size[0], prompt_width=_PROMPT, response_width=size[1])
+    batch = make_batch(size[0], prompt_width=_PROMPT, response_width=size[1])
     order = [*range(1, size[0], 2), *range(0, size[0], 2)]
     seen: list[list[int]] = []
     with local_ray(batch, num_cpus=2, nodes=nodes):

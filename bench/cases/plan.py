@@ -37,14 +37,7 @@ _FFD, _TREE = "first-fit decreasing, as trainers write it", "first-fit decreasin
 _KK = "Karmarkar-Karp, as many parts"
 _ARGSORT = "np.argsort and tolist"
 _EQUAL, _LPT = "balance_rows", "largest processing time, heap"
-_RANKS, _RANKS_WORK = "plan_ranks", "plan_ranks, work=FLOPs"
-_DUMMIES = "consecutive rows, FFD, dummies"
-
-
-def _work_of(lengths: Array) -> Amounts:
-    """FLOPs of a training step of a causal decoder (PaLM, 2022, appendix B): 7B, 32 layers, width 4096."""
-    n = lengths.astype(np.float64)
-    return 6 * 7e9 * n + 6 * 32 * 4096 * n * n
+_RANKS, _DUMMIES = "plan_ranks", "consecutive rows, FFD, dummies"
 
 
 @case(
@@ -202,24 +195,17 @@ def _all_ranks(kind: str, lengths: Array, ranks: int, budget: int, rounds: int) 
     progress(case)
     listed = lengths.tolist()
 
-    ours = {
-        _RANKS: lambda: plan_ranks(lengths, ranks, budget, options=_UPDATED),
-        _RANKS_WORK: lambda: plan_ranks(
-            lengths, ranks, budget, options=PlanOptions(num_updates=UPDATES, work=_work_of)
-        ),
-    }
-    theirs = {_DUMMIES: lambda: rivals.usual_rank_plans(listed, ranks, UPDATES, budget)}
-    plans = {name: _rows_of(work()) for name, work in ours.items()} | {name: work() for name, work in theirs.items()}
+    ours, theirs = (
+        lambda: plan_ranks(lengths, ranks, budget, options=_UPDATED),
+        lambda: rivals.usual_rank_plans(listed, ranks, UPDATES, budget),
+    )
+    plans = {_RANKS: _rows_of(ours()), _DUMMIES: theirs()}
     for name, found in plans.items():
         require_rows_once(f"{case}: {name}", [rows for rank in found for rows in rank], lengths.size)
         for rank in found:
             require_within(f"{case}: {name}", rank, lengths, budget)
-    timed: dict[str, Callable[[], object]] = {name: lambda made=made: made().plans for name, made in ours.items()}
-    ms = interleaved({**timed, **theirs}, rounds, time.process_time)
-    return [
-        *(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths)),
-        *times(case, ms),
-    ]
+    ms = interleaved({_RANKS: lambda: ours().plans, _DUMMIES: theirs}, rounds, time.process_time)
+    return [*(row for name, found in plans.items() for row in _of_ranks(case, name, found, lengths)), *times(case, ms)]
 
 
 def _rows_of(found: RankPlans) -> list[rivals.Bins]:
@@ -235,13 +221,11 @@ def _rows_of(found: RankPlans) -> list[rivals.Bins]:
 
 def _of_ranks(case: str, name: str, plans: Sequence[rivals.Bins], lengths: Array) -> list[Row]:
     """Ranks wait for each other in every micro-batch: the one with most to do is the time of all."""
-    loads, work = (np.array([_sums(of_rows, rank) for rank in plans]) for of_rows in (lengths, _work_of(lengths)))
-    dummies = loads == 0
+    loads = np.array([_sums(lengths, rank) for rank in plans])
     return [
         Row(case, f"{name}: micro-batches of a rank", loads.shape[1], "bins"),
-        Row(case, f"{name}: dummies on all ranks", int(dummies.sum()), "bins"),
+        Row(case, f"{name}: dummies on all ranks", int((loads == 0).sum()), "bins"),
         Row(case, f"{name}: most tokens of a rank / mean, by micro-batch", rank_imbalance(loads), "x"),
-        Row(case, f"{name}: most work of a rank / mean, by micro-batch", rank_imbalance(work), "x"),
     ]
 
 

@@ -5,8 +5,7 @@ advantages, and its gradients, summed over micro-batches of a token budget.
                              flash-attn's cross entropy in place, or verl's use_fused_kernels
     ..., scored tokens       the same with the head on the tokens alone that score responses: not in verl, but what one
                              could write
-    ours                     response_log_probs; fused with fused=True, kept with keep= of all bytes too, shared with
-                             share_prefixes too
+    ours                     response_log_probs; fused with fused=True, shared with share_prefixes too
 
 All attend by the same kernel, torch's varlen FlashAttention 2, and checkpoint their layers. Heads that this machine
 does not have, or that fail, are named on stderr and have a row "missing". Weights and tokens are random, prompts the
@@ -44,7 +43,6 @@ OURS, FUSED, LIGER = "ours", "ours, fused", "Liger's layers"
 _OURS = {
     OURS: (False, ReplayOptions()),
     FUSED: (True, ReplayOptions()),
-    f"{FUSED}, kept": (True, ReplayOptions(keep=1 << 62)),  # all, as flash-attn's cross entropy keeps all logits
     f"{FUSED}, shared": (True, ReplayOptions(share_prefixes=True)),
 }
 _FASTEST = "fastest rival"

@@ -1,7 +1,7 @@
 """A log of packed rows on disk: append with a sync, open, rows by number, memory.
 
 The floor of an append is one write and one fsync of the same packed bytes; a user without maskpack has `torch.save` of
-the padded batch and an fsync, or TensorDict's `memmap`. The floor of reading is the decode of the same rows of mapped
+the padded batch and an fsync. The floor of reading is the decode of the same rows of mapped
 files, one for each append, from the page cache.
 """
 
@@ -24,11 +24,7 @@ from maskpack import PackedBatch, compress, decompress
 from maskpack.store import RolloutLog
 
 _APPEND, _FLOOR = "append of packed rows, fsync", "one write and fsync of their bytes"
-_WHOLE, _SAVE, _MEMMAP = (
-    "append of the padded batch, fsync",
-    "torch.save of the padded batch, fsync",
-    "TensorDict.memmap",
-)
+_WHOLE, _SAVE = "append of the padded batch, fsync", "torch.save of the padded batch, fsync"
 _LOG, _HELD = "take and decode, nested, from the log", "take and decode, nested, of one mapped file for each chunk"
 
 
@@ -79,13 +75,12 @@ def _append(folder: Path, rows: int, rounds: int, scale: float) -> list[Row]:
         _APPEND: lambda: log.append(packed, {"step": 3}),
         _WHOLE: lambda: log.append(batch, {"step": 3}),
         _SAVE: saved,
-        _MEMMAP: lambda: batch.memmap(folder / "memmap"),
     }
     ms = interleaved(works, rounds)
     os.close(floor)
     log.close()
     name = f"append of {rows} rows, {len(data):,} bytes"
-    pairs = ((_APPEND, _FLOOR, "<= 1.3"), (_SAVE, _WHOLE, None), (_MEMMAP, _WHOLE, None))
+    pairs = ((_APPEND, _FLOOR, "<= 1.3"), (_SAVE, _WHOLE, None))
     return times(name, ms, pairs)
 
 

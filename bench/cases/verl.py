@@ -40,7 +40,7 @@ from bench.workloads import PAD_ID, batch_of
 from maskpack.adapters.verl import compress, decompress
 
 RANKS = 8
-_FEWER = {"DataProto": ">= 12", "TensorDict, padded": ">= 12"}
+_FEWER = {"DataProto": ">= 12"}
 
 
 @case(
@@ -57,7 +57,6 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
     proto = DataProto(batch=batch, non_tensor_batch={"uid": uid}, meta_info={"temperature": 1.0})
     forms: dict[str, Callable[[], Any]] = {
         "DataProto": lambda: proto,
-        "TensorDict, padded": proto.to_tensordict,
         "TensorDict, some jagged": lambda: left_right_2_no_padding(copy.copy(proto.to_tensordict())),
         "TensorDict, all jagged": lambda: _all_jagged(proto),
     }

@@ -2,7 +2,6 @@
 
 padded    micro-batches of a few rows at full width with the attention mask, log_softmax and gather in the dtype of the
           model
-dense     rows of one length, [b, n], without a mask; log-probs as maskpack's, so that attention alone differs
 lone      each row alone: what all others are compared with
 
 Media are dicts of tensors, one for each row: of images, pixels and grids. Positions of rows with media are [B, 3, S].
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-
-from maskpack.ops import packed_log_probs
 
 Media = Mapping[str, Tensor]
 
@@ -42,15 +39,6 @@ def padded_log_probs(
         del logits
         log_p = log_p.gather(-1, part["responses"].unsqueeze(-1)).squeeze(-1)
         yield log_p * part["attention_mask"][:, -width:]
-
-
-def dense_log_probs(model: Any, batch: TensorDict, rows: int) -> Iterator[Tensor]:
-    """Of each micro-batch of so many rows, all as long as they are wide: [rows, R] in float32."""
-    width = batch["responses"].shape[1]
-    for part in batch.split(rows):
-        hidden = model.model(input_ids=part["input_ids"], use_cache=False).last_hidden_state
-        scored = hidden[:, -width - 1 : -1].flatten(0, 1)
-        yield packed_log_probs(scored, model.lm_head.weight, part["responses"].flatten()).view(-1, width)
 
 
 def lone_log_probs(

@@ -20,7 +20,7 @@ import numpy as np
 from tensordict import TensorDict
 
 from bench.workloads import tau
-from bench.workloads.reference import VARIANTS, lengths_of, make_batch, widths
+from bench.workloads.reference import lengths_of, make_batch, widths
 from bench.workloads.rows import (
     PAD_ID,
     Lengths,
@@ -35,7 +35,7 @@ from bench.workloads.rows import (
     tokens,
 )
 
-__all__ = ["MOST_ROWS", "PAD_ID", "VARIANTS", "WORKLOADS", "batch_of", "lengths", "make_batch"]
+__all__ = ["MOST_ROWS", "PAD_ID", "WORKLOADS", "batch_of", "lengths", "make_batch"]
 
 WORKLOADS = {"reference": 256, "tau": tau.ROWS, "mooncake": 256}
 """Rows of a batch of each workload."""
@@ -44,19 +44,18 @@ MOST_ROWS = {"tau": tau.ROWS, "mooncake": 12_031}
 
 
 def batch_of(name: str, rows: int, *, scale: float = 1.0) -> TensorDict:
-    """One padded batch [rows] of a workload, or of a variant of the reference workload; the same arguments give the
-    same bits.
+    """One padded batch [rows] of a workload; the same arguments give the same bits.
 
     Args:
-        name: of WORKLOADS or VARIANTS.
+        name: of WORKLOADS.
         rows: of tau, the first so many.
         scale: of all widths and lengths, each at least one token.
 
     Raises ValueError for a name that does not exist, and for more rows than tau or mooncake have.
     """
-    if name not in ("tau", "mooncake"):
+    if name == "reference":
         prompt_width, response_width = widths(scale)
-        return make_batch(name, rows, prompt_width=prompt_width, response_width=response_width)
+        return make_batch(rows, prompt_width=prompt_width, response_width=response_width)
     rng, of = np.random.default_rng(1), lengths(name, rows, scale=scale)
     if name == "tau":
         shape, more = Rows.of(rng, of, tau.TRIALS), {}

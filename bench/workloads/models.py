@@ -1,11 +1,4 @@
-"""Models of the shapes of Qwen3 and Qwen3.5 with random weights, the FLOPs that their real tokens need, and batches of
-token ids for them.
-
-FLOPs     2 x the parameters of the layers for each token, 2 x the output layer for each response token (no other is
-          scored), 4 x layers x heads x head_dim for each pair of a token and one it sees, itself among these, in its
-          own row; the backward pass takes twice that; what checkpoints compute again does not count. A gated delta net
-          has no pairs: 8 x heads x key_dim x value_dim for each token, which decays, reads, writes and asks its state
-"""
+"""Models of the shapes of Qwen3 and Qwen3.5 with random weights, and batches of token ids for them."""
 
 from __future__ import annotations
 
@@ -41,15 +34,6 @@ class Shape:
         """Of the layers, in matrix products: neither the embedding nor the norms."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
-
-    def flops(self, lengths: Counts, responses: Counts) -> float:
-        """Of a forward pass over rows of so many tokens, the last of which are so many of the response."""
-        pairs = float((lengths * (lengths + 1)).sum()) / 2
-        return (
-            2.0 * self.parameters * float(lengths.sum())
-            + 2.0 * self.hidden * self.vocabulary * float(responses.sum())
-            + 4.0 * self.layers * self.heads * self.head_dim * pairs
-        )
 
     def model(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
         """With random weights, made on the device, ready to checkpoint its layers while it trains."""
@@ -92,15 +76,6 @@ class HybridShape(Shape):
         delta = self.hidden * self.delta_heads * (5 * self.delta_dim + 2)
         mlps = 3 * self.layers * self.hidden * self.intermediate
         return self.attending * attention + (self.layers - self.attending) * delta + mlps
-
-    def flops(self, lengths: Counts, responses: Counts) -> float:
-        pairs = float((lengths * (lengths + 1)).sum()) / 2
-        state = 8.0 * (self.layers - self.attending) * self.delta_heads * self.delta_dim**2
-        return (
-            (2.0 * self.parameters + state) * float(lengths.sum())
-            + 2.0 * self.hidden * self.vocabulary * float(responses.sum())
-            + 4.0 * self.attending * self.heads * self.head_dim * pairs
-        )
 
     def model(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
         kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(self.layers)]

@@ -2,7 +2,7 @@
 
     rows    the samples, as verl's V1 agent loop puts them
     queue   both backends in one Ray cluster, asked by the same calls of `tq.kv_batch_put` and others
-    bytes   what is stored and moved
+    bytes   what is stored
     calls   the time of calls of one client
     step    a step of V1's trainer, with 8 writers that are ranks later
 

@@ -1,8 +1,4 @@
-"""Bytes that are stored and moved when one client puts all samples, then gets all of them in eight shuffled parts.
-
-Moved are all ZMQ frames of that client; those to and from the controller, which are the same for all backends, are in
-them. Stored are the values that the storage units hold after the puts.
-"""
+"""Bytes that are stored when one client puts all samples: the values that the storage units hold."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import transfer_queue as tq
 
-from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue, counted, stored_bytes
+from bench.cases.dataplane.queue import MASKPACK, PARTITION, SIMPLE, OwnedQueue, stored_bytes
 from bench.cases.dataplane.rows import Trajectory, arguments, require_rows, shuffled
 from bench.cases.dataplane.step import RANKS
 from bench.harness.measure import progress
@@ -22,32 +18,22 @@ def measured(queues: Mapping[str, OwnedQueue], rows: Sequence[Trajectory]) -> Ro
     progress(f"dataplane: bytes of {len(rows)} samples")
     for size in sorted({1, min(32, len(rows)), len(rows)}):
         case = f"dataplane text, {len(rows)} samples in puts of {size}"
-        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        report: list[Row] = []
-        figures = {name: _moved_and_stored(case, queue, parts) for name, queue in queues.items()}
-        for what in (_STORED, _MOVED):
-            sizes = {name: one[what] / len(rows) for name, one in figures.items()}
-            report += [Row(case, f"{what}, {name}", one, "bytes/row") for name, one in sizes.items()]
-            report += ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4")], f"{what}, ")
-        yield report
+        sizes = {name: _stored(case, queue, rows, size) / len(rows) for name, queue in queues.items()}
+        yield [
+            *(Row(case, f"stored, {name}", one, "bytes/row") for name, one in sizes.items()),
+            *ratios(case, sizes, [(SIMPLE, MASKPACK, ">= 4")], "stored, "),
+        ]
 
 
-_STORED, _MOVED = "stored", "moved"
-
-
-def _moved_and_stored(case: str, queue: OwnedQueue, parts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-    """All parts are put, then all samples got in shuffled parts, compared, and cleared."""
-    everything = [row for part in parts for row in part]
-    puts = [arguments(part, PARTITION) for part in parts]
+def _stored(case: str, queue: OwnedQueue, rows: Sequence[Trajectory], size: int) -> int:
+    """All samples are put, `size` a call, then got in shuffled parts, compared, and cleared."""
     with queue:
-        with counted() as put:
-            for one in puts:
-                tq.kv_batch_put(**one)
+        for start in range(0, len(rows), size):
+            tq.kv_batch_put(**arguments(rows[start : start + size], PARTITION))
         stored = stored_bytes(queue)
-        with counted() as got:
-            for numbers in shuffled(len(everything), min(RANKS, len(everything))):
-                part = [everything[number] for number in numbers]
-                seen = tq.kv_batch_get(keys=[row.key for row in part], partition_id=PARTITION)
-                require_rows(f"{case}, {queue.backend}", seen, [row.fields for row in part])
-        tq.kv_clear(keys=[row.key for row in everything], partition_id=PARTITION)
-    return {_STORED: stored, _MOVED: sum(put) + sum(got)}
+        for numbers in shuffled(len(rows), min(RANKS, len(rows))):
+            part = [rows[number] for number in numbers]
+            seen = tq.kv_batch_get(keys=[row.key for row in part], partition_id=PARTITION)
+            require_rows(f"{case}, {queue.backend}", seen, [row.fields for row in part])
+        tq.kv_clear(keys=[row.key for row in rows], partition_id=PARTITION)
+    return stored

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
 import psutil
 import ray
-import zmq.asyncio
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -28,7 +25,7 @@ from transfer_queue.metadata import extract_field_schema
 from transfer_queue.sampler import SequentialSampler
 from transfer_queue.storage import SimpleStorageUnit, StorageManager, StorageManagerFactory
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider, simple_storage_bootstrap
-from transfer_queue.utils.zmq_utils import frame_nbytes, process_zmq_server_info
+from transfer_queue.utils.zmq_utils import process_zmq_server_info
 
 import maskpack.adapters.transferqueue  # noqa: F401  # registers its backend
 
@@ -146,32 +143,6 @@ def use_threads_of_machine() -> None:
 
 
 # -------------------------------------------------------------------- bytes
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes of the ZMQ messages that this process sends and receives meanwhile."""
-    count: list[int] = []
-    kind = zmq.asyncio.Socket
-    send, receive = kind.send_multipart, kind.recv_multipart
-
-    def add(frames: Any) -> None:
-        count.append(sum(frame_nbytes(frame) or 0 for frame in frames))
-
-    def send_multipart(self: Any, msg_parts: Any, *given: Any, **more: Any) -> Any:
-        add(msg_parts)
-        return send(self, msg_parts, *given, **more)
-
-    def recv_multipart(self: Any, *given: Any, **more: Any) -> Any:
-        future = receive(self, *given, **more)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception() or add(done.result()))
-        return future
-
-    kind.send_multipart, kind.recv_multipart = send_multipart, recv_multipart
-    try:
-        yield count
-    finally:
-        kind.send_multipart, kind.recv_multipart = send, receive
 
 
 def stored_bytes(queue: OwnedQueue) -> int:

@@ -54,9 +54,7 @@ def trajectories(
 ) -> list[Trajectory]:
     """`rows` trajectories, GROUP for each prompt; the same arguments give the same bits."""
     rng = np.random.default_rng(seed)
-    batch = make_batch(
-        "reference", rows, prompt_width=prompt_width, response_width=response_width, group=GROUP, seed=seed
-    )
+    batch = make_batch(rows, prompt_width=prompt_width, response_width=response_width, group=GROUP, seed=seed)
     on_prompt = batch["attention_mask"][:, :prompt_width].bool()
     on_response = batch["attention_mask"][:, prompt_width:].bool()
     shared: dict[str, Any] = {}

@@ -16,7 +16,7 @@ _PARTS = 8
 def parts_of(rows: int, prompt_width: int, response_width: int) -> list[TensorDict]:
     """Eight small batches, which joined are the large one."""
     widths = {"prompt_width": prompt_width, "response_width": response_width}
-    return [make_batch("reference", rows, **widths, seed=seed) for seed in range(_PARTS)]
+    return [make_batch(rows, **widths, seed=seed) for seed in range(_PARTS)]
 
 
 def joined(parts: list[TensorDict]) -> TensorDict:

@@ -17,38 +17,36 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from bench.cases.ops.batches import joined, parts_of, require_batch
+from bench.cases.ops.batches import require_batch
 from bench.harness.gpu import Clock, Work
 from bench.harness.measure import progress, require_same
 from bench.harness.report import Ratio, Row, RowGroups, ratios
 from bench.rivals import nesting
-from bench.workloads import PAD_ID
+from bench.workloads import PAD_ID, make_batch
 from maskpack import PackedBatch, compress, decompress
 
-_LAYOUTS = ("nested", "padded")
 _PADDED, _JAGGED, _FLOOR = "copy of the padded batch", "copy of the jagged values alone", "one copy of the packed bytes"
 _READ, _WRITE = "one read of the padded bytes", "one write of the padded bytes"
 _VERIFIED, _TRUSTED = "verified", "trusted"
 _BEFORE = 3  # batches until the forms and the plan are known
-_FASTER = {False: (">= 8", ">= 7"), True: (">= 20", ">= 15")}  # than the padded copy, by whether the batch is large
-_MOST = {False: {_VERIFIED: "<= 1500", _TRUSTED: "<= 1000"}, True: {_VERIFIED: "<= 4000", _TRUSTED: "<= 2500"}}  # us
+_FASTER = {"nested": ">= 8", "padded": ">= 7"}  # than the padded copy
+_MOST = {_VERIFIED: "<= 1500", _TRUSTED: "<= 1000"}  # us
 
 
 def rows(clock: Clock, count: int, prompt_width: int, response_width: int) -> RowGroups:
-    """The figures for `count` rows, and for eight times as many. Raises NotExact if a bit is lost."""
-    parts = parts_of(count, prompt_width, response_width)
-    packed = [compress(part, pad_token_id=PAD_ID) for part in parts]
-    for large, batch, whole in ((False, parts[0], packed[0]), (True, joined(parts), PackedBatch.cat(packed))):
-        yield _decode(clock, batch, whole, large)
-        yield _encode(clock, batch, whole.nbytes, large)
+    """The figures for `count` rows. Raises NotExact if a bit is lost."""
+    batch = make_batch(count, prompt_width=prompt_width, response_width=response_width)
+    packed = compress(batch, pad_token_id=PAD_ID)
+    yield _decode(clock, batch, packed)
+    yield _encode(clock, batch, packed.nbytes)
 
 
-def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, large: bool) -> list[Row]:
+def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch) -> list[Row]:
     device, case = clock.device, f"ops decode, {batch.batch_size[0]} rows"
     progress(case)
     pinned = packed.pin_memory() if device.type == "cuda" else packed
     ours: dict[str, Work] = {}
-    for layout in _LAYOUTS:
+    for layout in _FASTER:
         ours[f"{layout}, pinned"] = partial(decompress, pinned, format=layout, device=device)
         ours[layout] = partial(decompress, packed, format=layout, device=device)
     for name, work in ours.items():
@@ -61,7 +59,7 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, large: bool) -
         others[name] = lambda own=own: [x.to(device, non_blocking=True, copy=True) for x in own]
     others[_WRITE] = lambda: [torch.empty(x.shape, dtype=x.dtype, device=device).fill_(1) for x in fields]
     pairs: list[Ratio] = []
-    for layout, target in zip(_LAYOUTS, _FASTER[large], strict=True):
+    for layout, target in _FASTER.items():
         ready = f"{layout}, pinned"
         pairs += [(f"{_PADDED}, pinned", ready, target), (_PADDED, layout, None), (ready, _FLOOR, None)]
     return [
@@ -71,7 +69,7 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch, large: bool) -
     ]
 
 
-def _encode(clock: Clock, batch: TensorDict, nbytes: int, large: bool) -> list[Row]:
+def _encode(clock: Clock, batch: TensorDict, nbytes: int) -> list[Row]:
     case = f"ops encode, {batch.batch_size[0]} rows"
     progress(case)
     there = batch.to(clock.device)
@@ -89,7 +87,7 @@ def _encode(clock: Clock, batch: TensorDict, nbytes: int, large: bool) -> list[R
         others[name] = lambda tensors=tensors, to=to: [
             own.copy_(x, non_blocking=True) for x, own in zip(tensors, to, strict=True)
         ]
-    return _figures(case, clock, ours, others, [(_PADDED, name, None) for name in ours], _MOST[large])
+    return _figures(case, clock, ours, others, [(_PADDED, name, None) for name in ours], _MOST)
 
 
 def _figures(

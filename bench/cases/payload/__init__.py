@@ -1,20 +1,19 @@
-"""Bytes on the wire, and the time to encode and decode, for a workload, and for every variant of the reference one.
+"""Bytes on the wire, and the time to encode and decode, for a workload.
 
 Bytes are those of a pickle (protocol 5), out-of-band buffers included. The rivals: the padded TensorDict, and the
-mask-nested one of the usual code. Every variant must come back bit for bit, or the
-case raises. Times are processor time of one thread, which other processes disturb less than the clock on the wall,
-beside one read and one write of the padded bytes, a copy of the nested ones (harness.floors), and on workloads
-compressors over the padded buffers and over the valid values, in the same rounds. To encode valid values includes
-trimming the batch, without a check of its padding.
+mask-nested one of the usual code. The batch must come back bit for bit, or the case raises. Times are processor time of
+one thread, which other processes disturb less than the clock on the wall, beside one read and one write of the padded
+bytes, a copy of the nested ones (harness.floors), and compressors over the padded buffers and over the valid values, in
+the same rounds. To encode valid values includes trimming the batch, without a check of its padding.
 
-Workloads are measured again with two threads, by the clock on the wall, and for the memory that compress takes; the
-reference one also with eight times as many rows, and in small batches.
+The memory that compress takes is measured, and its time with two threads by the clock on the wall; of the reference
+workload also with eight times as many rows, and in small batches.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -40,10 +39,9 @@ from bench.harness.report import Ratio, Row, RowGroups, times, without_targets
 from bench.rivals import nesting
 from bench.rivals.compressors import OF_PADDED, OF_VALUES, encode_checked
 from bench.rivals.valid_values import padded_batch, valid_values
-from bench.workloads import PAD_ID, VARIANTS, WORKLOADS, batch_of
+from bench.workloads import PAD_ID, batch_of
 
-_SMALLER = {"reference": ">= 59", "multi-turn": ">= 42"}  # padded / maskpack
-_SMALLER_WITH_CODEC = {"reference": ">= 66"}
+_SMALLER, _SMALLER_WITH_CODEC = ">= 59", ">= 66"  # padded / maskpack
 _ZSTD = "zstd level 1 of the padded buffers"
 _FASTER, _SMALLER_THAN = {_ZSTD: ">= 6"}, {_ZSTD: "<= 0.69"}  # rival / maskpack, and bytes over its
 _MORE_ROWS = 8
@@ -65,46 +63,34 @@ Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields, or o
     help="bytes on the wire, time to pack and to unpack, beside compressors",
     on="cpu",
     workloads=True,
-    groups=VARIANTS,
-    tiny={"rows": 5, "scale": 0.016, "only": ("reference", "routed-experts")},
+    tiny={"rows": 5, "scale": 0.016},
 )
-def run(
-    rows: int,
-    rounds: int,
-    *,
-    workload: str = "reference",
-    scale: float = 1.0,
-    only: Sequence[str] = VARIANTS,
-) -> RowGroups:
-    """A workload, of the reference one `only` some variants. Raises NotExact if a batch does not come back as it was,
-    from maskpack or from a compressor."""
-    if workload == "reference":
-        return _of_variants(only, rows, rounds, scale)
-    return map(without_targets, _of_variants([workload], rows, rounds, scale))
+def run(rows: int, rounds: int, *, workload: str = "reference", scale: float = 1.0) -> RowGroups:
+    """Raises NotExact if a batch does not come back as it was, from maskpack or from a compressor."""
+    groups = _of_workload(workload, rows, rounds, scale)
+    return groups if workload == "reference" else map(without_targets, groups)
 
 
-def _of_variants(variants: Sequence[str], rows: int, rounds: int, scale: float) -> RowGroups:
-    for variant in variants:
-        progress(f"payload {variant}: {rows} rows")
-        batch = batch_of(variant, rows, scale=scale)
-        name = f"payload {variant}"
-        with torch_threads(1):
-            packed = maskpack.compress(batch, pad_token_id=PAD_ID)
-            check_round_trip(name, batch, packed)
-            check_round_trip(f"{name}, zstd", batch, replace(packed, codec="zstd"))
-            encoded = _encoded(name, batch) if variant in WORKLOADS else {}
-            yield _sizes(name, variant, batch, packed, encoded)
-            yield _times(name, variant, batch, packed, encoded, rounds)
-            if variant in WORKLOADS:
-                yield _memory(name, batch, "<= 0.01")
-                yield _two_threads(f"{name}, two threads", batch, rounds)
-            if variant != "reference":
-                continue
-            del batch, packed, encoded
-            batch = batch_of(variant, rows * _MORE_ROWS, scale=scale)
-            yield _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
-            del batch
-            yield small.measured()
+def _of_workload(workload: str, rows: int, rounds: int, scale: float) -> RowGroups:
+    name = f"payload {workload}"
+    progress(f"{name}: {rows} rows")
+    batch = batch_of(workload, rows, scale=scale)
+    with torch_threads(1):
+        packed = maskpack.compress(batch, pad_token_id=PAD_ID)
+        check_round_trip(name, batch, packed)
+        check_round_trip(f"{name}, zstd", batch, replace(packed, codec="zstd"))
+        encoded = _encoded(name, batch)
+        yield _sizes(name, batch, packed, encoded)
+        yield _times(name, batch, packed, encoded, rounds)
+        yield _memory(name, batch)
+        yield _two_threads(f"{name}, two threads", batch, rounds)
+        if workload != "reference":
+            return
+        del batch, packed, encoded
+        batch = batch_of(workload, rows * _MORE_ROWS, scale=scale)
+        yield _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
+        del batch
+        yield small.measured()
 
 
 def check_round_trip(case: str, batch: TensorDict, packed: maskpack.PackedBatch) -> None:
@@ -122,7 +108,7 @@ def _encoded(case: str, batch: TensorDict) -> Encoded:
     return encode_checked(OF_PADDED, tensors(batch)) | encode_checked(OF_VALUES, list(values.values()))
 
 
-def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded) -> list[Row]:
+def _sizes(case: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded) -> list[Row]:
     rows = batch.batch_size[0]
     padded = wire_bytes(batch) / rows
     jagged = wire_bytes(nesting.nest(batch)) / rows
@@ -134,8 +120,8 @@ def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBa
         Row(case, "wire, maskpack", ours, "bytes/row"),
         Row(case, "wire, maskpack with zstd", small, "bytes/row"),
         Row(case, "padded / mask-nested jagged", padded / jagged, "x"),
-        Row(case, "padded / maskpack", padded / ours, "x", _SMALLER.get(variant)),
-        Row(case, "padded / maskpack with zstd", padded / small, "x", _SMALLER_WITH_CODEC.get(variant)),
+        Row(case, "padded / maskpack", padded / ours, "x", _SMALLER),
+        Row(case, "padded / maskpack with zstd", padded / small, "x", _SMALLER_WITH_CODEC),
         Row(case, "mask-nested jagged / maskpack", jagged / ours, "x"),
     ]
     for name, streams in encoded.items():
@@ -147,9 +133,7 @@ def _sizes(case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBa
     return report
 
 
-def _times(
-    case: str, variant: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded, rounds: int
-) -> list[Row]:
+def _times(case: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: Encoded, rounds: int) -> list[Row]:
     fields = tensors(batch)
     padded = [bits(field) for field in fields]
     nested = tensors(maskpack.decompress(packed, format="nested").exclude("_maskpack"))
@@ -166,8 +150,8 @@ def _times(
         _WRITE: lambda: floors.write(padded),
         _COPY: lambda: floors.copy(nested),
     }
-    ratios: list[Ratio] = [(*names, target if variant == "reference" else None) for *names, target in _RATIOS]
-    values = valid_values(batch) if encoded else {}
+    ratios: list[Ratio] = list(_RATIOS)
+    values = valid_values(batch)
     for name, streams in encoded.items():
         encode, decode, to_padded = f"{name}, encode", f"{name}, decode", f"{name}, decode to padded"
         if name in OF_PADDED:
@@ -190,8 +174,7 @@ def _two_threads(case: str, batch: TensorDict, rounds: int) -> list[Row]:
         _READ: lambda: floors.read(fields, threads=2),
     }
     with torch_threads(2):
-        taken = times(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.2")])
-        return [*taken, *_memory(case, batch, None)]
+        return times(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.2")])
 
 
 def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
@@ -199,16 +182,15 @@ def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
     check_round_trip(case, batch, maskpack.compress(batch, pad_token_id=PAD_ID))
     works = {
         _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
-        _NEVER: lambda: maskpack.compress(batch, pad_token_id=PAD_ID, verify=False),
         _READ: lambda: floors.read(fields),
     }
     ms = interleaved(works, rounds, time.process_time)
-    return times(case, ms, [(_ALWAYS, _READ, "<= 1.12"), (_NEVER, _ALWAYS, None)])
+    return times(case, ms, [(_ALWAYS, _READ, "<= 1.12")])
 
 
-def _memory(case: str, batch: TensorDict, target: str | None) -> list[Row]:
+def _memory(case: str, batch: TensorDict) -> list[Row]:
     """Peak memory of compress beyond the packed batch, over the padded bytes."""
     padded = sum(tensor.nbytes for tensor in tensors(batch))
     packed = maskpack.compress(batch, pad_token_id=PAD_ID)
     extra = peak_bytes(lambda: maskpack.compress(batch, pad_token_id=PAD_ID)) - packed.nbytes
-    return [Row(case, "peak memory of compress beyond the packed bytes / padded", extra / padded, "x", target)]
+    return [Row(case, "peak memory of compress beyond the packed bytes / padded", extra / padded, "x", "<= 0.01")]

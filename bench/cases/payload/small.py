@@ -35,7 +35,7 @@ def measured() -> list[Row]:
 
 def _chains(case: str, rows: int) -> list[list[float]]:
     """Seconds of the parts of every chain."""
-    batch = make_batch("reference", rows, prompt_width=_PROMPT_WIDTH, response_width=_RESPONSE_WIDTH)
+    batch = make_batch(rows, prompt_width=_PROMPT_WIDTH, response_width=_RESPONSE_WIDTH)
     chains: list[list[float]] = []
     gc.collect()
     gc.disable()

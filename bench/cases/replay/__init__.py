@@ -1,16 +1,13 @@
 """Log-probs of a rollout batch by replay, packed and padded, on models of the shapes of Qwen3, and of a hybrid of
 Qwen3.5's in which three layers of four carry state.
 
-    ours                      response_log_probs over micro-batches of a token budget, from a nested batch
-    ours, rows of one length  the same without any padding to save: the mean length, as many tokens a micro-batch
-    own attention, the same   these rows as a dense [b, n], by the model's own scaled dot product attention
-    padded                    micro-batches of a few rows at full width, the model's own attention, all logits
+    ours     response_log_probs over micro-batches of a token budget, from a nested batch
+    padded   micro-batches of a few rows at full width, the model's own attention, all logits
 
-The hybrid runs ours and padded alone; images are a group of their own (`images`). Forward, and forward + backward with
-the layers checkpointed, in all alike. Weights and tokens are random, lengths log-normal. Micro-batches of equal shapes
-take equal time, so of those a few are run, and times are of all rows. TFLOP/s are those that real tokens need
-(`workloads.models`). Before anything is timed ours is compared with a float32 model. Synchronised wall time,
-interleaved, medians; the peak is of the process's allocations, weights and gradients too.
+Images are a group of their own (`images`). Forward, and forward + backward with the layers checkpointed, in all alike.
+Weights and tokens are random, lengths log-normal. Micro-batches of equal shapes take equal time, so of padded ones a
+few are run, and times are of all rows. Before anything is timed ours is compared with a float32 model. Synchronised
+wall time, interleaved, medians; the peak is of the process's allocations, weights and gradients too.
 """
 
 from __future__ import annotations
@@ -33,44 +30,40 @@ from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
 from bench.harness.replay import replayed
-from bench.harness.report import Row, RowGroups, ratios
-from bench.rivals.attention import dense_log_probs, lone_log_probs, padded_log_probs
+from bench.harness.report import Row, RowGroups
+from bench.rivals.attention import lone_log_probs, padded_log_probs
 from bench.workloads.models import SMALL, TINY, Counts, HybridShape, Shape, log_normal_lengths, padded_batch
 from maskpack import nest_batch_by_mask
 from maskpack.adapters.transformers import Replayable, replayable
 from maskpack.planning import MicroBatchPlan, PlanOptions, plan_micro_batches
 from maskpack.replay import response_log_probs
 
-EVEN, DENSE, PADDED = "ours, rows of one length", "own attention, dense rows of one length", "padded"
-_PEAK_RATE = 989  # TFLOP/s of dense bfloat16 products on H100 and H200
+PADDED = "padded"
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and how many micro-batches of equal shape are run: of padded rows, and of rows of one length; without
-    the latter, ours and padded rows are all that is run. `target` is that of padded / ours."""
+    """A model, and how many padded micro-batches are run. `target` is that of padded / ours."""
 
     name: str
     shape: Shape
     padded: int
-    even: int
     target: str = ">= 3.5"
 
 
 MODELS: Mapping[str, Model] = {
-    "small": Model("Qwen3-0.6B", SMALL, padded=16, even=4),
-    "large": Model("Qwen3-4B", Shape(2560, 36, 32, 8, 128, 9728), padded=4, even=2),
+    "small": Model("Qwen3-0.6B", SMALL, padded=16),
+    "large": Model("Qwen3-4B", Shape(2560, 36, 32, 8, 128, 9728), padded=4),
     "hybrid": Model(
         "12 layers of Qwen3.5, 3 gated delta nets to 1 attention",
         HybridShape(1024, 12, 8, 2, 256, 3584),
         padded=4,
-        even=0,
         target=">= 3",
     ),
 }
 _TINY = {
-    "small": Model("A", TINY, 2, 2),
-    "hybrid": Model("C", HybridShape(32, 4, 2, 1, 8, 48, 97, delta_heads=2, delta_dim=8), 2, 0),
+    "small": Model("A", TINY, 2),
+    "hybrid": Model("C", HybridShape(32, 4, 2, 1, 8, 48, 97, delta_heads=2, delta_dim=8), 2),
 }
 
 
@@ -114,7 +107,7 @@ def _of_model(stage: Stage, rounds: int) -> RowGroups:
     yield [*stage.described(name), *_errors(name, stage), *stage.mixed(name)]
     for step in (FORWARD, BOTH):
         progress(f"{name}, {step}")
-        yield _timed(f"{name}, {step}", stage, stage.works(step), rounds)
+        yield _timed(f"{name}, {step}", stage, step == BOTH, rounds)
 
 
 @dataclass(frozen=True)
@@ -130,15 +123,6 @@ class Rows:
     def lengths(self) -> Counts:
         """int64 [B]."""
         return self.prompts + self.responses
-
-
-@dataclass(frozen=True)
-class Work:
-    """A pass over some of the rows; their share of all, and the FLOPs that their real tokens need."""
-
-    run: Callable[[], object]
-    share: float
-    flops: float
 
 
 @dataclass(frozen=True)
@@ -161,13 +145,6 @@ class Stage:
     @cached_property
     def rows(self) -> Rows:
         return self.laid_out(*log_normal_lengths(self.count, self.sizes.widths, self.sizes.fill), self.sizes.widths)
-
-    @cached_property
-    def even(self) -> Rows:
-        """Rows of the mean length without a pad, as many as the micro-batches hold that are run."""
-        widths = round(float(self.rows.prompts.mean())), round(float(self.rows.responses.mean()))
-        count = self.model.even * max(1, self.sizes.token_budget // sum(widths))
-        return self.laid_out(np.full(count, widths[0]), np.full(count, widths[1]), widths)
 
     def laid_out(self, prompts: Counts, responses: Counts, widths: tuple[int, int]) -> Rows:
         vocabulary = self.model.shape.vocabulary
@@ -199,35 +176,11 @@ class Stage:
         ways = Counter(way.partition(":")[0] for way in self.replay.mixers.values())
         return [Row(name, f"layers that carry state, run by {way}", count, "layers") for way, count in ways.items()]
 
-    def works(self, step: str) -> dict[str, Work]:
-        """By name. Padded micro-batches cost the same whatever is real in them: the FLOPs of theirs are their share."""
-        replay, rows, of_padded = self.replay, self.rows, self.sizes.padded_rows
-        first = rows.padded[: self.model.padded * of_padded]
-        passes: dict[str, tuple[Rows, int, Callable[[], Iterable[Tensor]]]] = {
-            OURS: (rows, self.count, lambda: replayed(replay, rows.nested, self.plan)),
-            PADDED: (rows, len(first), lambda: padded_log_probs(replay.release(), first, of_padded)),
-        }
-        if self.model.even:
-            even = self.even
-            of_even = even.lengths.size // self.model.even
-            plan = plan_micro_batches(even.lengths, of_even * int(even.lengths[0]))
-            passes[EVEN] = even, even.lengths.size, lambda: replayed(replay, even.nested, plan)
-            passes[DENSE] = even, even.lengths.size, lambda: dense_log_probs(replay.release(), even.padded, of_even)
-        shape, backward = self.model.shape, step == BOTH
-        return {
-            name: Work(
-                once(self.causal_lm, parts, backward),
-                count / self.count,
-                (3 if backward else 1) * shape.flops(of.lengths, of.responses) * count / of.lengths.size,
-            )
-            for name, (of, count, parts) in passes.items()
-        }
-
 
 @torch.no_grad()
 def _errors(name: str, stage: Stage) -> list[Row]:
     """Of the responses of some rows, shortest to longest: ours, which sees them packed together, the model that sees
-    each alone, padded, and as a dense batch."""
+    each alone, and padded."""
     sizes, rows, model = stage.sizes, stage.rows, stage.causal_lm.eval()
     chosen = rows.lengths.argsort()[np.linspace(0, stage.count - 1, sizes.compared).astype(np.int64)]
     few = stage.laid_out(rows.prompts[chosen], rows.responses[chosen], sizes.widths)
@@ -240,27 +193,20 @@ def _errors(name: str, stage: Stage) -> list[Row]:
         OURS: log_probs.values(),
         ALONE: torch.cat([lone_log_probs(own, row, count) for row, count in zip(ids, counts, strict=True)]),
         PADDED: torch.cat([row[:count] for row, count in zip(padded, counts, strict=True)]),
-        DENSE: torch.cat([_dense(own, row, count) for row, count in zip(ids, counts, strict=True)]),
     }
     exact = copy.deepcopy(model).float()
     truth = torch.cat([lone_log_probs(exact, row, count) for row, count in zip(ids, counts, strict=True)])
     return errors(name, seen, truth, (OURS, ALONE), 1.05)
 
 
-def _dense(model: Any, ids: Tensor, response: int) -> Tensor:
-    """Of one row, which is a dense batch."""
-    row = TensorDict({"input_ids": ids[None], "responses": ids[None, -response:]}, [1])
-    return next(dense_log_probs(model, row, 1))[0]
-
-
-def _timed(name: str, stage: Stage, works: Mapping[str, Work], rounds: int) -> list[Row]:
-    runs, shares = ({key: getattr(work, part) for key, work in works.items()} for part in ("run", "share"))
-    pairs = [(PADDED, OURS, stage.model.target)]
-    report, seconds = timed(name, runs, rounds, stage.device, pairs, shares=shares)
-    rates = {key: work.flops / (seconds[key] * work.share) / 1e12 for key, work in works.items()}
-    return [
-        *report,
-        *(Row(name, f"rate, {key}", rate, "TFLOP/s") for key, rate in rates.items()),
-        *(Row(name, f"rate, {key} / {_PEAK_RATE} TFLOP/s", rate / _PEAK_RATE, "x") for key, rate in rates.items()),
-        *ratios(name, rates, [(OURS, key, ">= 0.95") for key in (EVEN, DENSE) if key in rates], "rate, "),
-    ]
+def _timed(name: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
+    """Padded micro-batches cost the same whatever is real in them."""
+    replay, rows, some = stage.replay, stage.rows, stage.sizes.padded_rows
+    first = rows.padded[: stage.model.padded * some]
+    parts: dict[str, Callable[[], Iterable[Tensor]]] = {
+        OURS: lambda: replayed(replay, rows.nested, stage.plan),
+        PADDED: lambda: padded_log_probs(replay.release(), first, some),
+    }
+    runs = {key: once(stage.causal_lm, work, backward) for key, work in parts.items()}
+    pairs, shares = [(PADDED, OURS, stage.model.target)], {PADDED: len(first) / stage.count}
+    return timed(name, runs, rounds, stage.device, pairs, shares=shares)[0]
