@@ -5,15 +5,14 @@
 
 Groups of a prompt and G responses, and trajectories of an agent with tools (real lengths: workloads.tau), on
 models of Qwen3's shapes; forward, and forward + backward with the layers checkpointed. Both begin with a nested batch
-on the host: trees, plans and inputs are part of what is timed, and are timed alone, too. Before anything is timed both
-are compared with a float32 model that sees each row alone. Synchronised wall time, interleaved, medians.
+on the host: trees, plans and inputs are part of what is timed. Before anything is timed both are compared with a
+float32 model that sees each row alone. Synchronised wall time, interleaved, medians.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +27,9 @@ from bench.harness.registry import case
 from bench.harness.replay import Replay
 from bench.harness.report import Row, RowGroups
 from bench.rivals.attention import lone_log_probs
-from bench.workloads.models import LARGE, SMALL, TINY, Shape, padded_batch
+from bench.workloads.models import SMALL, TINY, Shape, padded_batch
 from bench.workloads.tau import trajectories
-from maskpack.replay import PackedInputs, ReplayOptions, prefix_tree, response_log_probs
+from maskpack.replay import ReplayOptions, prefix_tree, response_log_probs
 
 SHARED, WHOLE = "shared", "whole rows"
 
@@ -81,20 +80,7 @@ class Model:
 
 MODELS: Mapping[str, Model] = {
     "small": Model(
-        "Qwen3-0.6B",
-        SMALL,
-        (
-            Groups(256, 1024, 8, 1.06),
-            Groups(2048, 512, 8, 2.77),
-            Groups(2048, 512, 16, 3.3),
-            Groups(8192, 1024, 8, 3.53),
-            Groups(8192, 1024, 16, 4.47),
-        ),
-    ),
-    "large": Model(
-        "Qwen3-4B, 9 of 36 layers",
-        LARGE,
-        (Groups(2048, 512, 8, 2.83), Groups(8192, 1024, 8, 3.72)),
+        "Qwen3-0.6B", SMALL, (Groups(256, 1024, 8, 1.06), Groups(2048, 512, 8, 2.77), Groups(8192, 1024, 8, 3.53))
     ),
     "agent": Model("Qwen3-0.6B", SMALL, (Trajectories(),)),
 }
@@ -112,7 +98,7 @@ class Sizes:
     models: Mapping[str, Model] = field(default_factory=lambda: MODELS)
 
 
-_TINY = {"large": Model("B", TINY, [Groups(20, 8, 3, 2.0), Trajectories(2, scale=0.01)])}
+_TINY = {"small": Model("B", TINY, [Groups(20, 8, 3, 2.0), Trajectories(2, scale=0.01)])}
 
 
 @case(
@@ -152,20 +138,11 @@ class Stage(Replay):
     device: torch.device
 
     def described(self, case: str) -> list[Row]:
-        tree = prefix_tree(self.nested)
-        tokens = {shares: sum(self.inputs(shares)) for shares in (False, True)}
+        tree, tokens = prefix_tree(self.nested), int(self.lengths.sum())
         return [
             Row(case, "rows", len(self.lengths), "rows"),
-            Row(case, "tokens of rows", tokens[False], "tokens"),
-            Row(case, "tokens of the tree / tokens of rows", tree.num_tokens / tokens[False], "x"),
-            Row(case, "tokens of rows / tokens computed", tokens[False] / tokens[True], "x"),
-        ]
-
-    def inputs(self, shares: bool) -> list[int]:
-        """Makes the inputs of all micro-batches, and no more; the tokens of each."""
-        return [
-            PackedInputs.of(part, device=self.device, options=ReplayOptions(share_prefixes=shares)).num_tokens
-            for part in self.plan(shares).apply(self.nested)
+            Row(case, "tokens of rows", tokens, "tokens"),
+            Row(case, "tokens of the tree / tokens of rows", tree.num_tokens / tokens, "x"),
         ]
 
 
@@ -198,8 +175,4 @@ def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
         for name in (SHARED, WHOLE)
     }
     target = f">= {stage.of.least}" if backward and stage.of.least else None
-    report, seconds = timed(case, runs, rounds, stage.device, [(WHOLE, SHARED, target)])
-    begin = time.perf_counter()
-    stage.inputs(True)
-    host = (time.perf_counter() - begin) / seconds[SHARED]
-    return [*report, Row(case, "tree, plan and inputs / shared", host, "x", "<= 0.03" if backward else None)]
+    return timed(case, runs, rounds, stage.device, [(WHOLE, SHARED, target)])[0]

@@ -9,7 +9,6 @@ Works take turns as in `measure.interleaved`; medians. Without a GPU the same co
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.harness.measure import medians_of, turns
+from bench.harness.measure import in_turns
 from bench.harness.passes import synchronize
 
 Work = Callable[[], object]
@@ -122,18 +121,4 @@ class Clock:
             torch.cuda.set_sync_debug_mode(mode)
 
     def _interleaved(self, works: Mapping[str, Work], once: Callable[[Work], float], way: str) -> dict[str, float]:
-        taken: dict[str, list[float]] = {name: [] for name in works}
-        collecting = gc.isenabled()
-        gc.disable()
-        gc.freeze()  # what was there before need not be looked at
-        try:
-            for turn, order in enumerate(turns(taken, self.rounds, f"us, {way}")):
-                if turn % _COLLECT_EVERY == 0:
-                    gc.collect()
-                for name in order:
-                    taken[name].append(once(works[name]))
-        finally:
-            gc.unfreeze()
-            if collecting:
-                gc.enable()
-        return medians_of(taken)
+        return in_turns(works, self.rounds, f"us, {way}", once, every=_COLLECT_EVERY)

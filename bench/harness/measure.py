@@ -70,17 +70,36 @@ def interleaved(
     all alike and none always follows the same neighbour. `warm` rounds before the first do not count.
     Freeing a result is not timed; the collector of cycles stays off meanwhile.
     """
+
+    def once(work: Callable[[], object]) -> float:
+        begin = clock()
+        result = work()
+        taken = clock() - begin
+        del result
+        return 1e3 * taken
+
+    return in_turns(works, rounds, "ms", once, warm=warm)
+
+
+def in_turns(
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    unit: str,
+    once: Callable[[Callable[[], object]], float],
+    *,
+    warm: int = 1,
+    every: int = 1,
+) -> dict[str, float]:
+    """Medians of what `once` says of every work, as in `interleaved`. Cycles are collected before some rounds."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for order in turns(taken, rounds, "ms", warm):
-            gc.collect()
+        for turn, order in enumerate(turns(taken, rounds, unit, warm)):
+            if turn % every == 0:
+                gc.collect()
             for name in order:
-                begin = clock()
-                result = works[name]()
-                taken[name].append(1e3 * (clock() - begin))
-                del result
+                taken[name].append(once(works[name]))
     finally:
         if collecting:
             gc.enable()
