@@ -23,7 +23,8 @@ from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times, without_targets
 from bench.rivals import plans as rivals
-from maskpack.planning import PlanOptions, RankPlans, balance_rows, plan_micro_batches, plan_ranks
+from maskpack.planning import PlanOptions, balance_rows, plan_micro_batches, plan_ranks
+from maskpack.planning.ranks import RankPlans
 
 Array = npt.NDArray[np.int64]
 Amounts = npt.NDArray[np.float64]
