@@ -276,11 +276,6 @@ class Table:
         part.__dict__.update(references=self.references, _reached=self._reached)  # entries refer to the same ones
         return part
 
-    def without_row_pads(self, field: int) -> Table:
-        pads = self.row_pads.copy()
-        pads[field] = 0, 1, 0
-        return self.like(row_pads=pads)
-
     def with_row_pads(self, pads: Mapping[int, Words]) -> Table:
         """The table with words of pads of rows, [B] or [B, n], by the numbers of their fields."""
         places, used = self.row_pads.copy(), self.body.nbytes

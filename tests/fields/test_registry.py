@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -298,3 +299,36 @@ def test_hints_that_are_known(hint):
     registry = MaskNestingRegistry({"x": spec})
     assert MaskNestingRegistry.from_dict(registry.to_dict()) == registry
     assert registry != MaskNestingRegistry({"x": MaskNestingSpec("m")})
+
+
+@pytest.mark.parametrize(
+    ("zeros", "bytes_more"),
+    [([[0.0, 0.0], [0.0, 0.0]], 0), ([[0.0, 0.0], [-0.0, -0.0]], 8), ([[-0.0, 0.0], [0.0, -0.0]], 2)],
+    ids=["one sign", "one a row", "mixed"],
+)
+def test_the_values_decide_which_signs_of_zero_are_kept(zeros, bytes_more):
+    """None, a word for each row, or a byte of bits for each row of four positions."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]])
+    x = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
+    batch = TensorDict({"m": mask, "x": torch.cat([x, torch.tensor(zeros)], 1)}, [2])
+    registry = MaskNestingRegistry({"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", mp.ZERO)})
+    packed = mp.compress(batch, registry=registry, strict_mask_nesting=True)
+    assert packed.table.row_pads["count"].sum() * packed.table.row_pads["size"].max() == bytes_more
+    assert_same(mp.decompress(packed), batch)
+    assert_same(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)
+    with pytest.raises(mp.errors.LossyPadError) if bytes_more else contextlib.nullcontext():
+        mp.compress(batch, registry=registry | {"x": MaskNestingSpec("m", 0)}, strict_mask_nesting=True)
+
+
+def test_zero_is_one_name_in_plain_dicts():
+    registry = MaskNestingRegistry(
+        {"x": MaskNestingSpec("m", mp.ZERO), "y": MaskNestingSpec("m", [mp.ZERO, mp.PER_ROW])}
+    )
+    plain = registry.to_dict()
+    assert plain["fields"] == {"x": {"mask": "m", "pad": "ZERO"}, "y": {"mask": "m", "pad": ["ZERO", "PER_ROW"]}}
+    assert MaskNestingRegistry.from_dict(plain) == registry
+    assert MaskNestingSpec("m", [0, mp.ZERO]).pads == MaskNestingSpec("m", mp.ZERO).pads
+    for other in ("SIGNED_ZERO", "ANY_ZERO"):
+        plain["fields"]["x"]["pad"] = other
+        with pytest.raises(mp.errors.RegistryError, match=f"pad is '{other}'; expected one of .*ZERO"):
+            MaskNestingRegistry.from_dict(plain)
