@@ -609,15 +609,15 @@ def test_non_pads_are_found_exactly(case: Case) -> None:
     nest_batch_by_mask(case.batch, **options, strict_mask_nesting=True)
 
 
-@quiet
-def test_pads_that_are_not_checked_are_those_of_the_registry() -> None:
-    dirty = stray_batch()
-    for verify in (True, False):
-        nested = nest_batch_by_mask(dirty, pad_token_id=PAD, verify=verify)
-        packed = compress(dirty, pad_token_id=PAD, verify=verify)
-        assert nested["advantages"].is_nested != verify
-        for restored in (unnest(nested), decompress(packed)):
-            assert torch.equal(restored["advantages"], dirty["advantages"]) == verify
+@pytest.mark.parametrize("call", ["compress", "nest"])
+def test_pads_that_are_not_checked_are_the_first_of_the_registry(call: str) -> None:
+    batch, registry = under([[1, 1, 0], [1, 0, 0]], {"x": [0, 1]}, x=torch.tensor([[7, 8, 1], [9, 1, 1]]))
+    for verify, pad in ((True, 1), (False, 0)):
+        if call == "nest":
+            restored = unnest(nest_batch_by_mask(batch, registry, verify=verify))
+        else:
+            restored = decompress(compress(batch, registry=registry, verify=verify))
+        assert restored["x"].tolist() == [[7, 8, pad], [9, pad, pad]]
 
 
 def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
