@@ -19,7 +19,7 @@ from maskpack.adapters.transformers.collator import PackedCollator
 from maskpack.adapters.trl import packed as packed_trainer
 from maskpack.dispatch import group as dispatch
 from maskpack.ops.attention import packed_attention
-from maskpack.views.column_group import BatchMeta
+from maskpack.views import BatchMeta
 
 PARTS = (mp, mp.nesting, mp.planning, mp.replay, mp.views, testing)
 EXPORTED = {name: getattr(part, name) for part in PARTS for name in part.__all__}

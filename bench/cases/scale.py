@@ -35,8 +35,7 @@ from maskpack import PackedBatch, compress
 from maskpack.dispatch import WorkerGroup, placement
 from maskpack.dispatch.division import divided, shares
 from maskpack.planning import plan_ranks
-from maskpack.views import BatchView
-from maskpack.views.column_group import BatchMeta
+from maskpack.views import BatchMeta, BatchView
 
 _OF_NODE = 8
 _BUDGET = 32_768

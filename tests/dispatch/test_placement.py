@@ -19,8 +19,7 @@ from maskpack.dispatch import placement
 from maskpack.dispatch.division import planned_lengths
 from maskpack.dispatch.messages import RowsAt, own_rows
 from maskpack.dispatch.placement import Placement, Site
-from maskpack.views import BatchView
-from maskpack.views.column_group import BatchMeta
+from maskpack.views import BatchMeta, BatchView
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 A, B, C, ALONE = "a" * 56, "b" * 56, "c" * 56, Site()

@@ -18,8 +18,7 @@ from tensordict import TensorDict
 import maskpack as mp
 from maskpack import PackedBatch, compress, decompress
 from maskpack.errors import FieldError, LayoutError
-from maskpack.views import BatchView
-from maskpack.views.column_group import BatchMeta
+from maskpack.views import BatchMeta, BatchView
 
 SPANS = [(0, 0, 5), (3, 2, 9), (3, 4, 12), (3, 2, 9), (7, 4, 4), (1, 3, 10)]
 FIELDS = ("input_ids", "attention_mask", "position_ids", "uid")

@@ -22,8 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 import maskpack as mp
-from maskpack.views import BatchView
-from maskpack.views.column_group import BatchMeta
+from maskpack.views import BatchMeta, BatchView
 
 COUNT = 2000
 STEPS = 6
