@@ -38,7 +38,3 @@ def _themes(name: str, colours: Colours) -> str:
 
 def text(x: float, y: float, words: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
-
-
-def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'

@@ -1,4 +1,4 @@
-"""A Ray of this machine alone, of one node or several, and the medians of works that time themselves there."""
+"""A Ray of this machine alone, and the medians of works that time themselves there."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray._private.tensor_serialization_utils import ZeroCopyTensorsWarning, zero_copy_tensors_reducer
 from ray.cloudpickle import CloudPickler
-from ray.cluster_utils import Cluster
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -30,36 +28,26 @@ def cores() -> int:
 
 
 @contextmanager
-def local_ray(batch: TensorDict, *, num_cpus: int | None = None, nodes: int = 1, **more: Any) -> Iterator[None]:
-    """A Ray of this machine alone, with room for a few such batches in the object store of each node; shut down at the
-    end. `num_cpus` of a node are twice as many as cores if not given: each actor has all, and gives them back a little
-    later."""
+def local_ray(batch: TensorDict, *, num_cpus: int | None = None) -> Iterator[None]:
+    """A Ray of this machine alone, with room for a few such batches in the object store; shut down at the end.
+    `num_cpus` are twice as many as cores if not given: each actor has all, and gives them back a little later."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # 15 by default: an actor would wait for all else that the machine does
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    node = {"num_cpus": num_cpus or 2 * cores(), "object_store_memory": store_bytes(batch)}
-    head, cluster = {"include_dashboard": False, **node, **more}, None
-    driver: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     terminate = signal.getsignal(signal.SIGTERM)
-    if nodes == 1:
-        ray.init(address="local", **driver, **head)
-    else:
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        for _ in range(nodes - 1):
-            cluster.add_node(**node)
-        ray.init(address=cluster.address, **driver)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus or 2 * cores(),
+        object_store_memory=_SMALL_STORE + _STORES * sum(field.nbytes for field in batch.values()),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
     signal.signal(signal.SIGTERM, terminate)  # Ray's handler kills its processes while calls wait for them, and aborts
     try:
         yield
     finally:
         ray.shutdown()
-        if cluster is not None:
-            cluster.shutdown()
-
-
-def store_bytes(batch: TensorDict) -> int:
-    """Of the object store."""
-    return _SMALL_STORE + _STORES * sum(field.nbytes for field in batch.values())
 
 
 def medians(works: Mapping[str, Callable[[], Mapping[str, float]]], rounds: int) -> dict[str, dict[str, float]]:

@@ -139,24 +139,13 @@ def peak_bytes(work: Callable[[], object]) -> int:
     """How far the resident memory of this process rises above where it is now, while `work` runs. Linux only."""
     work()  # what stays for good is there before
     gc.collect()
-    _give_back_memory()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins again here
     before = memory("VmRSS")
     result = work()
     after = memory("VmHWM")
     del result
     return after - before
-
-
-def _give_back_memory() -> None:
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def own_memory() -> int:
-    """What this process has for itself, once glibc has given back what is freed: it may keep hundreds of megabytes."""
-    gc.collect()
-    _give_back_memory()
-    return memory("RssAnon")
 
 
 def memory(name: str) -> int:

@@ -11,8 +11,7 @@ Ray's flag for zero-copy torch tensors (RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1). R
 it then does is to register one reducer for torch.Tensor in the dispatch table of Ray's pickler, which is read at every
 pickling. It concerns the sender only: the object names an importable function that rebuilds the tensor, whatever the
 flag of the receiver. So the flag is switched here by setting and removing that reducer, in one driver, call by call:
-all forms share the process, the object store and the actor. A test starts a Ray with the flag and holds that its
-reducer is this one.
+all forms share the process, the object store and the actor.
 
 The jagged rival is the usual code of `rivals.nesting`. Restored to padded, it gets its bool masks for nothing: the
 actor has them from the start. Reads are those of harness.floors, by two threads where there are two cores: threads of
@@ -73,8 +72,7 @@ class Form:
         restore: what the actor got -> TensorDict.
         to_padded: what was restored -> padded batch, for the check of its bits.
         nested: whether what is restored must be jagged.
-        zero_copy: whether Ray's flag is on for it.
-        view: whether it arrives as views of the object store.
+        zero_copy: whether Ray's flag is on for it, so that it arrives as views of the object store.
     """
 
     encode: Callable[[TensorDict], Any] = lambda batch: batch
@@ -82,7 +80,6 @@ class Form:
     to_padded: Callable[[Any, Given], TensorDict] = lambda value, given: value
     nested: bool = False
     zero_copy: bool = False
-    view: bool = False
 
 
 def _unnest_usual(value: TensorDict, given: Given) -> TensorDict:
@@ -111,7 +108,7 @@ TRUSTED, TRUSTED_PADDED = "maskpack trusted, nested", "maskpack trusted, padded"
 
 FORMS: dict[str, Form] = {
     PADDED: Form(),
-    ZERO_COPY: Form(zero_copy=True, view=True),
+    ZERO_COPY: Form(zero_copy=True),
     JAGGED: Form(nesting.nest, to_padded=_unnest_usual, nested=True),
     JAGGED_PADDED: Form(nesting.nest, _unnest_usual),
     VERIFIED: _ours(True, "nested"),
@@ -161,7 +158,7 @@ class Receiver:
         value = ray.get(refs[0])
         got = time.perf_counter()
         usable = form.restore(value, self._given)
-        if form.view:
+        if form.zero_copy:
             read(usable)
         restored = time.perf_counter()
         self._held += [value, usable]
@@ -191,16 +188,11 @@ class Receiver:
 
 
 class Sender:
-    """The driver of one batch and one actor.
+    """The driver of one padded batch and one actor."""
 
-    Args:
-        batch: padded.
-        resources: Ray resources that the actor needs beside the CPUs of this process.
-    """
-
-    def __init__(self, batch: TensorDict, *, resources: dict[str, float] | None = None) -> None:
+    def __init__(self, batch: TensorDict) -> None:
         self.batch = batch
-        self._actor: Any = ray.remote(Receiver).options(num_cpus=cores(), resources=resources).remote(Given.of(batch))
+        self._actor: Any = ray.remote(Receiver).options(num_cpus=cores()).remote(Given.of(batch))
         threads = ray.get(self._actor.threads.remote())
         if threads != torch.get_num_threads():
             raise RuntimeError(f"dispatch: torch has {threads} threads in the actor, here {torch.get_num_threads()}.")
@@ -223,22 +215,22 @@ class Sender:
 
     def check(self, name: str, expected: Digest) -> None:
         """Raises NotExact unless the actor sees the bits of the batch."""
-        form = FORMS[name]
-        set_zero_copy(form.zero_copy)
-        ref = ray.put(form.encode(self.batch))
-        set_zero_copy(False)
-        seen = ray.get(self._actor.digest.remote([ref], name))
+        seen = ray.get(self._actor.digest.remote([self._put(name)], name))
         wrong = [field[0] for field, same in zip(expected, seen, strict=False) if field != same]
         if seen != expected:
             raise NotExact(f"dispatch: {name}: the actor sees other fields, or other bits in {wrong}.")
 
     def stored_bytes(self, name: str) -> int:
         """Bytes of the object in the object store."""
+        ref = self._put(name)
+        return ray.experimental.get_object_locations([ref])[ref]["object_size"]
+
+    def _put(self, name: str) -> ray.ObjectRef:
         form = FORMS[name]
         set_zero_copy(form.zero_copy)
         ref = ray.put(form.encode(self.batch))
         set_zero_copy(False)
-        return ray.experimental.get_object_locations([ref])[ref]["object_size"]
+        return ref
 
     def close(self) -> None:
         """Ends the actor."""
