@@ -3,37 +3,29 @@
 padded    micro-batches of a few rows at full width with the attention mask, log_softmax and gather in the dtype of the
           model
 lone      each row alone: what all others are compared with
-
-Media are dicts of tensors, one for each row: of images, pixels and grids. Positions of rows with media are [B, 3, S].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-Media = Mapping[str, Tensor]
 
-
-def padded_log_probs(
-    model: Any, batch: TensorDict, rows: int, *, scored: bool = False, media: Sequence[Media] = ()
-) -> Iterator[Tensor]:
+def padded_log_probs(model: Any, batch: TensorDict, rows: int, *, scored: bool = False) -> Iterator[Tensor]:
     """Of each micro-batch of so many rows: [rows, R] in the dtype of the model, 0 where pads are. With `scored`, logits
     of the responses' width alone."""
     width = batch["responses"].shape[1]
-    for at, part in enumerate(batch.split(rows)):
-        positions = part["position_ids"]
+    for part in batch.split(rows):
         logits = model(
             input_ids=part["input_ids"],
             attention_mask=part["attention_mask"],
-            position_ids=positions.movedim(1, 0) if positions.dim() == 3 else positions,
+            position_ids=part["position_ids"],
             use_cache=False,
             **({"logits_to_keep": width + 1} if scored else {}),
-            **_joined(media[at * rows :][: len(part)], positions.device),
         ).logits
         log_p = logits[:, -width - 1 : -1].log_softmax(-1)
         del logits
@@ -41,15 +33,8 @@ def padded_log_probs(
         yield log_p * part["attention_mask"][:, -width:]
 
 
-def lone_log_probs(
-    model: Any, ids: Tensor, response: int, *, media: Media | None = None, positions: Tensor | None = None
-) -> Tensor:
+def lone_log_probs(model: Any, ids: Tensor, response: int) -> Tensor:
     """Of one row [n], alone: [response], from logits in the dtype of the model that are reduced in float32 or wider."""
-    more = {} if media is None else {"position_ids": positions, **_joined([media], ids.device)}
-    logits = model(input_ids=ids[None], use_cache=False, **more).logits[0, -response - 1 : -1]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).log_softmax(-1).gather(-1, ids[-response:, None])[:, 0]
-
-
-def _joined(media: Sequence[Media], device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.cat([one[name] for one in media]).to(device) for name in (media[0] if media else ())}

@@ -84,13 +84,11 @@ class HybridShape(Shape):
         return checkpointed(Qwen3_5TextConfig(**self.sizes, **heads, **dims, layer_types=kinds), device, dtype)
 
 
-def checkpointed(
-    config: Any, device: torch.device, dtype: torch.dtype, kind: Any = AutoModelForCausalLM
-) -> PreTrainedModel:
+def checkpointed(config: Any, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model with random weights, made on the device, ready to checkpoint its layers while it trains."""
     torch.manual_seed(0)
     with device:
-        model = kind.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 

@@ -4,10 +4,10 @@ Qwen3.5's in which three layers of four carry state.
     ours     response_log_probs over micro-batches of a token budget, from a nested batch
     padded   micro-batches of a few rows at full width, the model's own attention, all logits
 
-Images are a group of their own (`images`). Forward, and forward + backward with the layers checkpointed, in all alike.
-Weights and tokens are random, lengths log-normal. Micro-batches of equal shapes take equal time, so of padded ones a
-few are run, and times are of all rows. Before anything is timed ours is compared with a float32 model. Synchronised
-wall time, interleaved, medians; the peak is of the process's allocations, weights and gradients too.
+Forward, and forward + backward with the layers checkpointed, in all alike. Weights and tokens are random, lengths
+log-normal. Micro-batches of equal shapes take equal time, so of padded ones a few are run, and times are of all rows.
+Before anything is timed ours is compared with a float32 model. Synchronised wall time, interleaved, medians; the peak
+is of the process's allocations, weights and gradients too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from bench.cases.replay import images
 from bench.harness.measure import progress
 from bench.harness.passes import ALONE, BOTH, FORWARD, OURS, SEVERAL, errors, once, the_device, timed
 from bench.harness.registry import case
@@ -78,15 +77,14 @@ class Sizes:
     padded_rows: int = 4
     compared: int = 4
     models: Mapping[str, Model] = field(default_factory=lambda: MODELS)
-    images: images.Sizes = field(default_factory=images.Sizes)
 
 
 @case(
     "replay",
     help="log-probs of a rollout batch by models of the shapes of Qwen3",
     on="gpu",
-    groups=(*MODELS, "images"),
-    tiny={"rows": 10, "sizes": Sizes((7, 29), 0.3, 40, 3, 3, _TINY, images.TINY)},
+    groups=tuple(MODELS),
+    tiny={"rows": 10, "sizes": Sizes((7, 29), 0.3, 40, 3, 3, _TINY)},
 )
 def run(rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if ours is further from float32 than each row alone
@@ -97,8 +95,6 @@ def run(rows: int, rounds: int, *, only: Sequence[str] | None = None, sizes: Siz
         if only is None or group in only:
             yield from _of_model(Stage(model, sizes, rows, device), rounds)
             gc.collect()  # the model, before the next is made
-    if only is None or "images" in only:
-        yield from images.measured(sizes.images, rounds, device)
 
 
 def _of_model(stage: Stage, rounds: int) -> RowGroups:
