@@ -11,7 +11,7 @@ import pytest
 from bench import __main__ as command
 from bench.harness.registry import load, names
 
-FRAMEWORKS = {"verl", "transfer_queue", "trl", "datasets", "skyrl", "openrlhf"}
+FRAMEWORKS = {"verl", "transfer_queue", "trl", "datasets"}
 """Packages that the test command of the README does not install."""
 
 
