@@ -152,14 +152,8 @@ def _errors(case: str, stage: Stage) -> list[Row]:
     chosen = np.linspace(0, 2 * getattr(stage.of, "size", 4) - 1, sizes.compared).astype(np.int64).tolist()
     few = stage.padded[chosen]
     exact = copy.deepcopy(model).float()
-    width = few["responses"].shape[1]
     with torch.no_grad():
-        truth = torch.cat(
-            [
-                lone_log_probs(exact, row[mask.bool()].to(stage.device), int(mask[-width:].sum()))
-                for row, mask in zip(few["input_ids"], few["attention_mask"], strict=True)
-            ]
-        )
+        truth = torch.cat(list(lone_log_probs(exact, few.to(stage.device))))
         seen: dict[str, Any] = {
             name: response_log_probs(
                 stage.replay, few, self_check=True, options=ReplayOptions(share_prefixes=name == SHARED)
@@ -175,4 +169,4 @@ def _timed(case: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
         for name in (SHARED, WHOLE)
     }
     target = f">= {stage.of.least}" if backward and stage.of.least else None
-    return timed(case, runs, rounds, stage.device, [(WHOLE, SHARED, target)])[0]
+    return timed(case, runs, rounds, stage.device, [(WHOLE, SHARED, target)])

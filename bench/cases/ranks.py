@@ -71,10 +71,7 @@ _GROUPS = ("context", "heads")
 def run(rounds: int, *, only: Sequence[str] = _GROUPS, sizes: Sizes | None = None, backend: Link = "nccl") -> RowGroups:
     """None without two GPUs; a round here is three of the command line. Raises
     torch.multiprocessing.ProcessRaisedException, which shows NotExact, if two ranks have other numbers than one."""
-    if backend == "nccl" and torch.cuda.device_count() < _RANKS:
-        progress("ranks: skipped, because this machine has fewer than two GPUs")
-        return
-    yield on_both(backend, _measured, -(-rounds // SEVERAL), sizes or Sizes(), only)
+    return on_both("ranks", backend, _measured, -(-rounds // SEVERAL), sizes or Sizes(), only)
 
 
 def _measured(pair: Pair, rounds: int, sizes: Sizes, groups: Sequence[str]) -> RowGroups:
@@ -111,9 +108,8 @@ class _Ranks:
         yield [Row(case, "rms difference of two ranks to one", apart, "nats")]
         for step, backward in (("forward", False), ("forward + backward", True)):
             runs = {name: partial(work, backward) for name, work in works.items()}
-            before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-            pairs = [(ALONE, SHARED, ">= 1.7")]
-            yield timed(f"{case}, {step}", runs, self.rounds, device, pairs, before=before, wait=self.pair.wait)[0]
+            pairs, wait = [(ALONE, SHARED, ">= 1.7")], self.pair.wait
+            yield timed(f"{case}, {step}", runs, self.rounds, device, pairs, above_held=True, wait=wait)
 
 
 def _context(ranks: _Ranks, sizes: Sizes) -> RowGroups:

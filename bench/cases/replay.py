@@ -180,18 +180,15 @@ def _errors(name: str, stage: Stage) -> list[Row]:
     sizes, rows, model = stage.sizes, stage.rows, stage.causal_lm.eval()
     chosen = rows.lengths.argsort()[np.linspace(0, stage.count - 1, sizes.compared).astype(np.int64)]
     few = stage.laid_out(rows.prompts[chosen], rows.responses[chosen], sizes.widths)
-    counts = few.responses.tolist()
     log_probs: Any = response_log_probs(stage.replay, few.nested)
     own = stage.replay.release()
-    ids = [row[mask.bool()] for row, mask in zip(few.padded["input_ids"], few.padded["attention_mask"], strict=True)]
     padded = [row for part in padded_log_probs(own, few.padded, sizes.padded_rows) for row in part]
     seen = {
         OURS: log_probs.values(),
-        ALONE: torch.cat([lone_log_probs(own, row, count) for row, count in zip(ids, counts, strict=True)]),
-        PADDED: torch.cat([row[:count] for row, count in zip(padded, counts, strict=True)]),
+        ALONE: torch.cat(list(lone_log_probs(own, few.padded))),
+        PADDED: torch.cat([row[:count] for row, count in zip(padded, few.responses.tolist(), strict=True)]),
     }
-    exact = copy.deepcopy(model).float()
-    truth = torch.cat([lone_log_probs(exact, row, count) for row, count in zip(ids, counts, strict=True)])
+    truth = torch.cat(list(lone_log_probs(copy.deepcopy(model).float(), few.padded)))
     return errors(name, seen, truth, (OURS, ALONE), 1.05)
 
 
@@ -205,4 +202,4 @@ def _timed(name: str, stage: Stage, backward: bool, rounds: int) -> list[Row]:
     }
     runs = {key: once(stage.causal_lm, work, backward) for key, work in parts.items()}
     pairs, shares = [(PADDED, OURS, stage.model.target)], {PADDED: len(first) / stage.count}
-    return timed(name, runs, rounds, stage.device, pairs, shares=shares)[0]
+    return timed(name, runs, rounds, stage.device, pairs, shares=shares)

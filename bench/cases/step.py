@@ -29,7 +29,7 @@ from torch import Tensor
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import SEVERAL, once, the_device, timed
 from bench.harness.registry import case
-from bench.harness.report import Row, RowGroups, ratios
+from bench.harness.report import Row, RowGroups
 from bench.rivals import heads
 from bench.rivals.attention import lone_log_probs
 from bench.rivals.packed_rows import VARLEN, PackedRows, hidden, with_liger
@@ -45,7 +45,6 @@ _OURS = {
     FUSED: (True, ReplayOptions()),
     f"{FUSED}, shared": (True, ReplayOptions(share_prefixes=True)),
 }
-_FASTEST = "fastest rival"
 
 Step = tuple[Tensor, Tensor, Sequence[int]]
 """Log-probs and advantages of the response tokens of a micro-batch, and its rows in this order."""
@@ -277,9 +276,8 @@ def _alone(stage: Stage) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Log-probs of each row, and the gradients of all."""
     model: Any = stage.models.shape.model(stage.models.device).float().train()
     truth: list[Tensor] = []
-    for row, count in zip(stage.rows.unbind(0), stage.responses.tolist(), strict=True):
-        log_probs = lone_log_probs(model, row["input_ids"][row["attention_mask"].bool()], count)
-        stage.loss(log_probs, row["advantages"][:count]).backward()
+    for advantages, log_probs in zip(stage.rows["advantages"], lone_log_probs(model, stage.rows), strict=True):
+        stage.loss(log_probs, advantages[: len(log_probs)]).backward()
         truth.append(log_probs.detach())
     return truth, {name: weight.grad for name, weight in model.named_parameters()}
 
@@ -299,8 +297,5 @@ def _seen(stage: Stage, work: Work) -> dict[int, Tensor]:
 def _timed(name: str, stage: Stage, rounds: int) -> list[Row]:
     works, device = stage.works, stage.models.device
     runs = {key: once(work.model, partial(stage.losses, work), True) for key, work in works.items()}
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    report, seconds = timed(name, runs, rounds, device, (), before=held)
     ours = [key for key in works if key.startswith(OURS)]
-    seconds[_FASTEST] = min(one for key, one in seconds.items() if key not in ours)
-    return [*report, *ratios(name, seconds, [(_FASTEST, key, None) for key in ours])]
+    return timed(name, runs, rounds, device, (), ours=ours, above_held=True)

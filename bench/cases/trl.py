@@ -165,10 +165,9 @@ def _measured(of: Size, folder: Path, rounds: int, device: torch.device) -> RowG
         *(Row(name, f"computed tokens / padded cells, {kind}", one.computed(), "x") for kind, one in stages.items()),
         *_compared(name, stages, device),
     ]
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     runs = {kind: stage.step for kind, stage in stages.items()}
     pairs = [(PADDED, kind, None) for kind in stages if kind != PADDED]
-    yield timed(name, runs, rounds, device, pairs, before=before)[0]
+    yield timed(name, runs, rounds, device, pairs, above_held=True)
 
 
 def _compared(name: str, stages: Mapping[str, Stage], device: torch.device) -> list[Row]:

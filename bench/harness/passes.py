@@ -15,6 +15,7 @@ from bench.harness.report import Ratio, Row, ratios
 
 FORWARD, BOTH = "forward", "forward + backward, layers checkpointed"
 OURS, ALONE = "ours", "each row alone"
+_FASTEST = "fastest rival"
 _BFLOAT16 = 2**-7
 SEVERAL = 3  # rounds of the command line that are one where a round takes most of a minute
 
@@ -51,25 +52,29 @@ def timed(
     pairs: Sequence[Ratio],
     *,
     shares: Mapping[str, float] | None = None,
-    before: float = 0,
+    ours: Sequence[str] = (),
+    above_held: bool = False,
     wait: Callable[[], object] | None = None,
-) -> tuple[list[Row], dict[str, float]]:
-    """Milliseconds and peaks of runs, and their ratios; and the seconds. `shares` are those of all rows that a run has,
-    and times are of all rows. Peaks are above `before` bytes, those of the first run, which warms up.
-    `wait` returns when all is done, by default on the device."""
+) -> list[Row]:
+    """Milliseconds and peaks of runs, and their ratios; also of the fastest other run to each of `ours`. `shares` are
+    those of all rows that a run has, and times are of all rows. Peaks are those of the first run, which warms up; with
+    `above_held`, above what lies on a GPU before. `wait` returns when all is done, by default on the device."""
     peaks: dict[str, float] = {}
+    before = torch.cuda.memory_allocated(device) if above_held and device.type == "cuda" else 0
     for name, run in runs.items():
         begin = time.perf_counter()
         peaks[name] = (peak_of(run, device) - before) / 2**30
         progress(f"  {name}: {time.perf_counter() - begin:.1f} s, {peaks[name]:.2f} GiB")
     seconds = wall_seconds(runs, rounds, wait or (lambda: synchronize(device)), shares)
     above_zero = {name: max(peak, 2**-30) for name, peak in peaks.items()}
+    best = {_FASTEST: min(one for name, one in seconds.items() if name not in ours)} if ours else {}
     return [
         *(Row(case, name, 1e3 * one, "ms") for name, one in seconds.items()),
         *ratios(case, seconds, pairs),
         *(Row(case, f"peak, {name}", peak, "GiB") for name, peak in peaks.items()),
         *ratios(case, above_zero, [(below, above, None) for above, below, _ in pairs], "peak, "),
-    ], seconds
+        *ratios(case, seconds | best, [(_FASTEST, own, None) for own in ours]),
+    ]
 
 
 def wall_seconds(

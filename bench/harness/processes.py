@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import report
-from bench.harness.measure import keep_memory
+from bench.harness.measure import keep_memory, progress
 from bench.harness.passes import synchronize
 from bench.harness.registry import Run
-from bench.harness.report import Row
+from bench.harness.report import Row, RowGroups
 
 Link = Literal["nccl", "gloo"]
 _PATIENCE = timedelta(seconds=300)
@@ -50,13 +50,17 @@ class Pair:
         dist.barrier(group=self.host)
 
 
-def on_both(backend: Link, work: Run, *given: Any) -> list[Row]:
+def on_both(name: str, backend: Link, work: Run, *given: Any) -> RowGroups:
     """The rows that `work(pair, *given)`, an importable function, yields on rank 0 of two processes, which keeps the
-    results file meanwhile. Raises torch.multiprocessing.ProcessRaisedException, which shows the error of a rank."""
+    results file meanwhile; none over NCCL without two GPUs. Raises torch.multiprocessing.ProcessRaisedException, which
+    shows the error of a rank."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        progress(f"{name}: skipped, because this machine has fewer than two GPUs")
+        return
     with tempfile.TemporaryDirectory() as folder:
         # daemons end with this process
         torch.multiprocessing.spawn(_rank, (folder, backend, work, given, report.current), nprocs=2, daemon=True)
-        return pickle.loads(Path(folder, "rows").read_bytes())
+        yield pickle.loads(Path(folder, "rows").read_bytes())
 
 
 def _rank(rank: int, folder: str, backend: Link, work: Run, given: tuple[Any, ...], record: report.Record) -> None:

@@ -33,8 +33,12 @@ def padded_log_probs(model: Any, batch: TensorDict, rows: int, *, scored: bool =
         yield log_p * part["attention_mask"][:, -width:]
 
 
-def lone_log_probs(model: Any, ids: Tensor, response: int) -> Tensor:
-    """Of one row [n], alone: [response], from logits in the dtype of the model that are reduced in float32 or wider."""
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).log_softmax(-1).gather(-1, ids[-response:, None])[:, 0]
+def lone_log_probs(model: Any, batch: TensorDict) -> Iterator[Tensor]:
+    """Of each row of a padded batch, alone: of its response, from logits in the dtype of the model that are reduced in
+    float32 or wider."""
+    width = batch["responses"].shape[1]
+    for padded, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+        ids, response = padded[mask], int(mask[-width:].sum())
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -response - 1 : -1]
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        yield logits.to(wide).log_softmax(-1).gather(-1, ids[-response:, None])[:, 0]

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
-from bench.workloads.rows import as_batch, log_normal, token_fields
+from bench.workloads.rows import Lengths, as_batch, log_normal, mask_of, token_fields
 
 Counts = npt.NDArray[np.int64]
 _GROUP = 16  # rows that share a prompt
@@ -117,9 +117,8 @@ def padded_batch(
 ) -> TensorDict:
     """Prompts padded on the left, responses on the right, by the last id of the vocabulary; the others at random, in
     groups of rows that have one prompt."""
-    column, random = np.arange(sum(widths)), np.random.default_rng(1)
-    mask = (column >= widths[0] - prompts[:, None]) & (column < widths[0] + responses[:, None])
-    ids = np.where(mask, random.integers(0, vocabulary - 1, mask.shape), vocabulary - 1)
+    mask = mask_of(Lengths(prompts, responses, *widths))
+    ids = np.where(mask, np.random.default_rng(1).integers(0, vocabulary - 1, mask.shape), vocabulary - 1)
     ids[:, : widths[0]] = ids[np.arange(len(ids)) // group * group, : widths[0]]
     return as_batch(token_fields(ids, mask, widths[0]))
 

@@ -25,13 +25,12 @@ from torch import Tensor
 
 from bench.harness.measure import NotExact, progress
 from bench.harness.passes import timed
-from bench.harness.report import Row, RowGroups, ratios
+from bench.harness.report import Row, RowGroups
 from bench.rivals import heads
 from maskpack.ops import packed_log_probs
 
 OURS = "ours"
 _OURS = {OURS: None, f"{OURS}, nothing kept": 0, f"{OURS}, all kept": 1 << 50}
-_FASTEST = "fastest rival"
 _SLICE = 8192  # tokens of the vocabulary that are cast to float64 at once
 _TRUTH = 1 << 27  # float64 logits at once
 _SURE = {12: 0, 20: 3}  # logits, and the place in seven tokens of those that have them
@@ -113,16 +112,13 @@ def _of(case: str, problem: Problem, sample: int, rounds: int) -> RowGroups:
         _require(f"{case}, gradient of {part}", of, 1.05)
         report += [Row(case, f"error of the gradient, {part}, {name}", 100 * error, "%") for name, error in of.items()]
     yield [*report, *(Row(case, f"missing, {name}", 1, "rivals") for name in missing)]
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     steps: dict[str, Callable[[heads.Head], object]] = {
         "forward": problem.log_probs,
         "forward + backward": problem.gradients,
     }
     for step, run in steps.items():
         runs = {name: partial(run, work) for name, work in works.items()}
-        figures, seconds = timed(f"{case}, {step}", runs, rounds, device, (), before=held)
-        seconds[_FASTEST] = min(one for name, one in seconds.items() if name not in _OURS)
-        yield [*figures, *ratios(f"{case}, {step}", seconds, [(_FASTEST, own, None) for own in _OURS])]
+        yield timed(f"{case}, {step}", runs, rounds, device, (), ours=[*_OURS], above_held=True)
 
 
 def _require(what: str, off: Mapping[str, float], slack: float) -> None:

@@ -40,10 +40,7 @@ _PADDED, _PACKED = "padded tensors", {"packed, to nested": "nested", "packed, to
 def rows(count: int, rounds: int, widths: tuple[int, int], backend: Link) -> RowGroups:
     """The figures for `count` rows, and for eight times as many; none without two GPUs. Raises
     torch.multiprocessing.ProcessRaisedException, which shows NotExact, if a bit is lost."""
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        progress("ops peer: skipped, because this machine has fewer than two GPUs")
-        return
-    yield on_both(backend, _measured, rounds, count, widths)
+    return on_both("ops peer", backend, _measured, rounds, count, widths)
 
 
 def _measured(pair: Pair, rounds: int, count: int, widths: tuple[int, int]) -> RowGroups:
