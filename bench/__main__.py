@@ -21,7 +21,7 @@ from bench.harness import report
 from bench.harness.measure import keep_memory
 from bench.harness.page import write_page
 from bench.harness.registry import Case, load, names
-from bench.harness.report import Record, commit, table
+from bench.harness.report import Record, commit, table, without_targets
 from bench.workloads import WORKLOADS
 
 
@@ -77,6 +77,8 @@ def _one(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     gc.freeze()  # the collections between rounds are of what the case makes
     try:
         for rows in case.run(**more):
+            if given.workload not in (None, "reference"):
+                rows = without_targets(rows)
             record.add(rows)
             print(f"{table(rows)}\n", flush=True)
     finally:

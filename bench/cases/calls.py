@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from bench.harness.local_ray import local_ray, set_zero_copy
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
-from bench.harness.report import Row, RowGroups, ratios
+from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of, make_batch
 from maskpack.dispatch import WorkerGroup, endpoint
 
@@ -94,7 +94,7 @@ def _small(actors: Sequence[Any], ranks: int, rounds: int) -> list[Row]:
         RAY: lambda: ray.get([actor.number.remote(1) for actor in handles]),
     }
     ms = interleaved(works, 5 * rounds)
-    return _rows(f"calls, 64 short rows, {ranks} ranks", ms, (OURS, RAY, "<= 2"))
+    return times(f"calls, 64 short rows, {ranks} ranks", ms, [(OURS, RAY, "<= 2")])
 
 
 def _batches(
@@ -116,7 +116,7 @@ def _batches(
     _check(by_ray(), batch, ranks)
     _check(group.call("batches", batch), batch, ranks)
     ms = interleaved({OURS: lambda: group.call("batches", batch), ZERO_COPY: by_ray}, 2 * rounds)
-    return _rows(f"calls, {name}, {rows} rows, {ranks} ranks", ms, (ZERO_COPY, OURS, target))
+    return times(f"calls, {name}, {rows} rows, {ranks} ranks", ms, [(ZERO_COPY, OURS, target)])
 
 
 def _parts(batch: TensorDict, ranks: int) -> Sequence[TensorDict]:
@@ -129,7 +129,3 @@ def _check(sums: list[float], batch: TensorDict, ranks: int) -> None:
     expected = [float(part["old_log_probs"].sum()) for part in _parts(batch, ranks)]
     if len(sums) != ranks or any(not math.isclose(x, y, rel_tol=1e-5) for x, y in zip(sums, expected, strict=True)):
         raise NotExact(f"calls: the ranks summed {sums}; expected {expected}.")
-
-
-def _rows(name: str, ms: dict[str, float], ratio: tuple[str, str, str]) -> list[Row]:
-    return [*(Row(name, way, one, "ms") for way, one in ms.items()), *ratios(name, ms, [ratio])]

@@ -20,16 +20,14 @@ from bench.workloads import PAD_ID, batch_of
 
 _NEVER, _ALWAYS = "nest, verify=False", "nest, verify=True"
 _USUAL, _FIELDS, _TABLES = "nest, usual code", "nest, usual code, fields alone", "nest, usual code, run tables alone"
-_MEMCPY = "memcpy of the nested values"
 _UNNEST, _SCATTER = "unnest", "unnest, full and boolean scatter"
-_READ, _WRITE = "one read of the padded bytes", "one write of the padded bytes"
 
 _RATIOS = (
     (_USUAL, _NEVER, ">= 15"),
-    (_NEVER, _MEMCPY, "<= 2.7"),
-    (_ALWAYS, _READ, "<= 1.35"),
+    (_NEVER, floors.COPY, "<= 2.7"),
+    (_ALWAYS, floors.READ, "<= 1.35"),
     (_SCATTER, _UNNEST, None),
-    (_UNNEST, _WRITE, None),
+    (_UNNEST, floors.WRITE, None),
 )
 
 
@@ -56,11 +54,11 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
         _USUAL: lambda: nesting.nest(batch),
         _FIELDS: lambda: nesting.nest_fields(batch, masks),
         _TABLES: lambda: nesting.span_tables(masks),
-        _MEMCPY: lambda: floors.copy(values),
+        floors.COPY: lambda: floors.copy(values),
         _UNNEST: lambda: maskpack.unnest_batch_by_mask(ours),
         _SCATTER: lambda: nesting.unnest(usual, masks, order),
-        _READ: lambda: floors.read(padded),
-        _WRITE: lambda: floors.write(padded),
+        floors.READ: lambda: floors.read(padded),
+        floors.WRITE: lambda: floors.write(padded),
     }
     with torch_threads(1):
         ms = interleaved(works, rounds)

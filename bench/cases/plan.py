@@ -21,7 +21,7 @@ import numpy.typing as npt
 from bench import workloads
 from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
-from bench.harness.report import Row, RowGroups, times, without_targets
+from bench.harness.report import Row, RowGroups, times
 from bench.rivals import plans as rivals
 from maskpack.planning import PlanOptions, balance_rows, plan_micro_batches, plan_ranks
 from maskpack.planning.ranks import RankPlans
@@ -55,7 +55,7 @@ def run(rounds: int, *, sizes: tuple[int, int] = (8_192, 65_536), workload: str 
     if workload == "reference":
         return _synthetic(rounds, sizes)
     of = workloads.lengths(workload, workloads.MOST_ROWS[workload])
-    return map(without_targets, _real(workload, of.prompt + of.response, rounds))
+    return _real(workload, of.prompt + of.response, rounds)
 
 
 def _synthetic(rounds: int, sizes: tuple[int, int]) -> RowGroups:

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+READ, WRITE = "one read of the padded bytes", "one write of the padded bytes"
+COPY = "memcpy of the nested values"
 _SOURCE = Path(__file__).with_name("floor.c")
 
 

@@ -33,7 +33,8 @@ class Case:
         on: the machine that its figures are for.
         tiny: further arguments of `run` with which it ends in seconds on a CPU.
         rows: of the batch, by default; None for a case whose batches have their own.
-        workloads: whether `run` has `workload`, a name of bench.workloads.
+        workloads: whether `run` has `workload`, a name of bench.workloads. Targets are those of the reference workload:
+            of another one, figures have none.
         groups: values of `only`, if `run` has it.
         plots: what `run` draws into the file `plot`, if it does.
         keeps_memory: whether glibc is told to keep what is freed.

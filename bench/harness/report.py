@@ -73,7 +73,7 @@ def times(
 
 
 def without_targets(rows: Sequence[Row]) -> list[Row]:
-    """The same figures. Targets are those of the reference workload."""
+    """The same figures."""
     return [replace(row, target=None) for row in rows]
 
 

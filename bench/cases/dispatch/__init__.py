@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tensordict import TensorDict
-
 from bench.cases.dispatch.forms import (
     FORMS,
     JAGGED,
@@ -34,7 +32,7 @@ from bench.cases.dispatch.forms import (
 from bench.harness.local_ray import local_ray, medians
 from bench.harness.measure import progress
 from bench.harness.registry import case
-from bench.harness.report import Row, RowGroups, ratios, without_targets
+from bench.harness.report import Row, RowGroups, ratios
 from bench.workloads import batch_of
 
 _RATIOS = (
@@ -63,12 +61,8 @@ _RATIOS = (
 )
 def run(rows: int, rounds: int, *, workload: str = "reference", scale: float = 1.0) -> RowGroups:
     """Raises NotExact if a form loses a bit."""
-    groups = _measured(f"dispatch {workload}", batch_of(workload, rows, scale=scale), rounds)
-    return groups if workload == "reference" else map(without_targets, groups)
-
-
-def _measured(case: str, batch: TensorDict, rounds: int) -> RowGroups:
-    progress(f"{case}: {len(batch)} rows")
+    case, batch = f"dispatch {workload}", batch_of(workload, rows, scale=scale)
+    progress(f"{case}: {rows} rows")
     with local_ray(batch), closing(Sender(batch)) as sender:
         check(sender)
         sizes = {name: sender.stored_bytes(name) for name in FORMS}

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from bench.cases.ops.batches import require_batch
+from bench.harness import floors
 from bench.harness.gpu import Clock, Work
 from bench.harness.measure import progress, require_same
 from bench.harness.report import Ratio, Row, RowGroups, ratios
@@ -26,7 +27,6 @@ from bench.workloads import PAD_ID, make_batch
 from maskpack import PackedBatch, compress, decompress
 
 _PADDED, _JAGGED, _FLOOR = "copy of the padded batch", "copy of the jagged values alone", "one copy of the packed bytes"
-_READ, _WRITE = "one read of the padded bytes", "one write of the padded bytes"
 _VERIFIED, _TRUSTED = "verified", "trusted"
 _BEFORE = 3  # batches until the forms and the plan are known
 _FASTER = {"nested": ">= 8", "padded": ">= 7"}  # than the padded copy
@@ -57,7 +57,7 @@ def _decode(clock: Clock, batch: TensorDict, packed: PackedBatch) -> list[Row]:
     for name, tensors in ((f"{_PADDED}, pinned", fields), (_JAGGED, _values(batch)), (_FLOOR, [line])):
         own = [_pinned(clock, x).copy_(x) for x in tensors]
         others[name] = lambda own=own: [x.to(device, non_blocking=True, copy=True) for x in own]
-    others[_WRITE] = lambda: [torch.empty(x.shape, dtype=x.dtype, device=device).fill_(1) for x in fields]
+    others[floors.WRITE] = lambda: [torch.empty(x.shape, dtype=x.dtype, device=device).fill_(1) for x in fields]
     pairs: list[Ratio] = []
     for layout, target in _FASTER.items():
         ready = f"{layout}, pinned"
@@ -81,7 +81,7 @@ def _encode(clock: Clock, batch: TensorDict, nbytes: int) -> list[Row]:
         for _ in range(_BEFORE):
             require_same(f"{case}, {name}", decompress(work(), device="cpu"), batch)  # type: ignore[arg-type]
     fields, line = list(there.values()), torch.empty(nbytes, dtype=torch.uint8, device=clock.device)
-    others: dict[str, Work] = {_READ: lambda: [field.view(torch.int32).amax() for field in fields]}
+    others: dict[str, Work] = {floors.READ: lambda: [field.view(torch.int32).amax() for field in fields]}
     for name, tensors in ((_PADDED, fields), (_JAGGED, _values(there)), (_FLOOR, [line])):
         to = [_pinned(clock, x) for x in tensors]
         others[name] = lambda tensors=tensors, to=to: [

@@ -35,7 +35,7 @@ from bench.harness.measure import (
     wire_bytes,
 )
 from bench.harness.registry import case
-from bench.harness.report import Ratio, Row, RowGroups, times, without_targets
+from bench.harness.report import Ratio, Row, RowGroups, times
 from bench.rivals import nesting
 from bench.rivals.compressors import OF_PADDED, OF_VALUES, encode_checked
 from bench.rivals.valid_values import padded_batch, valid_values
@@ -47,12 +47,11 @@ _FASTER, _SMALLER_THAN = {_ZSTD: ">= 6"}, {_ZSTD: "<= 0.69"}  # rival / maskpack
 _MORE_ROWS = 8
 _ALWAYS, _NEVER = "compress, verify=True", "compress, verify=False"
 _PADDED, _NESTED = "decompress, padded", "decompress, nested"
-_READ, _WRITE, _COPY = "one read of the padded bytes", "one write of the padded bytes", "memcpy of the nested values"
 _RATIOS = (
-    (_ALWAYS, _READ, "<= 1.25"),
+    (_ALWAYS, floors.READ, "<= 1.25"),
     (_NEVER, _ALWAYS, "<= 0.42"),
-    (_NESTED, _COPY, "<= 1.4"),
-    (_PADDED, _WRITE, "<= 0.9"),
+    (_NESTED, floors.COPY, "<= 1.4"),
+    (_PADDED, floors.WRITE, "<= 0.9"),
 )
 
 Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields, or of their valid values
@@ -67,11 +66,6 @@ Encoded = Mapping[str, list[bytes]]  # what each rival makes of the fields, or o
 )
 def run(rows: int, rounds: int, *, workload: str = "reference", scale: float = 1.0) -> RowGroups:
     """Raises NotExact if a batch does not come back as it was, from maskpack or from a compressor."""
-    groups = _of_workload(workload, rows, rounds, scale)
-    return groups if workload == "reference" else map(without_targets, groups)
-
-
-def _of_workload(workload: str, rows: int, rounds: int, scale: float) -> RowGroups:
     name = f"payload {workload}"
     progress(f"{name}: {rows} rows")
     batch = batch_of(workload, rows, scale=scale)
@@ -83,12 +77,14 @@ def _of_workload(workload: str, rows: int, rounds: int, scale: float) -> RowGrou
         yield _sizes(name, batch, packed, encoded)
         yield _times(name, batch, packed, encoded, rounds)
         yield _memory(name, batch)
-        yield _two_threads(f"{name}, two threads", batch, rounds)
+        yield _beside_a_read(f"{name}, two threads", batch, rounds, "<= 1.2", threads=2)
         if workload != "reference":
             return
         del batch, packed, encoded
         batch = batch_of(workload, rows * _MORE_ROWS, scale=scale)
-        yield _more_rows(f"{name}, {rows * _MORE_ROWS:,} rows", batch, max(3, rounds // 2))
+        name = f"{name}, {rows * _MORE_ROWS:,} rows"
+        check_round_trip(name, batch, maskpack.compress(batch, pad_token_id=PAD_ID))
+        yield _beside_a_read(name, batch, max(3, rounds // 2), "<= 1.12")
         del batch
         yield small.measured()
 
@@ -146,9 +142,9 @@ def _times(case: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: 
         _NESTED: lambda: maskpack.decompress(packed, format="nested"),
         "to_bytes with zstd": lambda: squeezed.to_bytes(),
         "from_bytes with zstd": lambda: maskpack.PackedBatch.from_bytes(stream),
-        _READ: lambda: floors.read(padded),
-        _WRITE: lambda: floors.write(padded),
-        _COPY: lambda: floors.copy(nested),
+        floors.READ: lambda: floors.read(padded),
+        floors.WRITE: lambda: floors.write(padded),
+        floors.COPY: lambda: floors.copy(nested),
     }
     ratios: list[Ratio] = list(_RATIOS)
     values = valid_values(batch)
@@ -167,25 +163,16 @@ def _times(case: str, batch: TensorDict, packed: maskpack.PackedBatch, encoded: 
     return times(case, interleaved(works, rounds, time.process_time), ratios)
 
 
-def _two_threads(case: str, batch: TensorDict, rounds: int) -> list[Row]:
+def _beside_a_read(case: str, batch: TensorDict, rounds: int, target: str, threads: int = 1) -> list[Row]:
+    """With two threads by the clock on the wall."""
     fields = tensors(batch)
     works = {
         _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
-        _READ: lambda: floors.read(fields, threads=2),
+        floors.READ: lambda: floors.read(fields, threads),
     }
-    with torch_threads(2):
-        return times(case, interleaved(works, rounds), [(_ALWAYS, _READ, "<= 1.2")])
-
-
-def _more_rows(case: str, batch: TensorDict, rounds: int) -> list[Row]:
-    fields = tensors(batch)
-    check_round_trip(case, batch, maskpack.compress(batch, pad_token_id=PAD_ID))
-    works = {
-        _ALWAYS: lambda: maskpack.compress(batch, pad_token_id=PAD_ID),
-        _READ: lambda: floors.read(fields),
-    }
-    ms = interleaved(works, rounds, time.process_time)
-    return times(case, ms, [(_ALWAYS, _READ, "<= 1.12")])
+    clock = time.process_time if threads == 1 else time.perf_counter
+    with torch_threads(threads):
+        return times(case, interleaved(works, rounds, clock), [(_ALWAYS, floors.READ, target)])
 
 
 def _memory(case: str, batch: TensorDict) -> list[Row]:
