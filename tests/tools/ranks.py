@@ -13,6 +13,7 @@ that it can interpret, where there is no GPU; a rank interprets if its test does
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -125,6 +126,7 @@ def _rank(pipe: Any, place: tuple[Any, ...], work: Callable[..., Any], args: tup
     os.environ.pop(_INTERPRETS, None)
     if interprets is not None:
         os.environ[_INTERPRETS] = interprets
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         torch.set_num_threads(1)
         _join(rank, count, backend, Path(folder, "store").as_uri())

@@ -43,14 +43,18 @@ def mixtral(**more: Any) -> Any:
     return tf.MixtralForCausalLM(tf.MixtralConfig(**TINY | {"num_local_experts": 6, "num_experts_per_tok": 2} | more))
 
 
+@torch.no_grad()
+def scaled(model: Any, factor: float) -> Any:
+    """Its matrices are larger, so that log-probs differ."""
+    for weight in model.parameters():
+        weight.mul_(factor if weight.dim() > 1 else 1)
+    return model
+
+
 @functools.cache
 def _made(make: Callable[..., Any], dtype: torch.dtype, options: tuple[tuple[str, Any], ...]) -> Any:
     torch.manual_seed(1)
-    model = make(**dict(options)).to(dtype).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(10 if weight.dim() > 1 else 1)  # so that log-probs differ
-    return model
+    return scaled(make(**dict(options)).to(dtype).eval(), 10)
 
 
 def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:

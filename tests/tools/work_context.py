@@ -3,56 +3,32 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl
+from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl, scaled
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from work_replay import PROMPT, SHARE, alone, batch_of, groups, said_of, tiny
+from work_rows import PROMPT, ROWS, SHARE, alone, backward, batch_of, far, gradients_off, groups, said_of, tiny
+from work_rows import sharded as over_ranks
 
 import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
 from maskpack.ops.attention import packed_attention
+from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_outputs, response_values
 
 MODELS = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3}  # gemma3 has windows of 4 tokens
 EIGHT: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
 
 
 def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def far(seen: Tensor, truth: Tensor) -> float:
-    """The largest difference; infinite for other shapes."""
-    if seen.shape != truth.shape:
-        return float("inf")
-    return float((seen.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
-
-
-def mean_gradient_off(model: Any, plain: Any) -> float:
-    """The relative error of the gradient averaged over ranks, weight by weight, the largest."""
-    worst = 0.0
-    for name, weight in model.named_parameters():
-        want, got = plain.get_parameter(name).grad, weight.grad
-        if hasattr(got, "full_tensor"):  # averaged by FSDP
-            got = got.full_tensor()
-        else:
-            got = torch.zeros_like(weight) if got is None else got.clone()
-            dist.all_reduce(got)
-            got /= dist.get_world_size()
-        want = torch.zeros_like(got) if want is None else want
-        worst = max(worst, float((got - want).norm() / want.norm().clamp(min=1e-30)) if want.any() else far(got, want))
-    return worst
 
 
 # -------------------------------------------------------------------- attention
@@ -99,14 +75,14 @@ def attention_off() -> dict[Any, tuple[float, float]]:
 # -------------------------------------------------------------------- replay
 
 
+def of_shards(replay: Any, batch: Any, **options: Any) -> Any:
+    return response_log_probs(replay, batch, context_group=world(), **options)
+
+
 def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     """How far log-probs, their gradients and values are from those of each row alone."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    model = MODELS[kind](**EIGHT)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
+    model = scaled(MODELS[kind](**EIGHT), 5)
     plain = copy.deepcopy(model)
     if checkpoints:
         model.train()
@@ -115,47 +91,43 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     options: dict[str, Any] = {"context_group": world(), **(SHARE if shares else {})}
     replay = replayable(model)
     truth = alone(plain, batch)
-    seen, entropy = mp.replay.response_log_probs(replay, batch, entropy=True, self_check=True, **options)
-    weights = torch.linspace(0.5, 1.5, truth.numel())
-    (seen.values() * weights).sum().backward()
-    (truth * weights).sum().backward()
-    off = {"log_probs": far(seen.values(), truth), "gradients": mean_gradient_off(model, plain)}
-    one, spread = mp.replay.response_log_probs(replayable(plain), batch, entropy=True)
-    off["entropy"] = far(entropy.values(), spread.values())
-    off["one rank"] = far(one.values(), truth)
+    seen, entropy = response_log_probs(replay, batch, entropy=True, self_check=True, **options)
+    backward(seen.values(), truth)
+    off = {"log_probs": far(seen, truth), "gradients": gradients_off(model, plain, mean=False)}
+    one, spread = response_log_probs(replayable(plain), batch, entropy=True)
+    off["entropy"] = far(entropy, spread)
+    off["one rank"] = far(one, truth)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), 5 * dist.get_world_size())
-    again = mp.replay.response_log_probs(replay, batch, plan=plan, **options)
-    off["planned"] = far(again.values(), truth)
+    off["planned"] = far(response_log_probs(replay, batch, plan=plan, **options), truth)
     head = torch.nn.Linear(model.config.hidden_size, 1)
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, head.weight.numel())[None])
-        values = mp.replay.response_values(replay, batch, head, **options)
-        off["values"] = far(values.values(), mp.replay.response_values(replayable(plain), batch, head).values())
-        both = mp.replay.response_outputs(replay, batch, heads={"value": head}, **options)
-        off["one pass"] = far(both.heads["value"].values(), values.values())
-        off["log-probs of one pass"] = far(both.log_probs.values(), truth)
+        values = response_values(replay, batch, head, **options)
+        off["values"] = far(values, response_values(replayable(plain), batch, head))
+        both = response_outputs(replay, batch, heads={"value": head}, **options)
+        off["one pass"] = far(both.heads["value"], values)
+        off["log-probs of one pass"] = far(both.log_probs, truth)
     return off
 
 
 def options() -> dict[str, float]:
     """Rows without a prompt that are skipped, packed batches, M-RoPE; how far log-probs are off those of one rank. And
     the tokens of the shards for a multiple of 4."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = tiny(False)
-    group, sizes = world(), []
+    model = tiny()
+    sizes: list[int] = []
     replay, one = replayable(model), replayable(copy.deepcopy(model))
     model.model.embed_tokens.register_forward_hook(lambda _, given, out: sizes.append(given[0].numel()))
 
     def apart(batch: Any, **more: Any) -> float:
-        seen = mp.replay.response_log_probs(replay, batch, context_group=group, self_check=False, **more)
-        return far(seen.values(), mp.replay.response_log_probs(one, batch, self_check=False, **more).values())
+        seen = of_shards(replay, batch, self_check=False, **more)
+        return far(seen, response_log_probs(one, batch, self_check=False, **more))
 
     alone_too = batch_of(((0, 3), (2, 4), (0, 0), (3, 1)))
-    skip, multiple = mp.replay.ReplayOptions(no_prompt="skip"), mp.replay.ReplayOptions(multiple_of=4)
+    skip, multiple = ReplayOptions(no_prompt="skip"), ReplayOptions(multiple_of=4)
     off = {"skip": apart(alone_too, options=skip), "packed": apart(mp.compress(batch_of(ROWS), pad_token_id=0))}
     holes = batch_of(ROWS)
     holes["loss_mask"] = holes["attention_mask"] * (torch.arange(holes["attention_mask"].shape[1]) % 3 > 0)
-    off["holes"] = apart(holes, options=mp.replay.ReplayOptions(scored=("loss_mask",)))
+    off["holes"] = apart(holes, options=ReplayOptions(scored=("loss_mask",)))
     sizes.clear()
     off["multiple"] = apart(batch_of(((2, 3), (4, 2))), options=multiple)  # 11 tokens: 12 would make shards of 6
     off["tokens of a shard"] = sizes[0]
@@ -163,62 +135,40 @@ def options() -> dict[str, float]:
     rows = batch_of(ROWS)
     places = (rows["attention_mask"].cumsum(1) - 1).clamp(min=0)
     rows["position_ids"] = torch.stack([places, places * 2, places // 2], 1)
-    seen = mp.replay.response_log_probs(replayable(vision), rows, context_group=group)
-    off["M-RoPE"] = far(seen.values(), mp.replay.response_log_probs(replayable(vision), rows).values())
-    off |= routed(group)
-    return off
+    seen = of_shards(replayable(vision), rows)
+    off["M-RoPE"] = far(seen, response_log_probs(replayable(vision), rows))
+    return off | routed()
 
 
-def routed(group: Any) -> dict[str, float]:
+def routed() -> dict[str, float]:
     """Experts of the batch: log-probs beside one rank, with `self_check`; 0 if other experts on a rank are refused."""
     mixture = mixtral().eval()
     source = torch.Generator().manual_seed(5)
     rows = batch_of(ROWS)
     rows["routed_experts"] = torch.rand(*rows["input_ids"].shape, 2, 6, generator=source).argsort(-1)[..., :2]
-    replay = replayable(mixture)
-    seen = mp.replay.response_log_probs(
-        replay, rows, self_check=True, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
-    )
-    one = mp.replay.response_log_probs(
-        replayable(copy.deepcopy(mixture)), rows, options=mp.replay.ReplayOptions(routed_experts=True)
-    )
+    replay, one, given = replayable(mixture), replayable(copy.deepcopy(mixture)), ReplayOptions(routed_experts=True)
+    off = far(of_shards(replay, rows, self_check=True, options=given), response_log_probs(one, rows, options=given))
     rows["routed_experts"][0, 3, 0] = torch.tensor([4, 5] if dist.get_rank() else [1, 2])
-    said = said_of(
-        lambda: mp.replay.response_log_probs(
-            replay, rows, context_group=group, options=mp.replay.ReplayOptions(routed_experts=True)
-        )
-    )
+    said = said_of(of_shards, replay, rows, options=given)
     refused = "token ids and routed experts differ between the 2 ranks" in said
-    return {"routed": far(seen.values(), one.values()), "other experts": float(not refused)}
+    return {"routed": off, "other experts": float(not refused)}
 
 
 def sharded() -> dict[str, float]:
     """A model in FSDP2 shards over data-parallel pairs of context-parallel ranks, each pair with rows of its own."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "context"))
-    model = tiny(False)
+    model = tiny()
     plain = copy.deepcopy(model)
-    over_all = init_device_mesh("cpu", (ranks,))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=over_all)
-    fully_shard(model, mesh=over_all)
-    replay = replayable(model)
+    replay = replayable(over_ranks(model, *model.model.layers))
     pair = mesh.get_local_rank("data")
     batch = batch_of(ROWS[pair : 3 + 2 * pair])
     truth = alone(plain, batch)
     group = mesh.get_group("context")
-    seen = mp.replay.response_log_probs(replay, batch, context_group=group, self_check=True)
-    off = {"log_probs": far(seen.values(), truth)}
-    weights = torch.linspace(0.5, 1.5, truth.numel())
-    (seen.values() * weights).sum().backward()
-    (truth * weights).sum().backward()
-    for weight in plain.parameters():  # the mean of all pairs
-        dist.all_reduce(weight.grad)
-        weight.grad /= ranks
-    off["gradients"] = mean_gradient_off(model, plain)
-    off["planned"] = planned_gradients_off(replay, copy.deepcopy(plain), mesh, batch)
-    return off
+    seen = response_log_probs(replay, batch, context_group=group, self_check=True)
+    backward(seen.values(), truth)
+    off = {"log_probs": far(seen, truth), "gradients": gradients_off(model, plain)}
+    return off | {"planned": planned_gradients_off(replay, plain, mesh, batch)}
 
 
 def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict) -> float:
@@ -235,31 +185,27 @@ def planned_gradients_off(replay: Any, plain: Any, mesh: Any, batch: TensorDict)
     model.zero_grad()
     plain.zero_grad()
     for rows, weights in zip(plan.apply(batch), plan.loss_weights("token-mean"), strict=True):
-        seen = mp.replay.response_log_probs(replay, rows, context_group=mesh.get_group("context"))
+        seen = response_log_probs(replay, rows, context_group=mesh.get_group("context"))
         (seen.values() * torch.from_numpy(weights).float().repeat_interleave(seen.offsets().diff())).sum().backward()
     count = tokens.sum() / 2  # both ranks of a pair have it
     dist.all_reduce(count)
-    (alone(plain, batch).sum() / count).backward()
-    for weight in plain.parameters():
-        dist.all_reduce(weight.grad)
-        weight.grad /= 2
+    (2 * alone(plain, batch).sum() / count).backward()
     assert len(plan.micro_batches) > 1
-    return mean_gradient_off(model, plain)
+    return gradients_off(model, plain)
 
 
 def on_gpus(shares: bool) -> dict[str, float]:
     """The rms errors of two GPUs and of one in bfloat16, beside a float32 model that sees each row alone."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     device = torch.device("cuda", dist.get_rank())
-    exact = tiny(False).to(device)
+    exact = tiny().to(device)
     batch = (groups() if shares else batch_of(ROWS)).to(device)
     truth = alone(exact, batch)
     truth.sum().backward()
     off = {}
     for name, group in (("", world()), (" of one", None)):
-        model = tiny(False).to(device, torch.bfloat16)
+        model = tiny().to(device, torch.bfloat16)
         options: dict[str, Any] = {"context_group": group, **(SHARE if shares else {})}
-        seen = mp.replay.response_log_probs(replayable(model), batch, self_check=True, **options).values()
+        seen = response_log_probs(replayable(model), batch, self_check=True, **options).values()
         seen.sum().backward()
         off[f"log_probs{name}"] = float((seen - truth).detach().square().mean().sqrt())
         errors = []
@@ -275,7 +221,6 @@ def on_gpus(shares: bool) -> dict[str, float]:
 
 def rounds(count: int, kind: str = "cpu") -> dict[str, float]:
     """Batches of random rows, often fewer tokens than ranks, or none that is scored on some rank."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     device = torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
     model = tiny(True).to(device)
     plain = copy.deepcopy(model)
@@ -291,16 +236,16 @@ def rounds(count: int, kind: str = "cpu") -> dict[str, float]:
         truth = alone(plain, batch)
         model.zero_grad()
         plain.zero_grad()
-        inputs = mp.replay.PackedInputs.of(batch).shard(world())
+        inputs = PackedInputs.of(batch).shard(world())
         assert inputs.context is not None
         without += any(number == 0 for number in inputs.context.counts)
         few += inputs.num_tokens < dist.get_world_size()
-        seen = mp.replay.response_log_probs(replay, batch, context_group=world(), self_check=False)
-        worst["log_probs"] = max(worst["log_probs"], far(seen.values(), truth))
+        seen = of_shards(replay, batch, self_check=False)
+        worst["log_probs"] = max(worst["log_probs"], far(seen, truth))
         seen.values().sum().backward()
         if truth.numel():
             truth.sum().backward()
-            worst["gradients"] = max(worst["gradients"], mean_gradient_off(model, plain))
+            worst["gradients"] = max(worst["gradients"], gradients_off(model, plain, mean=False))
     return worst | {"without": without, "few": few}
 
 
@@ -308,9 +253,8 @@ def rounds(count: int, kind: str = "cpu") -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     rank, group = dist.get_rank(), world()
-    replay = replayable(tiny(False))
+    replay = replayable(tiny())
     own = batch_of(ROWS[: 2 + rank])  # others on each rank
     moved = batch_of(ROWS[:2])
     moved["input_ids"][0, 3] += rank
@@ -335,10 +279,10 @@ def refusals() -> dict[str, str]:
     def dropped() -> None:
         other = replayable(llama(attention_dropout=0.1))
         other.model.train(bool(rank))
-        mp.replay.response_log_probs(other, same, context_group=group, **SHARE)
+        of_shards(other, same, **SHARE)
 
     def shard_twice() -> None:
-        mp.replay.PackedInputs.of(batch_of(ROWS[:2])).shard(group).shard(group)
+        PackedInputs.of(batch_of(ROWS[:2])).shard(group).shard(group)
 
     def lose_the_group() -> None:
         def forgets(_: Any, args: Any, given: dict[str, Any]) -> Any:
@@ -346,10 +290,7 @@ def refusals() -> dict[str, str]:
 
         for layer in replay.model.model.layers:
             layer.self_attn.register_forward_pre_hook(forgets, with_kwargs=True)
-        mp.replay.response_log_probs(replay, batch_of(ROWS[:2]), context_group=group)
-
-    def replayed(model: Any, batch: TensorDict, **options: Any) -> Any:
-        return lambda: mp.replay.response_log_probs(model, batch, context_group=group, **options)
+        of_shards(replay, batch_of(ROWS[:2]))
 
     same = batch_of(ROWS[:2])
     same["routed_experts"] = torch.zeros(*same["input_ids"].shape, 1, 1, dtype=torch.int16)
@@ -357,24 +298,24 @@ def refusals() -> dict[str, str]:
         "temperature": {"temperature": 1.0 + rank},
         "entropy": {"entropy": bool(rank)},
         "self_check": {"self_check": None if rank else True},
-        "share_prefixes": {"options": mp.replay.ReplayOptions(share_prefixes=bool(rank))},
-        "routed_experts": {"options": mp.replay.ReplayOptions(routed_experts=bool(rank))},
+        "share_prefixes": {"options": ReplayOptions(share_prefixes=bool(rank))},
+        "routed_experts": {"options": ReplayOptions(routed_experts=bool(rank))},
         "invalid": {"temperature": "hot" if rank else 1.0},
     }
-    differing = {name: said_of(replayed(replay, same, **given)) for name, given in options.items()}
+    differing = {name: said_of(of_shards, replay, same, **given) for name, given in options.items()}
     with torch.set_grad_enabled(bool(rank)):
-        differing["gradients"] = said_of(replayed(replay, same))
+        differing["gradients"] = said_of(of_shards, replay, same)
 
     return {
         **differing,
-        "no prompt": said_of(replayed(replay, batch_of(((0, 3), (2, 4)) if rank else ROWS[:2]))),
-        "positions": said_of(replayed(changing(), moved_on(batch_of(ROWS[:2])))),
+        "no prompt": said_of(of_shards, replay, batch_of(((0, 3), (2, 4)) if rank else ROWS[:2])),
+        "positions": said_of(of_shards, changing(), moved_on(batch_of(ROWS[:2]))),
         "dropout": said_of(dropped),
-        "hot": said_of(replayed(replay, same, temperature="hot")),
-        "rows": said_of(replayed(replay, own)),
-        "ids": said_of(replayed(replay, moved)),
-        "heads": said_of(replayed(three, batch_of(ROWS[:2]))),
-        "model": said_of(replayed(Unaware(), batch_of(ROWS[:2]))),
+        "hot": said_of(of_shards, replay, same, temperature="hot"),
+        "rows": said_of(of_shards, replay, own),
+        "ids": said_of(of_shards, replay, moved),
+        "heads": said_of(of_shards, three, batch_of(ROWS[:2])),
+        "model": said_of(of_shards, Unaware(), batch_of(ROWS[:2])),
         "twice": said_of(shard_twice),
         "forgotten": said_of(lose_the_group),
     }
@@ -382,13 +323,12 @@ def refusals() -> dict[str, str]:
 
 def compared() -> dict[str, str]:
     """What the self-check says if ranks get the heads of the keys of others, or see the rows as one."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    batch, group = batch_of(ROWS), world()
+    batch = batch_of(ROWS)
 
     def said_with(attend: Any) -> str:
         adapter.packed_attention = attend
         try:
-            return said_of(lambda: mp.replay.response_log_probs(replayable(tiny(False)), batch, context_group=group))
+            return said_of(of_shards, replayable(tiny()), batch)
         finally:
             adapter.packed_attention = packed_attention
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+import work_rows
 from lora_layer import with_lora
 from samples import in_chunks
+from tiny_models import TINY, scaled
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from work_replay import ROWS, alone, batch_of, said_of
+from work_rows import alone, far, own_rows, passes_off, said_of
 
 from maskpack.adapters.transformers import replayable
 from maskpack.ops import Logits, packed_log_probs
@@ -26,59 +25,33 @@ from maskpack.replay import response_log_probs
 
 def model_of(kind: str) -> Any:
     """With a scale or a cap, and an output layer with a bias and two adapters."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 97, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
-    }  # fmt: skip
+    sizes: dict[str, Any] = TINY | {"hidden_size": 64, "tie_word_embeddings": False}
     torch.manual_seed(0)
     if kind == "scale":
         model = transformers.GraniteForCausalLM(transformers.GraniteConfig(logits_scaling=3.0, **sizes))
     else:
         more = {"head_dim": 16, "final_logit_softcapping": 4.0, "attn_implementation": "eager"}
         model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **more))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
-    return with_lora(model, bias=True, one=4, two=2)
+    return with_lora(scaled(model, 5), bias=True, one=4, two=2)
 
 
 def sharded(kind: str) -> dict[str, float]:
     """How far log-probs are off those of each row alone, with gradients (of the mean over ranks) and without, where
     the root shards its weights again after each pass, and with a cap the output layer has shards of its own; and how
     many weights stay whole."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     model = model_of(kind)
     plain = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (ranks,))
-    parts = [*model.model.layers, *([model.lm_head] if kind == "cap" else [])]
-    for part in (*parts, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
-    replay, batch = replayable(model), batch_of(ROWS[: 3 * (rank + 1)][rank:])
+    work_rows.sharded(model, *model.model.layers, *[model.lm_head] * (kind == "cap"), reshard_after_forward=True)
+    replay, batch = replayable(model), own_rows()
     truth = alone(plain, batch)
     off: dict[str, float] = {}
     with torch.no_grad():
-        off["without gradients"] = _apart(response_log_probs(replay, batch, self_check=True).values(), truth)
+        off["without gradients"] = far(response_log_probs(replay, batch, self_check=True), truth)
         off["whole"] = sum(not isinstance(weight, DTensor) for weight in model.parameters())
-    seen = response_log_probs(replay, batch, self_check=True)
-    off["packed"] = _apart(seen.values(), truth)
-    weights = torch.linspace(0.5, 1.5, truth.numel())
-    (seen.values() * weights).sum().backward()
-    (truth * weights).sum().backward()
-    off["gradients"] = 0.0
-    for name, weight in model.named_parameters():
-        want = plain.get_parameter(name).grad
-        dist.all_reduce(want)
-        got = weight.grad.full_tensor()
-        off["gradients"] = max(off["gradients"], float((got - want / ranks).norm() / (want / ranks).norm()))
+    off |= passes_off(replay, plain, batch, truth)
     with torch.no_grad():
-        off["again"] = _apart(response_log_probs(replay, batch).values(), truth)
+        off["again"] = far(response_log_probs(replay, batch), truth)
     return off
-
-
-def _apart(seen: Tensor, truth: Tensor) -> float:
-    assert seen.shape == truth.shape
-    return float((seen.detach() - truth.detach()).abs().max())
 
 
 # -------------------------------------------------------------------- heads that are split over ranks

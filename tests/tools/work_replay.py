@@ -5,88 +5,32 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from tensordict import TensorDict
+from tiny_models import TINY
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from work_rows import PROMPT, ROWS, SHARE, alone, batch_of, far, groups, own_rows, padded_off, passes_off, said_of, tiny
+from work_rows import sharded as over_ranks
 
-import maskpack as mp
 from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
-from maskpack.replay import PackedInputs, ReplayOptions
+from maskpack.errors import ReplayError
+from maskpack.planning import agree_on_count, plan_micro_batches
+from maskpack.replay import PackedInputs, response_log_probs, response_values
 
-ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
-PROMPT, RESPONSE = 4, 5
-SHARE: dict[str, Any] = {"options": ReplayOptions(share_prefixes=True, min_shared=1)}
-
-
-def tiny(tied: bool) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=97, num_hidden_layers=2, tie_word_embeddings=tied, **sizes)
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(5 if weight.dim() > 1 else 1)
-    return model
-
-
-def said_of(call: Any, *given: Any, **more: Any) -> str:
-    """The error of a call."""
-    try:
-        call(*given, **more)
-    except mp.errors.MaskpackError as error:
-        return str(error)
-    return "nothing"
-
-
-def batch_of(rows: Any) -> TensorDict:
-    source = torch.Generator().manual_seed(len(rows))
-    mask = torch.zeros(len(rows), PROMPT + RESPONSE, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(rows):
-        mask[row, PROMPT - prompt : PROMPT + response] = 1
-    ids = torch.randint(3, 97, mask.shape, generator=source) * mask
-    return TensorDict({"input_ids": ids, "attention_mask": mask, "responses": ids[:, PROMPT:]}, batch_size=[len(rows)])
-
-
-def alone(model: Any, batch: TensorDict) -> Tensor:
-    out = [torch.zeros(0, device=batch["input_ids"].device)]
-    for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        row = ids[real]
-        prompt = int(real[:PROMPT].sum())
-        if not row.numel():
-            continue
-        scores = model(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)
-        out += [scores[place - 1, row[place]][None] for place in range(prompt, len(row))]
-    return torch.cat(out)
-
-
-GROUPS = ((4, (5, 2, 3)), (2, (1, 4)))  # tokens of a prompt, and of each response to it
 SHARING = {  # whether the rows of rank 0, and of the other, share prefixes
     "all share": (True, True),
     "rank 0 shares": (True, False),
     "rank 1 shares": (False, True),
     "none shares": (False, False),
 }
-
-
-def groups() -> TensorDict:
-    """Groups of responses to a prompt."""
-    batch = batch_of([(prompt, response) for prompt, responses in GROUPS for response in responses])
-    begin = 0
-    for _, responses in GROUPS:
-        end = begin + len(responses)
-        batch["input_ids"][begin:end, :PROMPT] = batch["input_ids"][begin, :PROMPT].clone()
-        begin = end
-    return batch
 
 
 def _sharing(case: str) -> TensorDict:
@@ -105,45 +49,25 @@ def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = 
     their own.
     """
     all_parts = way == "all parts"
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     model = tiny(tied) if model is None else model
     plain = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (ranks,))
-    parts = [*model.model.layers, *([model.model.embed_tokens, model.lm_head] if all_parts and not tied else [])]
-    for part in (*parts, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True if all_parts else None)
+    own = [model.model.embed_tokens, model.lm_head] if all_parts and not tied else []
+    over_ranks(model, *model.model.layers, *own, reshard_after_forward=True if all_parts else None)
     replay = replayable(model)
-    # other rows, and other counts, on each rank
-    batch = batch_of(ROWS[: 3 * (rank + 1)][rank:]) if sharing is None else _sharing(sharing)
+    batch = own_rows() if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
     truth = alone(plain, batch)
-    off = {}
-    seen = mp.replay.response_log_probs(replay, batch, self_check=True, **options)
-    off["packed"] = _apart(seen.values(), truth)
-    weights = torch.linspace(0.5, 1.5, truth.numel())
-    (seen.values() * weights).sum().backward()
-    (truth * weights).sum().backward()
-    for name, weight in model.named_parameters():
-        want = plain.get_parameter(name).grad
-        dist.all_reduce(want)
-        got = weight.grad.full_tensor()
-        off["gradients"] = max(off.get("gradients", 0), float((got - want / ranks).norm() / (want / ranks).norm()))
-    plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12)
-    off["planned"] = _apart(
-        mp.replay.response_log_probs(replay, batch, plan=mp.planning.agree_on_count(plan), **options).values(), truth
-    )
-    os.environ["MASKPACK_PACKED_REPLAY"] = "0"
-    off["padded"] = _apart(mp.replay.response_log_probs(replay, batch, **options).values(), truth)
-    return off
+    off = passes_off(replay, plain, batch, truth, **options)
+    plan = agree_on_count(plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12))
+    off["planned"] = far(response_log_probs(replay, batch, plan=plan, **options), truth)
+    return off | {"padded": padded_off(replay, batch, truth, **options)}
 
 
 def tiny_hybrid() -> Any:
     """A gated delta net, and attention."""
     kinds = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     heads = {"head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-    config = transformers.Qwen3_5TextConfig(vocab_size=97, num_hidden_layers=2, **kinds, **sizes, **heads)
+    config = transformers.Qwen3_5TextConfig(**TINY | kinds | heads)
     torch.manual_seed(0)
     model = transformers.Qwen3_5ForCausalLM(config)
     with torch.no_grad():
@@ -153,88 +77,49 @@ def tiny_hybrid() -> Any:
     return model
 
 
-def _replayed(model: Any, rows: Any, **options: Any) -> Any:
-    return mp.replay.response_log_probs(replayable(model), batch_of(rows), **options)
+def _said(model: Any, rows: Any, **options: Any) -> str:
+    return said_of(lambda: response_log_probs(replayable(model), batch_of(rows), **options))
 
 
 def sharded_mixers() -> dict[str, Any]:
     """As `sharded`, of a model with layers that carry state; and what is refused."""
     seen: dict[str, Any] = sharded(False, model=tiny_hybrid())
-    del os.environ["MASKPACK_PACKED_REPLAY"]
     inside = tiny_hybrid()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (inside.model.layers[0].linear_attn.conv1d, *inside.model.layers, inside):
-        fully_shard(part, mesh=mesh)
-    for name, made, options in (
-        ("inside", inside, {}),
-        ("context", tiny_hybrid(), {"context_group": dist.group.WORLD}),
-    ):
-        seen[name] = said_of(_replayed, made, ROWS, **options)
-    return seen
+    over_ranks(inside, inside.model.layers[0].linear_attn.conv1d, *inside.model.layers)
+    context: Any = {"context_group": dist.group.WORLD}
+    said = {"inside": _said(inside, ROWS), "context": _said(tiny_hybrid(), ROWS, **context)}
+    return seen | said
 
 
 def gathered_without_gradients() -> dict[str, float]:
     """Of an output layer that FSDP2 shards again after each pass: how far log-probs are off after the weights have
     changed behind a pass without gradients; and whether its weight and the embedding's are shards after it."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = tiny(False)
+    model = tiny()
     plain = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    over_ranks(model, *model.model.layers, reshard_after_forward=True)
     replay, batch = replayable(model), batch_of(ROWS)
     with torch.no_grad():
-        mp.replay.response_log_probs(replay, batch, self_check=True)
+        response_log_probs(replay, batch, self_check=True)
         whole = sum(not isinstance(weight, DTensor) for weight in model.parameters())
         for weight in (*model.parameters(), *plain.parameters()):
             weight.mul_(1.25)
-        off = _apart(mp.replay.response_log_probs(replay, batch, self_check=False).values(), alone(plain, batch))
+        off = far(response_log_probs(replay, batch, self_check=False), alone(plain, batch))
     return {"off": off, "whole": whole}
-
-
-def _apart(seen: Tensor, truth: Tensor) -> float:
-    assert seen.shape == truth.shape
-    return float((seen - truth).abs().max().detach()) if truth.numel() else 0.0
 
 
 def head_of_its_own() -> str:
     """No root gathers the weight of the output layer."""
-    model = tiny(False)
-    fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return said_of(_replayed, model, ROWS[:2])
+    model = tiny()
+    return _said(over_ranks(model, model.lm_head, root=False), ROWS[:2])
 
 
 # -------------------------------------------------------------------- the comparison of a row
 
 
-def _mesh(*sizes: int) -> Any:
-    names = ("replicate", "shard")[-len(sizes or (1,)) :]
-    return init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
-
-
-def _fsdp2(model: Any, *sizes: int) -> Any:
-    mesh = _mesh(*sizes)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _fsdp2_kept(model: Any) -> Any:
-    """Gathered weights stay after a forward pass: then no parameter says that it is sharded."""
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=_mesh(), reshard_after_forward=False)
-    return fully_shard(model, mesh=_mesh(), reshard_after_forward=False)
-
-
-def _fsdp2_layers(model: Any) -> Any:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=_mesh())
-    return model
-
-
-def _fsdp2_base(model: Any) -> Any:
-    fully_shard(model.model, mesh=_mesh())
-    return model
+def _layers(model: Any, *sizes: int, **options: Any) -> Any:
+    """`sizes`: of a mesh with copies."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")) if sizes else None
+    return over_ranks(model, *model.model.layers, mesh=mesh, **options)
 
 
 def _fsdp1_layers(model: Any, **options: Any) -> Any:
@@ -244,13 +129,14 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
 
 
 SHARDED = {
-    "fsdp2": _fsdp2,
-    "fsdp2 whole": lambda model: fully_shard(model, mesh=_mesh()),
-    "fsdp2 kept": _fsdp2_kept,
-    "fsdp2 layers": _fsdp2_layers,
-    "fsdp2 base": _fsdp2_base,
-    "hybrid": lambda model: _fsdp2(model, 1, dist.get_world_size()),
-    "copied": lambda model: _fsdp2(model, dist.get_world_size(), 1),
+    "fsdp2": _layers,
+    "fsdp2 whole": over_ranks,
+    # gathered weights stay after a forward pass: then no parameter says that it is sharded
+    "fsdp2 kept": lambda model: _layers(model, reshard_after_forward=False),
+    "fsdp2 layers": lambda model: _layers(model, root=False),
+    "fsdp2 base": lambda model: over_ranks(model, model.model, root=False),
+    "hybrid": lambda model: _layers(model, 1, dist.get_world_size()),
+    "copied": lambda model: _layers(model, dist.get_world_size(), 1),
     "fsdp1 layers": _fsdp1_layers,
     "fsdp1 layers, own parameters": lambda model: _fsdp1_layers(model, use_orig_params=True),
 }
@@ -295,20 +181,19 @@ def _of_merged_rows(attend: Any) -> Any:
 
 def _tried(replay: Any, batch: TensorDict, **options: Any) -> Any:
     try:
-        return mp.replay.response_log_probs(replay, batch, **options).values().detach()
-    except mp.errors.ReplayError as error:
+        return response_log_probs(replay, batch, **options).values().detach()
+    except ReplayError as error:
         return str(error)
 
 
 def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """By kind of sharding and by rows: what the comparison says, of a right attention and of a wrong one."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    plain, attend = tiny(False), adapter.packed_attention
+    plain, attend = tiny(), adapter.packed_attention
     out: dict[tuple[str, str], dict[str, Any]] = {}
     for kind in kinds:
         for case in UNEQUAL if kind == "fsdp2" else ("several", "no tokens"):
             batch = _rows_of(case)
-            replay = replayable(SHARDED[kind](tiny(False)))
+            replay = replayable(SHARDED[kind](tiny()))
             calls = _compared_tokens(replay.model)
             seen: dict[str, Any] = {}
             adapter.packed_attention = _of_merged_rows(attend)
@@ -320,7 +205,7 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             values += [_tried(replay, batch, self_check=self_check) for self_check in (True, False)]
             seen["calls when asked"] = len(calls) - len(seen["calls"]) - len(seen["calls when wrong"])
             truth = alone(plain, batch)
-            seen["off"] = [one if isinstance(one, str) else _apart(one, truth) for one in values]
+            seen["off"] = [one if isinstance(one, str) else far(one, truth) for one in values]
             out[kind, case] = seen
     return out
 
@@ -333,18 +218,17 @@ def _of_lone_nodes(attend: Any) -> Any:
 def compared_trees(kinds: list[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """By kind of sharding and by the rows of each call: how many runs of the model each call takes for its comparison,
     and how far it is off; and what the comparison says of a wrong attention."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    plain, attend = tiny(False), adapter.packed_attention
+    plain, attend = tiny(), adapter.packed_attention
     out: dict[tuple[str, ...], dict[str, Any]] = {}
     for kind in kinds:
         for cases in itertools.permutations(SHARING) if kind == "fsdp2" else (("rank 0 shares", "none shares"),):
-            replay = replayable(SHARDED[kind](tiny(False)))
+            replay = replayable(SHARDED[kind](tiny()))
             calls = _compared_tokens(replay.model)
             seen: dict[str, Any] = {"runs": [], "off": []}
             for case in cases:
                 before, batch = len(calls), _sharing(case)
-                values = mp.replay.response_log_probs(replay, batch, **SHARE).values().detach()
-                seen["off"].append(_apart(values, alone(plain, batch)))
+                values = response_log_probs(replay, batch, **SHARE).values().detach()
+                seen["off"].append(far(values, alone(plain, batch)))
                 seen["runs"].append(len(calls) - before)
             adapter.packed_attention = _of_lone_nodes(attend)
             seen["wrong"] = _tried(replay, _sharing("rank 0 shares"), self_check=True, **SHARE)
@@ -355,57 +239,54 @@ def compared_trees(kinds: list[str]) -> dict[tuple[str, ...], dict[str, Any]]:
 
 def dropout_with_trees() -> str:
     """What a model in train mode says where only the rows of rank 0 share prefixes."""
-    model = tiny(False).train()
+    model = tiny().train()
     model.config.attention_dropout = 0.1
-    return _tried(replayable(_fsdp2(model)), _sharing("rank 0 shares"), **SHARE)
+    return _tried(replayable(_layers(model)), _sharing("rank 0 shares"), **SHARE)
 
 
 def values_compared() -> list[Any]:
     """Of a model without output layer: what a wrong attention gives, and how far a right one is off."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    plain, attend = tiny(False).model, adapter.packed_attention
-    replay = replayable(fully_shard(tiny(False).model, mesh=_mesh()))
+    plain, attend = tiny().model, adapter.packed_attention
+    replay = replayable(over_ranks(tiny().model))
     batch = _rows_of("no tokens")
     said: list[Any] = []
     for attention in (_of_merged_rows(attend), attend):
         adapter.packed_attention = attention
         try:
-            seen = mp.replay.response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
-        except mp.errors.ReplayError as error:
+            seen = response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
+        except ReplayError as error:
             said.append(str(error))
     truth = [torch.zeros(0)]
     for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         prompt = int(real[:PROMPT].sum())
         if real.any():
             truth.append(plain(input_ids=ids[real][None]).last_hidden_state[0, prompt - 1 : -1, 0])
-    return [*said, _apart(seen, torch.cat(truth))]
+    return [*said, far(seen, torch.cat(truth))]
 
 
 def offloaded() -> dict[str, Any]:
     """Of a model whose shards wait on the host: on which device rows, and results, are; and what is compared."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    model = tiny(False)
+    model = tiny()
     plain = copy.deepcopy(model).to("cuda")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for part in (*model.model.layers, model):
-        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    over_ranks(model, *model.model.layers, mesh=mesh, offload_policy=CPUOffloadPolicy())
     replay = replayable(model)
     calls = _compared_tokens(model)
     batch = batch_of(ROWS[: 3 * (dist.get_rank() + 1)])
     with torch.no_grad():
-        seen = [mp.replay.response_log_probs(replay, batch).values() for _ in range(2)]
+        seen = [response_log_probs(replay, batch).values() for _ in range(2)]
         truth = alone(plain, batch.to("cuda"))
     devices = {str(replay.device.type), *(one.device.type for one in seen)}
-    return {"devices": devices, "compared": len(calls), "off": max(_apart(one, truth) for one in seen)}
+    return {"devices": devices, "compared": len(calls), "off": max(far(one, truth) for one in seen)}
 
 
 def inside_a_sharded_module() -> list[str]:
     """Models that something around them shards."""
     inner = [
-        FullyShardedDataParallel(tiny(False), device_id=torch.device("cpu"), use_orig_params=own).module
+        FullyShardedDataParallel(tiny(), device_id=torch.device("cpu"), use_orig_params=own).module
         for own in (False, True)
     ]
-    inner.append(_fsdp2(tiny(False)).model)
+    inner.append(_layers(tiny()).model)
     return [said_of(replayable, model) for model in inner]
 
 
@@ -420,21 +301,21 @@ def sharded_bits() -> dict[str, Any]:
     """How many log-probs of rows together differ in a bit from those of each row alone, with a sharded model; what is
     said of a part that depends on the packing on one rank alone; and of a context group."""
     rows = batch_of(ROWS[: 3 + dist.get_rank()])
-    replay = replayable(_fsdp2(tiny(False)), invariant=True)
+    replay = replayable(_layers(tiny()), invariant=True)
     off = 0
     with torch.no_grad():
         together = replay_of(replay, rows).unbind()
         for row in range(4):  # as many passes on all ranks
             alone = replay_of(replay, rows[row % len(rows) : row % len(rows) + 1])
             off += int((alone.values().view(torch.int32) != together[row % len(rows)].view(torch.int32)).sum())
-    odd = tiny(False)
+    odd = tiny()
     odd.model.layers[0].input_layernorm = _MeanNorm()
-    variant = replayable(_fsdp2(odd), invariant=True)
+    variant = replayable(_layers(odd), invariant=True)
     refused = [said_of(replay_of, variant, rows) for _ in range(2)]
-    plain = replayable(tiny(False), invariant=True)
-    context = said_of(mp.replay.response_log_probs, plain, batch_of(ROWS), context_group=dist.group.WORLD)
+    plain = replayable(tiny(), invariant=True)
+    context = said_of(response_log_probs, plain, batch_of(ROWS), context_group=dist.group.WORLD)
     return {"differing": off, "refused": refused, "context": context}
 
 
 def replay_of(replay: Any, rows: TensorDict) -> Tensor:
-    return mp.replay.response_log_probs(replay, rows, self_check=False)
+    return response_log_probs(replay, rows, self_check=False)
