@@ -6,8 +6,10 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
+import command_line
 import pytest
 import samples
 import torch
@@ -26,8 +28,8 @@ from maskpack.tools.files import saved_batch
 @pytest.mark.parametrize("name", ["ray", "transformers"])
 def test_missing_extra_is_one_line(name, monkeypatch, capsys):
     monkeypatch.setattr(cli, "is_installed", lambda package: package != name)
-    assert cli.main(["demo"]) == 2
-    assert capsys.readouterr().err == f"maskpack demo: {name} is not installed; run: pip install 'maskpack[demo]'\n"
+    said = command_line.refused("demo", [], capsys)
+    assert said == f"maskpack demo: {name} is not installed; run: pip install 'maskpack[demo]'\n"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,7 @@ def test_wrong_arguments_exit_with_2(argv, message, capsys):
 # -------------------------------------------------------------------- inspect
 
 PAD = ["--pad-token-id", str(samples.PAD)]
+inspected, refused = partial(command_line.printed, "inspect"), partial(command_line.refused, "inspect")
 
 
 class Own:
@@ -84,25 +87,6 @@ def as_dict(path):
 
 def as_pickled_batch(path):
     torch.save(packed(), path)
-
-
-def inspected(argv, capsys):
-    """What the command says of a good file."""
-    assert cli.main(["inspect", *map(str, argv)]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    return shown.out
-
-
-def refused(argv, capsys):
-    """The one line that the command says of a bad one."""
-    assert cli.main(["inspect", *map(str, argv)]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.endswith("\n")
-    assert shown.err.count("\n") == 1
-    assert shown.err.startswith("maskpack inspect: ")
-    return shown.err
 
 
 def matches(said, found):
@@ -320,8 +304,7 @@ def test_inspect_cuts_long_names(tmp_path, capsys):
     """Every line is as wide as the longest name."""
     fields = {"x" * 50_000: torch.zeros(2), **{f"y{n}": torch.zeros(2) for n in range(40)}}
     maskpack.compress(TensorDict(fields, [2])).save(tmp_path / "b")
-    assert cli.main(["inspect", str(tmp_path / "b")]) == 0
-    shown = capsys.readouterr().out
+    shown = inspected([tmp_path / "b"], capsys)
     assert "\n" + "x" * 80 + "...  float32" in shown
     assert len(shown) < 80_000
 
@@ -376,8 +359,7 @@ def test_inspect_names_what_is_damaged(rollouts, capsys):
 def test_inspect_of_logs_without_rows_or_that_are_none(tmp_path, capsys):
     with RolloutLog(tmp_path / "log"):
         assert "0 rows in 0 chunks" in inspected([tmp_path / "log"], capsys)
-        assert cli.main(["doctor", str(tmp_path / "log")]) == 2
-        assert "has no rows" in capsys.readouterr().err
+        assert "has no rows" in command_line.refused("doctor", [tmp_path / "log"], capsys)
     assert "memory://none is no log" in refused(["memory://none"], capsys)
     assert "Protocol not known" in refused(["nowhere://x"], capsys)
 

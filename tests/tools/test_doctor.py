@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import samples
@@ -16,6 +17,7 @@ import test_presets
 import tiny_models
 import torch
 import yaml
+from command_line import printed, refused
 from tensordict import TensorDict
 
 import maskpack
@@ -38,14 +40,7 @@ def saved(batch, path):
     return str(path)
 
 
-def said(argv, capsys, status):
-    """What the command prints: its result, or one line of error."""
-    seen = cli.main(["doctor", *map(str, argv)])
-    shown = capsys.readouterr()
-    assert seen == status
-    assert (shown.out == "") == (shown.err != "")
-    assert shown.err.count("\n") <= 1
-    return shown.out or shown.err
+said = partial(printed, "doctor")
 
 
 def executed(code):
@@ -371,12 +366,7 @@ def test_the_preset_that_fits_is_named_alone(case, tmp_path, capsys):
         batch, options=ReplayOptions(registry=registry, input_ids=options.input_ids, no_prompt="skip")
     )
     assert f"Replay finds {tokens.response.num_tokens:,} response tokens." in shown
-    assert (
-        cli.main(
-            ["doctor", str(tmp_path / "b"), "--registry", name, *(["--pad-token-id", str(token)] if token else [])]
-        )
-        == 0
-    )
+    said([tmp_path / "b", "--registry", name, *(["--pad-token-id", token] if token else [])], capsys, 0)
 
 
 def test_a_preset_has_lines_for_what_it_does_not_know():
@@ -615,10 +605,9 @@ def test_too_little_memory_is_one_line(command, tmp_path, capsys, monkeypatch):
             raise error
 
         monkeypatch.setattr(home, name, fails)
-        assert cli.main([command, file]) == 2
-        shown = capsys.readouterr()
-        assert shown.err.startswith(f"maskpack {command}: it does not fit into the memory of this machine")
-        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert refused(command, [file], capsys).startswith(
+            f"maskpack {command}: it does not fit into the memory of this machine"
+        )
 
     def wrong(*_, **__):
         raise RuntimeError("something else")

@@ -1,0 +1,25 @@
+"""What a command prints: its result, or one line of error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from maskpack.tools import cli
+
+
+def printed(command: str, argv: Iterable[Any], capsys: Any, status: int = 0) -> str:
+    seen = cli.main([command, *map(str, argv)])
+    shown = capsys.readouterr()
+    assert seen == status
+    assert (shown.out == "") == (shown.err != "")
+    assert shown.err.count("\n") <= 1
+    return shown.out or shown.err
+
+
+def refused(command: str, argv: Iterable[Any], capsys: Any) -> str:
+    """The one line that the command says of a bad file."""
+    said = printed(command, argv, capsys, 2)
+    assert said.startswith(f"maskpack {command}: ")
+    assert said.index("\n") == len(said) - 1
+    return said
