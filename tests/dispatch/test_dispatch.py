@@ -84,13 +84,10 @@ class Worker:
         kinds = sorted({type(value).__name__ for value in batch.values() if isinstance(value, torch.Tensor)})
         return {"rows": len(batch), "kinds": kinds, "args": args, "kwargs": kwargs, "uid": list(batch["uid"])}
 
-    @endpoint
-    def unknown_field(self, batch):
+    def found(self, batch):
         return TensorDict({"found": torch.ones(len(batch), 4)}, batch_size=batch.batch_size)
 
-    @endpoint(micro_batches=True)
-    def unknown_field_in_parts(self, batch):
-        return TensorDict({"found": torch.ones(len(batch), 4)}, batch_size=batch.batch_size)
+    unknown_field, unknown_field_in_parts = endpoint(found), endpoint(micro_batches=True)(found)
 
     @endpoint
     def values_under_the_mask(self, batch):
@@ -284,6 +281,11 @@ def group(local_ray):
     return WorkerGroup.launch(Worker, RANKS, pad_token_id=PAD)
 
 
+@pytest.fixture(scope="module")
+def strict(group):
+    return WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+
+
 @pytest.fixture(autouse=True)
 def untouched_batch(request):
     """The batch on the driver is after every test what it was before."""
@@ -345,12 +347,23 @@ def test_rows_there_and_back(group, batch, method):
     assert_same(group.call(method, of_two), some)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 0])
+@pytest.mark.parametrize("rows", [B, 6, 5, 3, 2, 1, 0])
 def test_rows_that_do_not_divide(group, rows):
+    """Those that came, and new fields of responses and of sequences; also where some ranks have no rows."""
     batch = rollout(ROWS[:rows], objects=False)
-    assert_same(group.call("echo", batch), batch)
-    assert_same(group.call("echo_nested", batch), batch)
-    assert_same(group.call("scale", batch, 1.0)["values"], batch["old_log_probs"])
+    scaled = TensorDict({"values": batch["old_log_probs"] * 2.0}, [rows])
+    scores = TensorDict({"entropys": batch["input_ids"].float() * batch["attention_mask"]}, [rows])
+    for method, more, expected in (
+        ("echo", (), batch),
+        ("echo_nested", (), batch),
+        ("scale", (2.0,), scaled),
+        ("scale_nested", (2.0,), scaled),
+        ("score_every_token", (), scores),
+    ):
+        assert_same(group.call(method, batch, *more), expected)
+        nested = group.call(method, batch, *more, format="nested")
+        assert expected is batch or all(nested[name].is_nested for name in expected.keys())  # noqa: SIM118
+        assert_same(mp.unnest_batch_by_mask(nested), expected)
 
 
 def test_parts_differ_by_one_row_and_keep_their_order(group, batch):
@@ -362,30 +375,6 @@ def test_parts_differ_by_one_row_and_keep_their_order(group, batch):
         assert result["kinds"] == ["Tensor"]  # padded: no jagged tensor
     few = group.call("metrics", batch[:2])
     assert [result["rows"] for result in few] == [1, 1, 0]
-
-
-@pytest.mark.parametrize("method", ["scale", "scale_nested"])
-@pytest.mark.parametrize("rows", [B, 2])
-def test_new_fields_come_back_padded_or_nested(group, batch, method, rows):
-    part = batch[:rows]
-    factor = 2.0
-    expected = part["old_log_probs"] * factor
-    out = group.call(method, part, factor)
-    assert list(out.keys()) == ["values"]
-    assert out.batch_size == (rows,)
-    assert_same(out["values"], expected)
-    nested = group.call(method, part, factor, format="nested")
-    assert nested["values"].is_nested
-    assert_same(mp.unnest_batch_by_mask(nested)["values"], expected)
-
-
-@pytest.mark.parametrize("rows", [B, 2, 1])
-def test_outputs_on_the_sequence_axis(group, batch, rows):
-    """Also where some ranks have no rows."""
-    part = batch[:rows]
-    expected = part["input_ids"].to(torch.float32) * part["attention_mask"]
-    out = group.call("score_every_token", part)
-    assert_same(out["entropys"], expected)
 
 
 def test_outputs_with_a_response_mask_lie_under_the_axis_of_the_batch(group):
@@ -478,39 +467,41 @@ def same_bits(x, y):
     return torch.equal(x.view(torch.int32), y.view(torch.int32))
 
 
+def check_parts(group, rows, batch, plan):
+    """A method for micro-batches sees those with rows, and gives every row once, padded and nested."""
+    assert_same(group.call("echo_in_parts", rows, plan=plan), batch)
+    values, sizes, tokens = group.call("scale_in_parts", rows, 3.0, plan=plan)
+    assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
+    assert [len(own) for own in sizes] == [sum(own.counts) - sum(own.dummies) for own in plan.plans]
+    assert sizes == group.call("count_in_parts", rows, plan=plan)
+    assert sum(map(sum, sizes)) == len(batch)
+    assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
+    nested = group.call("scale_nested_in_parts", rows, plan=plan, format="nested")
+    assert same_bits(mp.unnest_batch_by_mask(nested)["values"], batch["old_log_probs"] * 2)
+
+
 @pytest.mark.parametrize("most", [1, 2, None])
 def test_a_method_for_micro_batches(group, batch, most):
     """With dummies, where ranks have unlike numbers of rows; a further batch is divided alike, another is not."""
     packed = group.pack(batch)
     plan = group.plan(packed, most or B, options=BY_ROWS)
+    check_parts(group, packed, batch, plan)
     other, whole = batch.select("attention_mask", "prompts", "old_log_probs"), Broadcast(batch)
-    values, sizes, tokens = group.call("scale_in_parts", packed, 3.0, other, plan=plan, whole=whole)
+    values, *_ = group.call("scale_in_parts", packed, 3.0, other, plan=plan, whole=whole)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
-    assert [len(own) for own in sizes] == [own.counts[0] - sum(own.dummies) for own in plan.plans]
-    assert sum(map(sum, sizes)) == B
-    assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
-    assert_same(group.call("echo_in_parts", packed, plan=plan), batch)
     options = PlanOptions(cost=np.ones_like, num_updates=2, multiple_of=2)  # with dummies in each update
-    assert_same(group.call("echo_in_parts", packed, plan=group.plan(packed, 1, options=options)), batch)
-    nested = group.call("scale_nested_in_parts", batch, plan=plan, format="nested")
-    assert same_bits(mp.unnest_batch_by_mask(nested)["values"], batch["old_log_probs"] * 2)
+    check_parts(group, packed, batch, group.plan(packed, 1, options=options))
 
 
 def test_a_plan_of_fewer_rows_than_ranks(group, batch):
     """Ranks without rows run as many micro-batches, none of which has rows."""
-    few, two = group.pack(batch)[1:3], batch[1:3]
-    options = PlanOptions(cost=np.ones_like, multiple_of=2)
-    plan = group.plan(few, 1, options=options)
+    few = group.pack(batch)[1:3]
+    plan = group.plan(few, 1, options=PlanOptions(cost=np.ones_like, multiple_of=2))
     assert [own.counts for own in plan.plans] == [[2]] * RANKS
-    assert_same(group.call("echo_in_parts", few, plan=plan), two)
-    values, sizes, _ = group.call("scale_in_parts", few, 3.0, plan=plan)
-    assert same_bits(values["values"], two["old_log_probs"] * 3.0)
-    assert sizes == group.call("count_in_parts", few, plan=plan) == [[1] * len(rows) for rows in plan.rows]
-    assert [told["micro_batches"] for told in group.call("planned", few, plan=plan)] == [
-        own.micro_batches for own in plan.plans
-    ]
-    nested = group.call("scale_nested_in_parts", few, plan=plan, format="nested")
-    assert same_bits(mp.unnest_batch_by_mask(nested)["values"], two["old_log_probs"] * 2)
+    check_parts(group, few, batch[1:3], plan)
+    assert group.call("count_in_parts", few, plan=plan) == [[1] * len(rows) for rows in plan.rows]
+    told = group.call("planned", few, plan=plan)
+    assert [each["micro_batches"] for each in told] == [own.micro_batches for own in plan.plans]
 
 
 def test_micro_batches_that_share_prefixes(group, batch, tmp_path):
@@ -894,8 +885,7 @@ def test_methods_whose_result_cannot_be_packed(method):
         endpoint(method)
 
 
-def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
-    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+def test_errors_of_packing_are_raised_before_anything_is_sent(group, strict, batch):
     dense = batch.copy().set("secret", torch.ones(B, 3))
     with pytest.raises(CoverageError, match="secret"):
         strict.call("echo", dense)
@@ -904,26 +894,22 @@ def test_errors_of_packing_are_raised_before_anything_is_sent(group, batch):
     assert_same(strict.call("echo", batch), batch)
 
 
-def test_strict_on_the_way_back(group, batch):
+def test_strict_on_the_way_back(group, strict, batch):
     options = {"pad_token_id": PAD, "strict_mask_nesting": "both"}
-    there, both = (
-        WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True),
-        WorkerGroup(group.actors, **options),
-    )
+    both = WorkerGroup(group.actors, **options)
     assert_same(both.call("scale", batch, 2.0), group.call("scale", batch, 2.0))
     for method in ("unknown_field", "unknown_field_in_parts"):
         with pytest.raises(WorkerError, match=r'CoverageError: .*"found" \(3, 4\) float32') as caught:
             both.call(method, batch, format="view")
         assert len(caught.value.failures) == RANKS
-    assert_same(there.call("unknown_field", batch)["found"], torch.ones(B, 4))
+    assert_same(strict.call("unknown_field", batch)["found"], torch.ones(B, 4))
     with pytest.raises(WorkerError, match=r'LossyPadError: .*field "old_log_probs" holds 7.0'):
         both.call("values_under_the_mask", batch)
     known = WorkerGroup(group.actors, **options, registry=mp.RL_FIELDS | {"found": mp.MaskNestingSpec(None)})
     assert_same(known.call("unknown_field", batch)["found"], torch.ones(B, 4))
 
 
-def test_a_further_batch_lies_under_the_layouts_of_the_first(group, batch):
-    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
+def test_a_further_batch_lies_under_the_layouts_of_the_first(group, strict, batch):
     packed, rows = mp.compress(batch, pad_token_id=PAD), strict.put(batch)
     other = TensorDict({"old_log_probs": batch["old_log_probs"] * 3}, batch_size=[B])
     for first in (batch, packed, rows, rows[::-1][::-1]):
@@ -941,9 +927,8 @@ def test_a_further_batch_lies_under_the_layouts_of_the_first(group, batch):
         group.call("both", batch, other[1:])
 
 
-def test_a_further_batch_with_a_mask_of_its_own_keeps_it(group, batch):
+def test_a_further_batch_with_a_mask_of_its_own_keeps_it(strict, batch):
     """Its rows are others, whose lengths the first batch does not know."""
-    strict = WorkerGroup(group.actors, pad_token_id=PAD, strict_mask_nesting=True)
     shorter = batch.select("attention_mask", "responses", "old_log_probs").flip(0)
     out = strict.call("both", batch, shorter)
     assert_same(out["values"], batch["old_log_probs"] + shorter["old_log_probs"])
@@ -1076,11 +1061,17 @@ class Said:
 # -------------------------------------------------------------------- small batches
 
 
-def test_rows_of_small_batches_come_back_whichever_way_they_go(group, batch, monkeypatch):
+@pytest.fixture
+def puts(monkeypatch):
+    """What the driver puts."""
+    put, seen = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: seen.append(value) or put(value))
+    return seen
+
+
+def test_rows_of_small_batches_come_back_whichever_way_they_go(group, batch, puts, monkeypatch):
     """In messages, or through the store."""
     batch = batch.select("prompts", "responses", "attention_mask", "old_log_probs", "uid")
-    put, puts = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
     for limit, objects in ((1 << 20, 0), (0, 1)):
         monkeypatch.setattr(placement, "INLINED", limit)
         rows = group.put(batch)
@@ -1093,9 +1084,7 @@ def test_rows_of_small_batches_come_back_whichever_way_they_go(group, batch, mon
         assert_same(pickle.loads(cloudpickle.dumps(rows)).materialize(get=ray.get), batch)
 
 
-def test_a_long_text_is_sent_once_for_all_ranks(group, batch, monkeypatch):
-    put, puts = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+def test_a_long_text_is_sent_once_for_all_ranks(group, batch, puts):
     text = "long " * 50_000
     assert [found["args"] for found in group.call("metrics", group.put(batch), text)] == [(text,)] * RANKS
     assert sum(isinstance(value, bytes) for value in puts) == 1

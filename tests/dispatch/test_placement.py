@@ -57,8 +57,12 @@ def numbers(rows: int, begin: int = 0) -> PackedBatch:
     return compress(TensorDict({"x": (torch.arange(rows) + begin).double().sqrt()}, [rows]), registry={})
 
 
+def field_of(view: BatchView, name: str = "x") -> torch.Tensor:
+    return view.materialize(name, get=lambda refs: [ref.value for ref in refs])[name]
+
+
 def rows_of(view: BatchView) -> list[int]:
-    seen = view.materialize("x", get=lambda refs: [ref.value for ref in refs])["x"]
+    seen = field_of(view)
     return (seen * seen).round().long().tolist()
 
 
@@ -96,8 +100,7 @@ def test_a_cut_gets_the_spans_that_its_site_needs(store, monkeypatch):
     monkeypatch.setattr(placement, "nodes_of", lambda reference: [B])
     view = BatchView.at(Put(packed), BatchMeta.of(packed)).take_tokens([(0, 0, 3), (2, 1, 4), (1, 2, 4), (0, 8, 9)])
     there, _ = Placement(1).settled(view.take([3, 1, 3]), Site([A]))
-    out = there.materialize("x", get=lambda refs: [ref.value for ref in refs])["x"]
-    assert [row.tolist() for row in out.unbind()] == [[9], [2, 3, 4], [9]]
+    assert [row.tolist() for row in field_of(there).unbind()] == [[9], [2, 3, 4], [9]]
     (cut,) = told
     assert cut.spans.row.tolist() == [2, 0]
 
@@ -349,7 +352,7 @@ def test_fields_of_other_objects_are_joined_apart(three_nodes):
     order = np.random.default_rng(0).permutation(80)
     given = view.with_fields(more).take(order)
     there, _ = Placement(1).spread(given, [(Site([A]), np.arange(40)), (Site([B]), np.arange(40, 80))])
-    seen = torch.cat([part.materialize("y", get=lambda refs: [ref.value for ref in refs])["y"] for part in there])
+    seen = torch.cat([field_of(part, "y") for part in there])
     assert seen.tolist() == order.tolist()
     assert [*rows_of(there[0]), *rows_of(there[1])] == order.tolist()
 
