@@ -96,9 +96,9 @@ def mean_over_ranks(x: Tensor) -> Tensor:
     return x / dist.get_world_size()
 
 
-def gradients_off(model: Any, plain: Any, *, mean: bool = True, least: float = 1e-30) -> float:
-    """The relative error of the gradient that is averaged over ranks, weight by weight, the largest. `mean`: those of
-    the plain model are averaged, too; `least` stands for smaller norms."""
+def gradients_off(model: Any, plain: Any, *, mean: bool = True, least: float = 0.0) -> float:
+    """The relative error of the gradient that is averaged over ranks, weight by weight, the largest; the error itself
+    of a gradient of 0. `mean`: those of the plain model are averaged, too; `least` stands for smaller norms."""
     worst = 0.0
     for name, weight in model.named_parameters():
         want, got = plain.get_parameter(name).grad, weight.grad
@@ -108,7 +108,8 @@ def gradients_off(model: Any, plain: Any, *, mean: bool = True, least: float = 1
             got = mean_over_ranks(torch.zeros_like(weight) if got is None else got)
         want = torch.zeros_like(got) if want is None else want
         want = mean_over_ranks(want) if mean else want
-        worst = max(worst, float((got - want).norm() / want.norm().clamp(min=least)) if want.any() else far(got, want))
+        size = max(float(want.norm()), least)
+        worst = max(worst, float((got - want).norm()) / size if size else far(got, want))
     return worst
 
 
@@ -118,7 +119,7 @@ def backward(*several: Tensor) -> None:
         (values * torch.linspace(0.5, 1.5, values.numel())).sum().backward()
 
 
-def passes_off(replay: Any, plain: Any, batch: TensorDict, truth: Tensor, least: float = 1e-30, **options: Any) -> Any:
+def passes_off(replay: Any, plain: Any, batch: TensorDict, truth: Tensor, least: float = 0.0, **options: Any) -> Any:
     """How far log-probs are off, and their gradients."""
     seen = response_log_probs(replay, batch, self_check=True, **options)
     backward(seen.values(), truth)
