@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,11 @@ class Team:
         """Rows that the ranks ran since this was asked last, sorted."""
         asked = [actor.ran.remote() for rank, actor in enumerate(self.actors) if rank not in without]
         return sorted(row for rows in ray.get(asked) for row in rows)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers as tf
 from datasets import Dataset
+from tiny_models import scaled
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
 
@@ -54,10 +55,7 @@ def saved(folder: Path, kind: str = "Qwen3", scale: float = 6.0, **sizes: Any) -
     head = {"head_dim": 8} if kind == "Qwen3" else {}
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     model = getattr(tf, name)(getattr(tf, f"{kind}Config")(**SIZES | head | sizes))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(scale if weight.dim() > 1 else 1)
-    model.save_pretrained(folder)
+    scaled(model, scale).save_pretrained(folder)
     return str(folder)
 
 

@@ -8,7 +8,6 @@ Of verl only the platform is replaced, because it has none for the CPU: a name, 
 
 from __future__ import annotations
 
-import logging
 import sys
 import tempfile
 import warnings
@@ -66,7 +65,6 @@ EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 def engine_of(model: Any, **more: Any) -> Any:
     """The engine that verl's registry has for a checkpoint of the model, by its own `initialize`. All ranks of the
     group call it. `more` is of the model's configuration."""
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]

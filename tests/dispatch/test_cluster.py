@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from fault_ranks import until
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -336,8 +337,7 @@ def test_a_node_is_removed_while_rows_lie_on_it(cluster, actors, batch, tmp_path
     group = WorkerGroup([*actors[:3], on(node.node_id, "gone")], pad_token_id=PAD)
     kept = group.call("echo", batch, format="view")
     running = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"))
-    while not (tmp_path / "began").exists():
-        time.sleep(0.01)
+    until((tmp_path / "began").exists)
     cluster.remove_node(node, allow_graceful=graceful)
     for attempt in (running.result, lambda: group.call("echo", batch)):
         with pytest.raises(WorkerError, match=r" on 1 of 4 ranks: rank 3 \(rows 144 to 191\)") as caught:
@@ -364,8 +364,7 @@ def test_one_retry_after_a_node_died_whose_first_rank_had_answered(
     group = WorkerGroup([actors[0], on(node.node_id, "first"), on(node.node_id, "gone")], pad_token_id=PAD)
     group.call("echo", batch)
     call = group.submit("sleep_in_the_last_rank", batch, str(tmp_path / "began"), format="view")
-    while not (tmp_path / "began").exists() or not ray.wait(call.parts[1].replies, timeout=0)[0]:
-        time.sleep(0.01)
+    until(lambda: (tmp_path / "began").exists() and bool(ray.wait(call.parts[1].replies, timeout=0)[0]))
     cluster.remove_node(node, allow_graceful=False)
     with pytest.raises(WorkerError, match=r"rank 2 \(rows 128 to 191\)") as caught:
         call.result()
@@ -393,11 +392,9 @@ def test_rows_that_went_with_their_node_are_not_handed_out(cluster, actors, batc
     node = cluster.add_node(num_cpus=1, **NODE)
     group = WorkerGroup([actors[0], on(node.node_id)], pad_token_id=PAD)
     call = group.submit("echo", batch, format="view")
-    while not call.done():
-        time.sleep(0.01)
+    until(call.done)
     cluster.remove_node(node, allow_graceful=False)
-    while node.node_id in nodes_alive():
-        time.sleep(0.05)
+    until(lambda: node.node_id not in nodes_alive())
     with pytest.raises(WorkerError, match=r"failed on 1 of 2 ranks: rank 1 \(rows 96 to 191\)") as caught:
         call.result()
     assert_same(caught.value.call.retry().result().materialize(get=ray.get), batch)
@@ -418,8 +415,7 @@ def test_submit_waits_for_no_actor(nodes, actors, batch):
             patch.setattr(ray, name, lambda *args, **more: asked.append(args))
         calls = [group.submit("echo", batch) for _ in range(2)]
     assert asked == []
-    while [part.rank for part in calls[0].parts if part.unanswered()] != [1]:
-        time.sleep(0.01)
+    until(lambda: [part.rank for part in calls[0].parts if part.unanswered()] == [1])
     with pytest.raises(WorkerError, match=r"on 2 of 4 ranks: rank 1 .* rank 2 ") as caught:
         calls[0].result(1)
     assert_same(caught.value.call.retry().result(), batch)
@@ -467,8 +463,7 @@ def test_shuffled_rows_come_out_of_one_object_on_each_node(
 
     here = mp.views.BatchView.cat([group.call("echo", batch[n : n + 16], format="view") for n in (0, 16, 32)])
     running = six.submit("sleep_in_the_last_rank", here.take(perm), str(tmp_path / "began"))
-    while not (tmp_path / "began").exists():
-        time.sleep(0.01)
+    until((tmp_path / "began").exists)
     cluster.remove_node(third, allow_graceful=False)
     with pytest.raises(WorkerError, match=r"rank 5 \(rows 40 to 47\)") as caught:
         running.result()

@@ -26,7 +26,7 @@ import fault_ranks
 import numpy as np
 import pytest
 import ray
-from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team
+from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, until
 from samples import PAD, assert_same, freeze
 from tensordict import TensorDictBase
 
@@ -268,11 +268,6 @@ def until_answered(call: Call, ranks: Sequence[int]) -> None:
     """Waits for some ranks of a call."""
     receipts = [receipt for part in call.parts if part.rank in ranks for receipt in part.replies]
     until(lambda: not ray.wait(receipts, num_returns=len(receipts), timeout=0)[1])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.005)
 
 
 SCENES = (_exit_during, _lost_objects, _killed_during, _exception, _killed_before, _late, _hang, _peer)

@@ -43,7 +43,6 @@ from log_model import (
     drawn,
     opened,
     played,
-    rows_of,
     tags_for,
 )
 
@@ -192,17 +191,22 @@ def _read_first(path: Path, there: list[Model], rng: random.Random, seen: Counte
     with opened(path, "r") as log:
         if rng.random() < 0.2 and log.segments:
             log.back_up(copy)
-        numbers = log.rows.tolist()
-        following = log.next_row
-        fits = [model for model in there if sorted(model.live) == numbers and model.next_row <= following]
-        assert fits, (numbers, following, [(sorted(model.live), model.next_row) for model in there])
-        assert_log(log, fits[-1])
+        found, model = (log.rows.tolist(), log.next_row), _fitting(log, there)
     if copy.exists():
         with opened(copy, rng.choice(["r", "a"])) as log:
-            assert_log(log, fits[-1])
+            assert_log(log, model)
         shutil.rmtree(copy)
         seen["copies of readers"] += 1
-    return numbers, following
+    return found
+
+
+def _fitting(log: RolloutLog, there: list[Model]) -> Model:
+    """The last of some models that the log has the rows of, which are right."""
+    numbers, following = log.rows.tolist(), log.next_row
+    fits = [model for model in there if sorted(model.live) == numbers and model.next_row <= following]
+    assert fits, (numbers, following, [(sorted(model.live), model.next_row) for model in there])
+    assert_log(log, fits[-1])
+    return fits[-1]
 
 
 # -------------------------------------------------------------------- power failures
@@ -301,7 +305,7 @@ def _program(
                 one = {"do": "append", "schema": 0, "width": 6, "style": 1, "count": 1, "key": key}
                 key += 1
                 before = len(disk.events)
-                log.append(batch_of(rows_of(one), 6), tags_for(rows_of(one)))
+                played(log, one)
                 model = model.after(one)
                 history.append((before, len(disk.events), model, policy == "always"))
             else:
@@ -343,12 +347,8 @@ def _found(path: Path, there: list[Model], rng: random.Random, key: int, seen: C
     """Opens what a crash left behind, compares, and appends a row. Returns the model that fits."""
     read = _read_first(path, there, rng, seen)
     with opened(path) as log:
-        numbers, following = log.rows.tolist(), log.next_row
-        assert read in (None, (numbers, following))
-        matching = [model for model in there if sorted(model.live) == numbers and model.next_row <= following]
-        assert matching, (numbers, following, [(sorted(model.live), model.next_row) for model in there])
-        model = matching[-1]
-        assert_log(log, model)
+        assert read in (None, (log.rows.tolist(), log.next_row))
+        model = _fitting(log, there)
         if rng.random() < 0.6:
             return model
         one = {"do": "append", "schema": 1, "width": 9, "style": 2, "count": 2, "key": key + 500_000}

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import work_rows
 from tensordict import TensorDict
 from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl, scaled
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from work_rows import PROMPT, ROWS, SHARE, alone, backward, batch_of, far, gradients_off, groups, said_of, tiny
-from work_rows import sharded as over_ranks
+from work_rows import PROMPT, ROWS, SHARE, alone, batch_of, far, gradients_off, said_of, tiny
 
 import maskpack as mp
-from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
 from maskpack.ops.attention import packed_attention
 from maskpack.replay import PackedInputs, ReplayOptions, response_log_probs, response_outputs, response_values
@@ -87,12 +86,12 @@ def replayed(kind: str, shares: bool, checkpoints: bool) -> dict[str, float]:
     if checkpoints:
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    batch = groups() if shares else batch_of(ROWS)
+    batch = work_rows.groups() if shares else batch_of(ROWS)
     options: dict[str, Any] = {"context_group": world(), **(SHARE if shares else {})}
     replay = replayable(model)
     truth = alone(plain, batch)
     seen, entropy = response_log_probs(replay, batch, entropy=True, self_check=True, **options)
-    backward(seen.values(), truth)
+    work_rows.backward(seen.values(), truth)
     off = {"log_probs": far(seen, truth), "gradients": gradients_off(model, plain, mean=False)}
     one, spread = response_log_probs(replayable(plain), batch, entropy=True)
     off["entropy"] = far(entropy, spread)
@@ -160,13 +159,13 @@ def sharded() -> dict[str, float]:
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "context"))
     model = tiny()
     plain = copy.deepcopy(model)
-    replay = replayable(over_ranks(model, *model.model.layers))
+    replay = replayable(work_rows.sharded(model, *model.model.layers))
     pair = mesh.get_local_rank("data")
     batch = batch_of(ROWS[pair : 3 + 2 * pair])
     truth = alone(plain, batch)
     group = mesh.get_group("context")
     seen = response_log_probs(replay, batch, context_group=group, self_check=True)
-    backward(seen.values(), truth)
+    work_rows.backward(seen.values(), truth)
     off = {"log_probs": far(seen, truth), "gradients": gradients_off(model, plain)}
     return off | {"planned": planned_gradients_off(replay, plain, mesh, batch)}
 
@@ -198,7 +197,7 @@ def on_gpus(shares: bool) -> dict[str, float]:
     """The rms errors of two GPUs and of one in bfloat16, beside a float32 model that sees each row alone."""
     device = torch.device("cuda", dist.get_rank())
     exact = tiny().to(device)
-    batch = (groups() if shares else batch_of(ROWS)).to(device)
+    batch = (work_rows.groups() if shares else batch_of(ROWS)).to(device)
     truth = alone(exact, batch)
     truth.sum().backward()
     off = {}
@@ -326,22 +325,15 @@ def compared() -> dict[str, str]:
     batch = batch_of(ROWS)
 
     def said_with(attend: Any) -> str:
-        adapter.packed_attention = attend
-        try:
+        with work_rows.attending(attend):
             return said_of(of_shards, replayable(tiny()), batch)
-        finally:
-            adapter.packed_attention = packed_attention
 
     def crossed(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
         return packed_attention(q, k.flip(1), v, *more, **options)
-
-    def merged(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **options: Any) -> Tensor:
-        return packed_attention(q, k, v, bounds[[0, -1]], int(bounds[-1]), **options)
 
     def local(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, **options: Any) -> Tensor:
         del options["group"]  # each rank attends to its own tokens alone
         return packed_attention(q, k, v, torch.tensor([0, q.shape[0]], dtype=torch.int32), q.shape[0], **options)
 
-    return {"right": said_with(packed_attention)} | {
-        name: said_with(attend) for name, attend in (("crossed", crossed), ("merged", merged), ("local", local))
-    }
+    attentions = {"right": packed_attention, "crossed": crossed, "merged": work_rows.merged_rows, "local": local}
+    return {name: said_with(attend) for name, attend in attentions.items()}

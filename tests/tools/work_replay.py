@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+import work_rows
 from tensordict import TensorDict
 from tiny_models import TINY
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from work_rows import PROMPT, ROWS, SHARE, alone, batch_of, far, groups, own_rows, padded_off, passes_off, said_of, tiny
-from work_rows import sharded as over_ranks
+from work_rows import PROMPT, ROWS, SHARE, alone, batch_of, far, said_of, tiny
 
-from maskpack.adapters.transformers import model as adapter
 from maskpack.adapters.transformers import replayable
 from maskpack.errors import ReplayError
+from maskpack.ops.attention import packed_attention
 from maskpack.planning import agree_on_count, plan_micro_batches
 from maskpack.replay import PackedInputs, response_log_probs, response_values
 
@@ -36,7 +36,7 @@ SHARING = {  # whether the rows of rank 0, and of the other, share prefixes
 def _sharing(case: str) -> TensorDict:
     """The rows of this rank."""
     rank = min(dist.get_rank(), 1)
-    batch = groups() if SHARING[case][rank] else batch_of(ROWS[rank : 2 + 2 * rank])
+    batch = work_rows.groups() if SHARING[case][rank] else batch_of(ROWS[rank : 2 + 2 * rank])
     assert (PackedInputs.of(batch, **SHARE).tree is not None) == SHARING[case][rank]
     return batch
 
@@ -52,15 +52,15 @@ def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = 
     model = tiny(tied) if model is None else model
     plain = copy.deepcopy(model)
     own = [model.model.embed_tokens, model.lm_head] if all_parts and not tied else []
-    over_ranks(model, *model.model.layers, *own, reshard_after_forward=True if all_parts else None)
+    work_rows.sharded(model, *model.model.layers, *own, reshard_after_forward=True if all_parts else None)
     replay = replayable(model)
-    batch = own_rows() if sharing is None else _sharing(sharing)
+    batch = work_rows.own_rows() if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
     truth = alone(plain, batch)
-    off = passes_off(replay, plain, batch, truth, **options)
+    off = work_rows.passes_off(replay, plain, batch, truth, **options)
     plan = agree_on_count(plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12))
     off["planned"] = far(response_log_probs(replay, batch, plan=plan, **options), truth)
-    return off | {"padded": padded_off(replay, batch, truth, **options)}
+    return off | {"padded": work_rows.padded_off(replay, batch, truth, **options)}
 
 
 def tiny_hybrid() -> Any:
@@ -85,7 +85,7 @@ def sharded_mixers() -> dict[str, Any]:
     """As `sharded`, of a model with layers that carry state; and what is refused."""
     seen: dict[str, Any] = sharded(False, model=tiny_hybrid())
     inside = tiny_hybrid()
-    over_ranks(inside, inside.model.layers[0].linear_attn.conv1d, *inside.model.layers)
+    work_rows.sharded(inside, inside.model.layers[0].linear_attn.conv1d, *inside.model.layers)
     context: Any = {"context_group": dist.group.WORLD}
     said = {"inside": _said(inside, ROWS), "context": _said(tiny_hybrid(), ROWS, **context)}
     return seen | said
@@ -96,7 +96,7 @@ def gathered_without_gradients() -> dict[str, float]:
     changed behind a pass without gradients; and whether its weight and the embedding's are shards after it."""
     model = tiny()
     plain = copy.deepcopy(model)
-    over_ranks(model, *model.model.layers, reshard_after_forward=True)
+    work_rows.sharded(model, *model.model.layers, reshard_after_forward=True)
     replay, batch = replayable(model), batch_of(ROWS)
     with torch.no_grad():
         response_log_probs(replay, batch, self_check=True)
@@ -110,7 +110,7 @@ def gathered_without_gradients() -> dict[str, float]:
 def head_of_its_own() -> str:
     """No root gathers the weight of the output layer."""
     model = tiny()
-    return _said(over_ranks(model, model.lm_head, root=False), ROWS[:2])
+    return _said(work_rows.sharded(model, model.lm_head, root=False), ROWS[:2])
 
 
 # -------------------------------------------------------------------- the comparison of a row
@@ -119,7 +119,7 @@ def head_of_its_own() -> str:
 def _layers(model: Any, *sizes: int, **options: Any) -> Any:
     """`sizes`: of a mesh with copies."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")) if sizes else None
-    return over_ranks(model, *model.model.layers, mesh=mesh, **options)
+    return work_rows.sharded(model, *model.model.layers, mesh=mesh, **options)
 
 
 def _fsdp1_layers(model: Any, **options: Any) -> Any:
@@ -130,11 +130,11 @@ def _fsdp1_layers(model: Any, **options: Any) -> Any:
 
 SHARDED = {
     "fsdp2": _layers,
-    "fsdp2 whole": over_ranks,
+    "fsdp2 whole": work_rows.sharded,
     # gathered weights stay after a forward pass: then no parameter says that it is sharded
     "fsdp2 kept": lambda model: _layers(model, reshard_after_forward=False),
     "fsdp2 layers": lambda model: _layers(model, root=False),
-    "fsdp2 base": lambda model: over_ranks(model, model.model, root=False),
+    "fsdp2 base": lambda model: work_rows.sharded(model, model.model, root=False),
     "hybrid": lambda model: _layers(model, 1, dist.get_world_size()),
     "copied": lambda model: _layers(model, dist.get_world_size(), 1),
     "fsdp1 layers": _fsdp1_layers,
@@ -169,16 +169,6 @@ def _compared_tokens(model: Any) -> list[int]:
     return seen
 
 
-def _of_merged_rows(attend: Any) -> Any:
-    """An attention for which all rows are one."""
-
-    def merged(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **more: Any) -> Tensor:
-        whole = torch.tensor([0, query.shape[0]], dtype=torch.int32)
-        return attend(query, key, value, whole, query.shape[0], **more)
-
-    return merged
-
-
 def _tried(replay: Any, batch: TensorDict, **options: Any) -> Any:
     try:
         return response_log_probs(replay, batch, **options).values().detach()
@@ -188,7 +178,7 @@ def _tried(replay: Any, batch: TensorDict, **options: Any) -> Any:
 
 def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """By kind of sharding and by rows: what the comparison says, of a right attention and of a wrong one."""
-    plain, attend = tiny(), adapter.packed_attention
+    plain = tiny()
     out: dict[tuple[str, str], dict[str, Any]] = {}
     for kind in kinds:
         for case in UNEQUAL if kind == "fsdp2" else ("several", "no tokens"):
@@ -196,9 +186,8 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             replay = replayable(SHARDED[kind](tiny()))
             calls = _compared_tokens(replay.model)
             seen: dict[str, Any] = {}
-            adapter.packed_attention = _of_merged_rows(attend)
-            seen["wrong"] = [_tried(replay, batch, self_check=self_check) for self_check in (None, True, None)]
-            adapter.packed_attention = attend
+            with work_rows.attending(work_rows.merged_rows):
+                seen["wrong"] = [_tried(replay, batch, self_check=self_check) for self_check in (None, True, None)]
             seen["calls when wrong"] = calls[:]
             values = [_tried(replay, batch) for _ in range(3)]
             seen["calls"] = calls[len(seen["calls when wrong"]) :]
@@ -210,15 +199,15 @@ def compared(kinds: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     return out
 
 
-def _of_lone_nodes(attend: Any) -> Any:
+def lone_nodes(*given: Any, tree: Any, **more: Any) -> Any:
     """An attention for which no node is above another."""
-    return lambda *given, tree, **more: attend(*given, **more)
+    return packed_attention(*given, **more)
 
 
 def compared_trees(kinds: list[str]) -> dict[tuple[str, ...], dict[str, Any]]:
     """By kind of sharding and by the rows of each call: how many runs of the model each call takes for its comparison,
     and how far it is off; and what the comparison says of a wrong attention."""
-    plain, attend = tiny(), adapter.packed_attention
+    plain = tiny()
     out: dict[tuple[str, ...], dict[str, Any]] = {}
     for kind in kinds:
         for cases in itertools.permutations(SHARING) if kind == "fsdp2" else (("rank 0 shares", "none shares"),):
@@ -230,9 +219,8 @@ def compared_trees(kinds: list[str]) -> dict[tuple[str, ...], dict[str, Any]]:
                 values = response_log_probs(replay, batch, **SHARE).values().detach()
                 seen["off"].append(far(values, alone(plain, batch)))
                 seen["runs"].append(len(calls) - before)
-            adapter.packed_attention = _of_lone_nodes(attend)
-            seen["wrong"] = _tried(replay, _sharing("rank 0 shares"), self_check=True, **SHARE)
-            adapter.packed_attention = attend
+            with work_rows.attending(lone_nodes):
+                seen["wrong"] = _tried(replay, _sharing("rank 0 shares"), self_check=True, **SHARE)
             out[(kind, *cases)] = seen
     return out
 
@@ -246,22 +234,17 @@ def dropout_with_trees() -> str:
 
 def values_compared() -> list[Any]:
     """Of a model without output layer: what a wrong attention gives, and how far a right one is off."""
-    plain, attend = tiny().model, adapter.packed_attention
-    replay = replayable(over_ranks(tiny().model))
-    batch = _rows_of("no tokens")
-    said: list[Any] = []
-    for attention in (_of_merged_rows(attend), attend):
-        adapter.packed_attention = attention
-        try:
-            seen = response_values(replay, batch, lambda hidden: hidden[:, 0]).values()
-        except ReplayError as error:
-            said.append(str(error))
+    plain, batch = tiny().model, _rows_of("no tokens")
+    replay = replayable(work_rows.sharded(tiny().model))
+    with work_rows.attending(work_rows.merged_rows):
+        said = said_of(response_values, replay, batch, lambda hidden: hidden[:, 0])
+    seen = response_values(replay, batch, lambda hidden: hidden[:, 0])
     truth = [torch.zeros(0)]
     for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         prompt = int(real[:PROMPT].sum())
         if real.any():
             truth.append(plain(input_ids=ids[real][None]).last_hidden_state[0, prompt - 1 : -1, 0])
-    return [*said, far(seen, torch.cat(truth))]
+    return [said, far(seen, torch.cat(truth))]
 
 
 def offloaded() -> dict[str, Any]:
@@ -269,7 +252,7 @@ def offloaded() -> dict[str, Any]:
     model = tiny()
     plain = copy.deepcopy(model).to("cuda")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    over_ranks(model, *model.model.layers, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    work_rows.sharded(model, *model.model.layers, mesh=mesh, offload_policy=CPUOffloadPolicy())
     replay = replayable(model)
     calls = _compared_tokens(model)
     batch = batch_of(ROWS[: 3 * (dist.get_rank() + 1)])

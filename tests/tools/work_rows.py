@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from maskpack.adapters.transformers import model as adapter
 from maskpack.errors import MaskpackError
+from maskpack.ops.attention import packed_attention
 from maskpack.replay import ReplayOptions, response_log_probs
 
 ROWS = ((2, 3), (4, 5), (1, 1), (3, 2), (4, 1), (2, 5))
@@ -77,6 +79,16 @@ def said_of(call: Any, *given: Any, **more: Any) -> str:
     except MaskpackError as error:
         return str(error)
     return "nothing"
+
+
+def attending(attend: Any) -> Any:
+    """Models for replay attend so, in this context."""
+    return mock.patch.object(adapter, "packed_attention", attend)
+
+
+def merged_rows(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, **more: Any) -> Any:
+    """An attention for which all rows are one."""
+    return packed_attention(query, key, value, bounds[[0, -1]], int(bounds[-1]), **more)
 
 
 # -------------------------------------------------------------------- how far numbers are off
