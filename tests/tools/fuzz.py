@@ -100,7 +100,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--jobs", type=int, default=0, help="processes; 0 for this one alone")
     parser.add_argument("--sanitize", action="store_true")
-    fuzzer = importlib.import_module(f"fuzz_{parser.parse_known_args()[0].name}")
+    given, more = parser.parse_known_args()
+    fuzzer = importlib.import_module(f"fuzz_{given.name}")
     getattr(fuzzer, "options", id)(parser)
     given = parser.parse_args()
     if given.sanitize:
@@ -114,7 +115,8 @@ def main() -> int:
     count = getattr(fuzzer, "COUNT", 100) if given.count is None else given.count
 
     def seeded(seed: int) -> Case:
-        return f"python -m tests.tools.fuzz {given.name} --count 1 --seed {seed}", lambda: fuzzer.play(seed)
+        words = " ".join([given.name, *more])
+        return f"python -m tests.tools.fuzz {words} --count 1 --seed {seed}", lambda: fuzzer.play(seed)
 
     def cases(first: int = 0, step: int = 1) -> Iterable[Case]:
         return (seeded(seed) for seed in range(given.seed + first, given.seed + count, step))
