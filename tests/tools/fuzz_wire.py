@@ -411,7 +411,7 @@ def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> No
         else:
             moved = x.movedim(entry["dim"], 1)
             element = item * int(np.prod(entry["shape"], dtype=int))
-            norm["ZERO"] = bytes(element)
+            norm["EMPTY"] = bytes(element)
             for b, row in enumerate(raw):
                 items = [row[place : place + element] for place in range(0, len(row), element or 1)]
                 items = items if element else [b""] * sum(count for _, count in spans[b])
