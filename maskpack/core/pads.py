@@ -38,8 +38,9 @@ row."""
 PER_ROW = Pad.PER_ROW
 """One constant for each row: the masked-out elements of a row are equal, and rows may differ."""
 ZERO = Pad.ZERO
-"""0.0 and -0.0, as `x * mask` gives. The values of a batch decide which signs are kept: none, one for each row (a number of
-the dtype) or, in a field with one number for each token, one for each position (a bit). A plain 0 is 0.0 alone."""
+"""0.0 and -0.0, as `x * mask` gives. The values of a batch decide which signs are kept: none, one for each row (a
+number of the dtype) or, in a field with one number for each token, one for each position (a bit). A plain 0 is 0.0
+alone."""
 SIGNED_ZERO = Pad.SIGNED_ZERO
 """0.0 in some rows and -0.0 in others. It is stored as PER_ROW."""
 ANY_ZERO = Pad.ANY_ZERO
