@@ -257,7 +257,7 @@ def page(found: Sequence[Found]) -> str:
         "",
         "Made by `python -m bench models --plot docs/models.md`. *Rows in mixers*: layers that carry state run "
         "on rows, and everything else is packed. *Not compared*: the script makes no small model that runs; the "
-        "self-check of the first batch tells. [Refusals](#refusals) has all messages of replay.",
+        "self-check of the first batch tells. [Refusals](#refusals) has the messages; those about rows are in [Replay](replay.md#rows).",
         "",
         "| class | way | why not |",
         "|---|---|---|",
@@ -269,7 +269,7 @@ def page(found: Sequence[Found]) -> str:
 def with_refusals(text: str) -> str:
     """The page with the table of refusals that the code raises now."""
     about = (
-        "The messages with which [replay](replay.md) refuses a model, a batch or a set-up, as "
+        "The messages with which [replay](replay.md) refuses a model or a set-up, as "
         "`maskpack/adapters/transformers/refusals.py` has them. Words in *italics* stand for what a message names."
     )
     models = text.partition("\n## Refusals\n")[0]
