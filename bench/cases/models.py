@@ -257,7 +257,8 @@ def page(found: Sequence[Found]) -> str:
         "",
         "Made by `python -m bench models --plot docs/models.md`. *Rows in mixers*: layers that carry state run "
         "on rows, and everything else is packed. *Not compared*: the script makes no small model that runs; the "
-        "self-check of the first batch tells. [Refusals](#refusals) has the messages; those about rows are in [Replay](replay.md#rows).",
+        "self-check of the first batch tells. [Refusals](#refusals) has the messages; those about rows are in "
+        "[Replay](replay.md#rows).",
         "",
         "| class | way | why not |",
         "|---|---|---|",
