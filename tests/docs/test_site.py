@@ -93,12 +93,11 @@ def test_every_page_is_in_a_table_of_contents(site: Path) -> None:
     assert {page.as_posix() for page in PAGES} - {"index"} <= listed
 
 
-@pytest.mark.parametrize("name", ["batch", "dispatch"])
-def test_figures_are_in_their_pages_and_follow_the_switch_of_the_theme(name: str, site: Path) -> None:
-    page = (site / ("index.html" if name == "batch" else "dispatch.html")).read_text()
-    assert re.search(rf'<svg role="img" aria-label="[^"]+" [^>]*class="{name}"', page)
-    assert all(f"body[data-theme={theme}] .{name}{{" in page for theme in ("light", "dark"))
-    assert f"{name}.svg" not in page
+def test_the_picture_is_in_its_page_and_follows_the_switch_of_the_theme(site: Path) -> None:
+    page = (site / "index.html").read_text()
+    assert re.search(r'<svg role="img" aria-label="[^"]+" [^>]*class="batch"', page)
+    assert all(f"body[data-theme={theme}] .batch{{" in page for theme in ("light", "dark"))
+    assert "batch.svg" not in page
 
 
 def test_no_text_without_a_language_is_coloured(site: Path) -> None:
