@@ -233,7 +233,9 @@ class RolloutLog:
         return PackedBatch.cat(batches).take(index)
 
     def damaged(self) -> IntArray:
-        """int64 [n], rising: the rows that cannot be read any more. Reads the whole log."""
+        """int64 [n], rising: the rows that cannot be read any more. Reads the whole log.
+
+        Beside a missing segment it may name rows that were deleted, once compaction has dropped what says so."""
         with self._reading("damaged"):
             self._rows()
             return self._again(self._contents.damaged)

@@ -708,19 +708,27 @@ def test_the_mismatch_of_rollout_and_trainer_is_a_metric(group):
     assert not any("mismatch" in name for name in verl.take_metrics())
 
 
-def test_the_first_call_of_a_method_is_reported(group, caplog):
+def test_the_first_call_of_a_method_is_reported(group, caplog, monkeypatch):
     data, before = rollouts(8, critic=True), rollouts(8, critic=True)
     before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
     wanted = group.plain_score(data)
     usual = group._maskpack_config
     verl.take_metrics()
     verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, report=True))
+    pack_result, packed_again = verl.MaskNestingConfig.pack_result, []
+
+    def counted(config, result, like):
+        packed_again.append(result)
+        return pack_result(config, result, like)
+
+    monkeypatch.setattr(verl.MaskNestingConfig, "pack_result", counted)
     try:
         with caplog.at_level("INFO", logger="maskpack"):
             for _ in range(2):
                 assert_same(group.packed_score(data), wanted)
     finally:
         verl.configure(group, usual)
+    assert len(packed_again) == 1, "the driver packs a result for its report alone"
     assert_same(data, before)
     argument, result = (record.getMessage().splitlines() for record in caplog.records)
     assert argument[0] == "argument of actor_packed_score: 8 rows"

@@ -814,5 +814,7 @@ def test_the_message_names_the_pad_that_takes_these_zeros(pads: list[float], giv
             nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
         assert remedy in str(caught.value)
         assert ("pad ZERO takes" in str(caught.value)) == ("holds" not in remedy)
+        named = "ZERO" if given is ZERO else repr(given)
+        assert f"expected its pad {named} there" in str(caught.value)
     else:
         assert_same_batch(unnest(nest_batch_by_mask(batch, registry, strict_mask_nesting=True)), batch)

@@ -386,5 +386,5 @@ def test_parts_of_another_package_are_left_as_they_are(way: str, monkeypatch: py
 def test_a_model_without_known_parts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_PART", fused.re.compile("(Nothing)$"))
     monkeypatch.setattr(fused, "ROTARY", "nothing")
-    with pytest.raises(ReplayError, match="fused=True, but LlamaForCausalLM has no norm, MLP or rotary embedding"):
+    with pytest.raises(ReplayError, match="fused=True, but LlamaForCausalLM has no norm, MLP or rotation"):
         replayable(pair(llama)[0], fused=True)

@@ -35,7 +35,7 @@ from maskpack.adapters.transformers.refusals import Refusal, may_refuse
 from maskpack.core.backends import interpreted, uses_triton
 from maskpack.errors import MaskpackWarning
 
-_PART = re.compile("(Norm|MLP|Mlp|RotaryEmbedding)$")
+_PART = re.compile("(Norm|MLP|Mlp)$")
 ROTARY = "apply_rotary_pos_emb"
 _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Relative differences of one rounding, or of a sum in another order. Other dtypes have no kernel."""

@@ -242,9 +242,9 @@ class Refusal(Enum):
     # ---------------------------------------------------------------- parts by own kernels
 
     NO_PARTS = (
-        "fused=True, but {model} has no norm, MLP or rotary embedding whose class has a known name, and code of the "
-        "package of the model",
-        "classes such as RMSNorm, MLP or RotaryEmbedding",
+        "fused=True, but {model} has no norm, MLP or rotation that has a known name, and code of the package of the "
+        "model",
+        "classes that end in Norm or MLP, or attention that calls apply_rotary_pos_emb",
         "Leave fused out",
     )
 

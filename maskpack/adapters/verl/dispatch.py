@@ -20,7 +20,7 @@ import ray
 import torch
 from tensordict import TensorDictBase
 
-from maskpack.adapters.verl.metrics import CallMetrics, nbytes_of, note_mismatch, note_report
+from maskpack.adapters.verl.metrics import CallMetrics, is_first, nbytes_of, note_mismatch, note_report
 from maskpack.adapters.verl.protocol import VERL_FIELDS, DataProto, PackedProto, compress, decompress, one_strict
 from maskpack.core.arguments import flag
 from maskpack.core.index import even_sizes
@@ -251,7 +251,7 @@ class _Call:
         return packed
 
     def report(self, result: Any) -> None:
-        if self.argument is not None:
+        if self.argument is not None and is_first(self.metrics.method):
             back = self.config.pack_result(result, self.argument) if _has_rows(result) else None
             note_report(self.metrics.method, self.argument, back)
 

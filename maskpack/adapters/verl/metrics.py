@@ -124,12 +124,17 @@ def log_metrics() -> Callable[[], None]:
     return undo
 
 
-def note_report(method: str, argument: PackedProto, result: PackedProto | None) -> None:
-    """Logs what the packed argument and the packed result of a method weigh, once. The totals become metrics."""
+def is_first(method: str) -> bool:
+    """Whether this asks for the first time, in this process, whether to report a method."""
     with _guard:
         if method in _reported:
-            return
+            return False
         _reported.add(method)
+        return True
+
+
+def note_report(method: str, argument: PackedProto, result: PackedProto | None) -> None:
+    """Logs what the packed argument and the packed result of a method weigh. The totals become metrics."""
     for name, packed in (("argument", argument), ("result", result)):
         if packed is not None and packed.rows is not None:
             found = report(packed.rows)
