@@ -12,6 +12,10 @@ typedef uint8_t u8;
 enum { NO_PAD, CONSTANT, BY_EDGE, BY_ROW, BY_SIGN, BY_SIGNS };
 enum { TRUSTED = 8 }; /* added to one of these: the pads of rows are read, but not verified */
 
+/* The pads of a field, a record for each row, or one for all of them: a byte, WORD or EDGE; the bytes of the word; and where
+   some masked-out words are -0.0, a bit for each position that is, the first one in the highest bit. */
+enum { WORD, EDGE };
+
 /* What becomes of a field that is encoded. STRAY: a masked-out value is not its pad. FULL: the form fits, but takes too
    many bytes. ODD: bools of other bytes than 0 and 1. KEPT: it stays padded, because a masked-out value is not its pad. */
 enum { FITS, MISFIT, STRAY, FULL, NO_MEMORY, ODD, KEPT };
@@ -66,13 +70,6 @@ typedef struct {
     const i64 *starts, *counts, *splits, *bounds;
 } Layout;
 
-/* The signs of a field, a row of bits [rows, bytes of the width of its layout]; 0 if it has none, or they are not asked for. */
-typedef struct {
-    i64 layout;
-    u8 *bits;
-} Signs;
-
-enum { LINE = 12 }; /* bytes of a line of a nested batch */
 enum { FEW_SPANS = 4 };
 
 /* The scan of a row of a mask: its first spans, the word of its first valid token, and whether all its valid tokens are
@@ -100,17 +97,17 @@ typedef struct {
     i64 origin, low, width;
 } Cut;
 
-/* A padded field and its packed values. `pad` is the word of a constant pad; `row_pads` has a word for each row, which
-   `read` writes and `write` reads; BY_SIGNS, whose words lie together, a bit for each word of the row: whether it is
-   a masked-out -0.0, the first in the highest bit. `read` sets `stray` to 1 + the first row with another value under the
-   mask; a value stays 0 if all is well. `is_expanded` if all elements of a row are the first one; `read` takes such a
-   field. */
+/* A padded field and its packed values. `pads` are the records of its rows, `pads_size` bytes each and `pads_step` apart,
+   whose signs are of positions `shift` columns before; `write` reads them. `read` verifies `mode` and `pad`, the word of a
+   constant, and writes the records of BY_ROW, BY_SIGN and BY_SIGNS, whose words lie together; it sets `stray` to 1 + the
+   first row with another value under the mask; a value stays 0 if all is well. `is_expanded` if all elements of a row are
+   the first one; `read` takes such a field. */
 typedef struct {
     u8 *padded, *packed;
     i64 row_stride, outer, outer_stride, size, items, is_expanded, layout, mode;
     u64 pad[2];
-    u8 *row_pads;
-    i64 stray;
+    u8 *pads;
+    i64 pads_size, pads_step, shift, stray;
 } Field;
 
 /* A pad that may be under the mask. */
@@ -128,7 +125,8 @@ typedef struct {
 enum { MAY = 1, DID = 2 }; /* stay padded */
 
 /* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
-   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `keeps`: whether it may stay padded, MAY or
+   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `given` are the
+   records of a packed field under a mask, `given_count` of `given_size` bytes. `keeps`: whether it may stay padded, MAY or
    DID the last time; it is contiguous then. `by_kernels`: whether kernels encode it the next time, which write no PIECES and
    no SPARSE. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an
    error; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
@@ -137,11 +135,13 @@ typedef struct {
     Field field;
     i64 padded, layout, items, size, rows;
     const i64 *bounds, *index;
+    const u8 *given;
+    i64 given_size, given_count;
     i64 integers, hints, near, head, tail, columns, keeps, by_kernels, num_pads;
     Trial pads[MOST_PADS];
     Form form;
     i64 result, pad, first, count;
-    Array row_pads;
+    Array under_mask;
 } Job;
 
 /* The rows of one body. `marks` says where they begin (maskpack_mark); without it, they are read one after the other. */

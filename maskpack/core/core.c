@@ -40,7 +40,6 @@
 #include "encodings/lanes.h"
 #include "encodings/encoding.h"
 #include "layouts.c"
-#include "lines.c"
 #include "place.h"
 
 #include "encodings/plain.c"

@@ -6,12 +6,12 @@ typedef struct {
     i64 stream, failed;
 } Decode;
 
-/* Decodes the row at the cursor to row `to` of a padded field; `scratch` has room for it. */
-static void decode_padded(Cursor *cursor, const Field *field, const Layout *layout, i64 to, u8 *scratch, i64 stream) {
+/* Decodes the row at the cursor to row `to` of a padded field, with the pads of a record; `scratch` has room for it. */
+static void decode_padded(Cursor *cursor, const Field *field, const Layout *layout, i64 to, const u8 *record, u8 *scratch, i64 stream) {
     i64 first = layout->splits[to], lies = field->outer == 1 && layout->splits[to + 1] - first == 1;
     u8 *out = lies ? field->padded + to * field->row_stride + layout->starts[first] * field->items * field->size : scratch;
     row_decode(cursor, out);
-    write_row(field, layout, to, lies ? NULL : scratch, stream);
+    write_row(field, layout, to, record, lies ? NULL : scratch, stream);
 }
 
 static void decode_field(void *context, i64 at) {
@@ -26,10 +26,11 @@ static void decode_field(void *context, i64 at) {
     int fine = cursor_open(&cursor, part, target->entry);
     if (fine && target->padded) fine = (scratch = malloc((size_t)(longest_row(&cursor) * entry->size + 8))) != NULL;
     for (i64 i = 0; fine && i < part->count; i++) {
-        i64 to = part->places ? part->places[i] : i;
+        i64 to = part->places ? part->places[i] : i, from = part->taken ? part->taken[i] : i;
         if (part->taken) row_seek(&cursor, part->taken[i]);
         if (part->done) part->now = to;
-        if (target->padded) decode_padded(&cursor, field, part->out + field->layout, to, scratch, decode->stream);
+        const u8 *record = field->pads + from * field->pads_step;
+        if (target->padded) decode_padded(&cursor, field, part->out + field->layout, to, record, scratch, decode->stream);
         else row_decode(&cursor, packed_row(part, field, to));
     }
     cursor_close(&cursor);

@@ -243,17 +243,23 @@ static int has_odd_bools(const Rows *rows) {
     return all > 1;
 }
 
-/* Stores the pads of rows behind the entries of a job; equal ones once, and no signs if all are 0. */
-static int store_row_pads(Job *job, const Field *field, const Layout *layout, Out *out) {
-    i64 size = row_pad_size(field, layout), equal = 1, nbytes = size * job->rows;
-    const u8 *pads = field->row_pads;
-    if ((field->mode & ~TRUSTED) != BY_ROW && equal_bytes(pads, nbytes, ZEROS) == nbytes) return FITS;
-    for (i64 row = 1; row < job->rows && equal; row++) equal = !memcmp(pads, pads + row * size, (size_t)size);
-    u8 *to = reserve(out, &job->row_pads, size, equal && job->rows ? 1 : job->rows);
+/* The bytes of a record that `read` writes for a mode. */
+static i64 record_size(i64 mode, i64 size, const Layout *layout) {
+    return 1 + size + ((mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
+}
+
+/* Stores `count` records behind the entries of a job; equal ones once, and then without signs if all their bytes but the
+   first `least` are 0. */
+static int store_pads(Job *job, const u8 *pads, i64 size, i64 count, i64 least, Out *out) {
+    i64 equal = 1;
+    for (i64 row = 1; row < count && equal; row++) equal = !memcmp(pads, pads + row * size, (size_t)size);
+    count = equal ? 1 : count;
+    i64 kept = equal && equal_bytes(pads + least, size - least, ZEROS) == size - least ? least : size;
+    u8 *to = reserve(out, &job->under_mask, kept, count);
     if (!to) return FULL;
-    memcpy(to, pads, (size_t)(size * job->row_pads.count));
-    for (i64 row = 0; row < job->rows && job->integers == BOOLS; row++)
-        if (pads[row] > 1) return ODD;
+    memcpy(to, pads, (size_t)(kept * count));
+    for (i64 row = 0; row < count && job->integers == BOOLS; row++)
+        if (pads[row * size + 1] > 1) return ODD;
     return FITS;
 }
 
@@ -263,6 +269,7 @@ static int is_stray(const Job *job, const Rows *rows, Field *field) {
         i64 row = 0;
         field->mode = job->pads[pad].mode;
         memcpy(field->pad, job->pads[pad].pad, sizeof field->pad);
+        field->pads_size = field->pads_step = record_size(field->mode, field->size, rows->layout);
         while (row < job->rows && row_words(rows, row)) row++;
         if (row == job->rows) return 0;
     }
@@ -299,10 +306,10 @@ static void encode_job(void *context, i64 at) {
     Field field;
     Rows rows;
     i64 width = job->padded ? work->layouts[job->layout].width : 0;
-    u8 *row_pads = malloc((size_t)((width / 8 + 16) * job->rows + 16));
-    int done = row_pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
-    job->row_pads = (Array){0, 1, 0};
-    field.row_pads = row_pads;
+    u8 *pads = calloc((size_t)job->rows + 1, (size_t)(width / 8 + 18));
+    int done = pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
+    job->under_mask = (Array){0, 1, 0};
+    field.pads = pads;
     if (done == STRAY && job->keeps == DID && job->padded && !is_stray(job, &rows, &field)) {
         job->keeps = MAY;
         job->form = (Form){.kind = -1, .inner_kind = -1};
@@ -311,17 +318,25 @@ static void encode_job(void *context, i64 at) {
         work->outs[at].used = 0;
         field.mode = job->pads[job->pad].mode;
         memcpy(field.pad, job->pads[job->pad].pad, sizeof field.pad);
+        if (job->padded) field.pads_size = field.pads_step = record_size(field.mode, field.size, rows.layout);
         done = encode_field(work, at, &rows, work->outs + at, work->slots + job->first, &job->count);
     }
     job->pad--;
-    if (done == FITS && job->padded && (field.mode & ~TRUSTED) >= BY_ROW)
-        done = store_row_pads(job, &field, work->layouts + job->layout, work->outs + at);
+    if (done == FITS && job->given_count) done = store_pads(job, job->given, job->given_size, job->given_count, job->given_size, work->outs + at);
+    if (done == FITS && job->padded) {
+        i64 by_rows = (field.mode & ~TRUSTED) >= BY_ROW && job->rows;
+        if (!by_rows) {
+            pads[0] = (field.mode & ~TRUSTED) == BY_EDGE ? EDGE : WORD;
+            memcpy(pads + 1, field.pad, (size_t)field.size);
+        }
+        done = store_pads(job, pads, by_rows ? field.pads_size : 1 + field.size, by_rows ? job->rows : 1, 1 + field.size, work->outs + at);
+    }
     if (done == FITS && job->integers == BOOLS) {
         field.mode = NO_PAD;
         if (has_odd_bools(&rows)) done = ODD;
     }
-    if (row_pads) free(rows.scratch);
-    free(row_pads);
+    if (pads) free(rows.scratch);
+    free(pads);
     job->result = done;
 }
 
@@ -372,14 +387,14 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
     }
     memset(body + *used, 0, (size_t)(begin - *used));
     memmove(body + begin, out->memory, (size_t)out->used);
-    if (job->row_pads.count) job->row_pads.at += moved;
+    if (job->under_mask.count) job->under_mask.at += moved;
     for (i64 other = 0; other < *num_entries; other++) {
         int inside = other + 1 < *num_entries && REFERENCES[entries[other + 1].kind][0] == OF_ROWS;
         if (!inside && same_field(body, slots, job->count, entries, other)) {
-            i64 nbytes = job->row_pads.size * job->row_pads.count;
+            i64 nbytes = job->under_mask.size * job->under_mask.count;
             if (nbytes) {
-                memmove(body + begin, body + job->row_pads.at, (size_t)nbytes);
-                job->row_pads.at = begin;
+                memmove(body + begin, body + job->under_mask.at, (size_t)nbytes);
+                job->under_mask.at = begin;
                 *used = begin + nbytes;
             }
             return other;
@@ -394,11 +409,11 @@ static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries
 /* The most bytes that a job takes in a body. */
 static i64 room_of(const Job *job, const Layout *layouts) {
     const Layout *layout = layouts + job->layout;
-    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 16;
+    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 17;
     if (job->result == STRAY && job->keeps) elements = layout->rows * layout->width;
     for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
-        if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 16;
-    return (elements * job->items * job->size + pads * job->rows + 4103) & ~(i64)7;
+        if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 18;
+    return (elements * job->items * job->size + pads * job->rows + job->given_size * job->given_count + 4127) & ~(i64)7;
 }
 
 /* The packed batch that is made: the table of entries, and a body of `room` bytes. `slots` and `entries` have room for all

@@ -3,21 +3,45 @@
 static i64 mask_bytes(const Stored *stored, i64 rows) { return rows * ((stored->width + 7) / 8); }
 
 static void set_bits(u8 *bits, i64 start, i64 count) {
-    for (i64 i = start; i < start + count; i++) bits[i >> 3] |= (u8)(1 << (i & 7));
+    i64 end = start + count;
+    for (; start < end && start & 7; start++) bits[start >> 3] |= (u8)(1 << (start & 7));
+    if (start < end) memset(bits + (start >> 3), 255, (size_t)((end - start) >> 3));
+    for (start += (end - start) & ~(i64)7; start < end; start++) bits[start >> 3] |= (u8)(1 << (start & 7));
+}
+
+/* Writes the mask of a layout as bits, rows from a new byte on. */
+API void maskpack_mask_bits(const Layout *layout, u8 *bits) {
+    i64 nbytes = (layout->width + 7) / 8;
+    memset(bits, 0, (size_t)(layout->rows * nbytes));
+    for (i64 row = 0; row < layout->rows; row++)
+        for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
+            set_bits(bits + row * nbytes, layout->starts[span], layout->counts[span]);
+}
+
+/* The first place from `at` on whose bit is set, or is not if `flip` is ~0; the width if there is none. */
+static i64 find_bit(const u8 *bits, i64 at, i64 width, u64 flip) {
+    while (at < width) {
+        i64 left = (width + 7) / 8 - (at >> 3);
+        u64 word = 0;
+        if (left >= 8) word = load(bits + (at >> 3));
+        else memcpy(&word, bits + (at >> 3), (size_t)left);
+        word = (word ^ flip) >> (at & 7);
+        if (word) return at + __builtin_ctzll(word) < width ? at + __builtin_ctzll(word) : width;
+        at += 64 - (at & 7);
+    }
+    return width;
 }
 
 /* The spans of a row of bits, at most `room` of them; how many there are. */
 static i64 spans_of_bits(const u8 *bits, i64 width, i64 *starts, i64 *counts, i64 room) {
     i64 n = 0;
-    for (i64 at = 0; at < width && (n < room || !starts);) {
-        while (at < width && !(bits[at >> 3] >> (at & 7) & 1)) at++;
-        i64 start = at;
-        while (at < width && bits[at >> 3] >> (at & 7) & 1) at++;
-        if (at > start && starts) {
-            starts[n] = start;
-            counts[n] = at - start;
-        }
-        n += at > start;
+    for (i64 at = 0; n < room || !starts; n++) {
+        i64 start = find_bit(bits, at, width, 0);
+        if (start == width) break;
+        at = find_bit(bits, start, width, ~(u64)0);
+        if (!starts) continue;
+        starts[n] = start;
+        counts[n] = at - start;
     }
     return n;
 }
@@ -46,10 +70,7 @@ API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 
             to->b = to->c = (Array){0, 1, 0};
             u8 *bits = reserve(&out, &to->a, 1, mask_bytes(to, layout->rows));
             if (!bits) return -1;
-            memset(bits, 0, (size_t)to->a.count);
-            for (i64 row = 0; row < layout->rows; row++, bits += (to->width + 7) / 8)
-                for (i64 span = layout->splits[row]; span < layout->splits[row + 1]; span++)
-                    set_bits(bits, layout->starts[span], layout->counts[span]);
+            maskpack_mask_bits(layout, bits);
         }
     }
     return out.used;

@@ -19,6 +19,7 @@ from torch import Tensor
 from maskpack.core import abi
 from maskpack.core.bits import Words, address
 from maskpack.core.index import IntArray, SpanTable
+from maskpack.core.pads import Pads
 
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
@@ -27,7 +28,7 @@ _A_THREAD = 1 << 26
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
-_LAYOUT = int(abi.FIELD.fields["layout"][1]) // 8  # type: ignore[index]
+_LAYOUT, _PADS = (int(abi.FIELD.fields[name][1]) // 8 for name in ("layout", "pads"))  # type: ignore[index]
 _SMALL = 1 << 20
 """Bodies with room for fewer bytes are copied, so that they take no more memory than they need."""
 
@@ -106,19 +107,13 @@ def scan(mask: Mask) -> tuple[HostLayout, int | None]:
 # -------------------------------------------------------------------- padded fields
 
 
-class Pads(NamedTuple):
-    """What is under a mask: a mode, the word of a constant (two halves of 16 bytes), or the words of all rows [B]; of
-    BY_SIGNS, uint8 [B, ceil(width / 8)], a bit for each position."""
+class Trial(NamedTuple):
+    """What may be under a mask: a mode, the word of a constant in two halves, and room for the records of rows, uint8
+    [B, n], if these differ."""
 
     mode: int
-    word: Sequence[int] = ()
-    of_rows: Tensor | None = None
-
-    @property
-    def words(self) -> tuple[int, int]:
-        """Two halves, which are equal for a word of up to 8 bytes."""
-        word = [*self.word, *self.word] or [0, 0]
-        return word[0], word[1]
+    word: tuple[int, int] = (0, 0)
+    records: Words | None = None
 
 
 class PaddedField(NamedTuple):
@@ -127,18 +122,18 @@ class PaddedField(NamedTuple):
     Attributes:
         padded: [B, S, *F] with any strides.
         layout: which of its elements are valid.
-        pads: what is under the mask.
+        trial: what may be under the mask.
         packed: its values, contiguous [T, *F]; None if they are not asked for.
     """
 
     padded: Tensor
     layout: HostLayout
-    pads: Pads
+    trial: Trial
     packed: Tensor | None
 
 
 def read(fields: Sequence[PaddedField]) -> list[bool]:
-    """Whether all masked-out elements of each padded field are its pad, whose words of rows are written, not read. Also
+    """Whether all masked-out elements of each padded field are its pad; the records of rows are written. Also
     gathers its values, which are not complete if the result is False."""
     table, held, layouts, nbytes = _fields_of(fields)
     if fields and _core.maskpack_read(address(table), len(table), address(layouts), threads_for(nbytes)):
@@ -153,7 +148,8 @@ class NewField(NamedTuple):
     Attributes:
         form: FIELD as int64, without addresses, layout and pads.
         padded: the tensor of this form, with its width in any dim.
-        layout, pads: as of a PaddedField.
+        layout: which of its elements are valid.
+        pads: what the others are.
         packed: its values, contiguous [T, *F].
     """
 
@@ -170,10 +166,8 @@ def write(fields: Sequence[NewField]) -> None:
     numbers = {own: number for number, own in enumerate(layouts)}
     table = np.concatenate([field.form for field in fields]).reshape(len(fields), -1)
     table[:, :2] = [(field.padded.data_ptr(), field.packed.data_ptr()) for field in fields]
-    table[:, _LAYOUT:-1] = [
-        (numbers[id(layout)], pads.mode, *pads.words, 0 if pads.of_rows is None else pads.of_rows.data_ptr())
-        for _, _, layout, pads, _ in fields
-    ]
+    table[:, _LAYOUT] = [numbers[id(field.layout)] for field in fields]
+    table[:, _PADS : _PADS + 3] = [_records(field.pads.records) for field in fields]
     nbytes = sum([field.padded.nbytes for field in fields])
     rows = layout_rows([*layouts.values()])
     if _core.maskpack_write(address(table), len(table), address(rows), nbytes >= _CACHE, threads_for(nbytes)):
@@ -186,10 +180,10 @@ def _fields_of(fields: Sequence[PaddedField]) -> tuple[Structs, list[Tensor], In
     layouts: list[HostLayout] = []
     lines: list[list[Any]] = []
     held: list[Tensor] = []
-    for padded, layout, pads, packed in fields:
+    for padded, layout, trial, packed in fields:
         if numbers.setdefault(id(layout), len(layouts)) == len(layouts):
             layouts.append(layout)
-        line, x = _field(padded, packed, pads)
+        line, x = _field(padded, packed, trial)
         line[_LAYOUT] = numbers[id(layout)]
         lines.append(line)
         held.append(x)
@@ -199,11 +193,11 @@ def _fields_of(fields: Sequence[PaddedField]) -> tuple[Structs, list[Tensor], In
 
 def described(padded: Tensor) -> tuple[Any, Tensor]:
     """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
-    line, held = _field(padded, None, Pads(abi.NO_PAD))
+    line, held = _field(padded, None, Trial(abi.NO_PAD))
     return np.array(line, np.int64).view(abi.FIELD)[0], held
 
 
-def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[list[Any], Tensor]:
+def _field(padded: Tensor, packed: Tensor | None, trial: Trial) -> tuple[list[Any], Tensor]:
     """A row of the table of fields, under layout 0; and the tensor that it points to, which may be a copy."""
     padded = padded.detach().resolve_conj().resolve_neg()
     is_expanded = padded.shape[1] > 1 and not padded.stride(1)
@@ -216,10 +210,17 @@ def _field(padded: Tensor, packed: Tensor | None, pads: Pads) -> tuple[list[Any]
     size, groups = padded.element_size(), math.prod(padded.shape[2:])
     field: list[Any] = [
         *(padded.data_ptr(), 0 if packed is None else packed.data_ptr(), row_stride * size),
-        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), is_expanded, 0, pads.mode, *pads.words),
-        *(0 if pads.of_rows is None else pads.of_rows.data_ptr(), 0),
+        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), is_expanded, 0, trial.mode, *trial.word),
+        *((0, 0, 0) if trial.records is None else _records(trial.records)),
+        *(0, 0),
     ]
     return field, padded
+
+
+def _records(records: Words) -> tuple[int, int, int]:
+    """Where the records of a field are, the bytes of one, and from one to the next; 0 if there is one for all rows."""
+    rows, size = records.shape
+    return address(records), size, size if rows > 1 else 0
 
 
 def _line(layout: HostLayout) -> tuple[int, ...]:
@@ -278,7 +279,7 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> E
     """Encodes layouts and fields.
 
     Args:
-        jobs: JOB [n], as `number_jobs` leaves them; `result`, `pad`, `form` and `row_pads` are written.
+        jobs: JOB [n], as `number_jobs` leaves them; `result`, `pad`, `form` and `under_mask` are written.
         layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
         stored: STORED [m], with `kind`, `parent` and `low` of those that are parts of others; the rest is written.
 
@@ -392,6 +393,7 @@ def stage(
     layouts: IntArray,
     wanted: IntArray,
     pads: Structs,
+    sizes: IntArray,
     padded: bool,
     tables: IntArray,
     used: int,
@@ -404,7 +406,7 @@ def stage(
         table: its entries, its body, its rows, and those of fields without a layout.
         layouts: the table of layouts.
         wanted: int64 [n, 2], entries, and whether the words of each are found without their row.
-        pads: ARRAY [k], the pads of rows.
+        pads, sizes: ARRAY [k], the records of padded fields, and int64 [k], the bytes of their words.
         padded: whether the spans of layouts are written, too.
         found: AXIS_NUMBERS of each layout and of rows without one, a Source of each entry, and the place of the pads of
             each field; written.
@@ -413,7 +415,7 @@ def stage(
     sources = address(found) + 8 * abi.AXIS_NUMBERS * (layouts.size // abi.LAYOUT_NUMBERS + 1)
     used = _core.maskpack_stage(
         address(entries), address(layouts), layouts.size // abi.LAYOUT_NUMBERS, address(body), rows, dense_rows, padded,
-        address(wanted), len(wanted), address(pads), pads.size, address(tables), used, tables.size,
+        address(wanted), len(wanted), address(pads), address(sizes), pads.size, address(tables), used, tables.size,
         address(found), sources, sources + 8 * abi.SOURCE_NUMBERS * len(wanted),
     )  # fmt: skip
     if used < 0:
@@ -521,51 +523,19 @@ def read_layouts(stored: Structs, body: Words, rows: int) -> list[HostLayout]:
     return layouts
 
 
-def write_lines(layouts: IntArray, signs: Sequence[tuple[int, Words | None]]) -> tuple[Words, IntArray]:
-    """The lines of the rows of a nested batch, uint8 [n, LINE], and int64 [B + 1], the first line of each row.
-
-    Args:
-        layouts: the table of layouts, at least one.
-        signs: of each field its layout, and the bits of each row, if it has signs.
-    """
-    given = _signs(signs)
-    line = address(layouts), layouts.size // abi.LAYOUT_NUMBERS, address(given), len(signs), int(layouts[0])
-    ends = np.empty(line[-1] + 1, np.int64)
-    count = _core.maskpack_write_lines(*line, address(ends), 0)
-    lines = np.empty((count, abi.LINE), np.uint8)
-    _core.maskpack_write_lines(*line, address(ends), address(lines))
-    return lines, ends
+def mask_bits(layout: HostLayout) -> Words:
+    """The mask of a layout as bits, uint8 [B, ceil(width / 8)], the first position in the lowest bit of its byte."""
+    bits = np.empty((layout.bounds.size - 1, -(-layout.width // 8)), np.uint8)
+    line = layout_rows([layout])
+    _core.maskpack_mask_bits(address(line), address(bits))
+    return bits
 
 
-def read_lines(
-    lines: Words, ends: IntArray, widths: Sequence[int], signs: Sequence[tuple[int, Words | None]]
-) -> list[HostLayout] | int:
-    """The layouts of rows that `write_lines` wrote, or the number of a layout whose lines were changed. The bits in
-    `signs`, which are 0 before, are written. All are contiguous."""
-    each, m, given = ends.size, len(widths), _signs(signs)
-    table = np.zeros(2 * m + 2 + 2 * m * each, np.int64)  # the axes, and splits and bounds of each
-    axes, bounds, where = table[: 2 * m + 2].reshape(-1, 2), table[2 * m + 2 :].reshape(m, 2, each), address(table)
-    axes[:-1, 0] = widths
-    splits = where + 8 * (2 * m + 2)
-    line = address(lines), len(lines), address(ends), each - 1, where, m, address(given), len(signs), splits
-    count = _core.maskpack_read_lines(*line, 0, 0)
-    if count < 0:
-        return -1 - count
-    spans = np.empty((2, count), np.int64)
-    starts = address(spans)
-    if (again := _core.maskpack_read_lines(*line, starts, starts + 8 * count)) < 0:
-        return -1 - again  # they change meanwhile
-    layouts: list[HostLayout] = []
-    for at, (width, first, end) in enumerate(zip(widths, axes[:, 1].tolist(), axes[1:, 1].tolist(), strict=False)):
-        place, own = starts + 8 * first, splits + 16 * at * each
-        spans_of_rows = SpanTable(spans[0, first:end], spans[1, first:end], bounds[at, 0])
-        layouts.append(HostLayout(width, spans_of_rows, bounds[at, 1], (place, place + 8 * count, own, own + 8 * each)))
-    return layouts
-
-
-def _signs(signs: Sequence[tuple[int, Words | None]]) -> IntArray:
-    """SIGNS of fields."""
-    return np.array([(layout, 0 if bits is None else address(bits)) for layout, bits in signs], np.int64)
+def layout_of_bits(bits: Words, width: int) -> HostLayout:
+    """The inverse of `mask_bits`, of contiguous bits. Those behind the width are not read."""
+    stored = np.zeros(1, abi.STORED)
+    stored["kind"], stored["width"] = abi.AS_MASK, width
+    return read_layouts(stored, bits.reshape(-1), len(bits))[0]
 
 
 def split(

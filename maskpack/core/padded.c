@@ -23,13 +23,8 @@ static Pattern pad_of_row(Field *field, const Layout *layout, i64 row) {
     u8 word[16] = {0};
     if (place < layout->width && field->items && field->outer) memcpy(word, field->padded + row * field->row_stride + at, (size_t)size);
     if ((field->mode & ~TRUSTED) == BY_SIGN && (word_at(word, size) & ~(1ull << (8 * size - 1)))) memset(word, 0, 16);
-    memcpy(field->row_pads + row * size, word, (size_t)size);
+    memcpy(field->pads + row * field->pads_step + 1, word, (size_t)size);
     return repeated(word, size);
-}
-
-/* Bytes of the pads of a row. */
-static i64 row_pad_size(const Field *field, const Layout *layout) {
-    return (field->mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : field->size;
 }
 
 /* Reads the signs of masked-out words, `step` bytes apart; returns whether all of them are zeros. */
@@ -43,8 +38,13 @@ static int read_signs(const u8 *words, i64 step, i64 from, i64 to, i64 size, u8 
     return !others;
 }
 
-static void write_signs(u8 *words, i64 from, i64 to, i64 size, const u8 *bits) {
-    for (i64 at = from; at < to; at++) words[(at + 1) * size - 1] |= (u8)(bits[at >> 3] << (at & 7) & 0x80);
+/* Writes -0.0 where one of `n` bits is set, which are those of the places from `shift` on. */
+static void write_signs(u8 *words, i64 from, i64 to, i64 size, const u8 *bits, i64 n, i64 shift) {
+    for (i64 at = from < shift ? shift : from; at < to && at - shift < n; at++) {
+        if (!(bits[(at - shift) >> 3] << ((at - shift) & 7) & 0x80)) continue;
+        memset(words + at * size, 0, (size_t)size);
+        words[(at + 1) * size - 1] = 0x80;
+    }
 }
 
 /* Verifies the pads of a row and gathers its values to `values`, unless that is NULL; returns whether every masked-out
@@ -56,9 +56,9 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     Pattern pad = repeated((const u8 *)field->pad, size);
     i64 mode = field->mode & TRUSTED ? NO_PAD : field->mode;
     i64 by = field->mode & ~TRUSTED;
-    u8 *signs = by == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL; /* of no width, too */
-    if (signs) memset(signs, 0, (size_t)row_pad_size(field, layout));
-    else if (by >= BY_ROW && by != BY_SIGNS) pad = pad_of_row(field, layout, row);
+    u8 *record = by >= BY_ROW ? field->pads + row * field->pads_step : NULL, *signs = by == BY_SIGNS ? record + 1 + size : NULL;
+    if (record) memset(record, 0, (size_t)field->pads_size);
+    if (record && !signs) pad = pad_of_row(field, layout, row);
     if (!element) return 1; /* there may be no memory to point to */
     for (i64 slice = 0; slice < field->outer; slice++) {
         const u8 *from = field->padded + row * field->row_stride + slice * field->outer_stride;
@@ -86,13 +86,14 @@ static int read_row(Field *field, const Layout *layout, i64 row, u8 *values) {
     return 1;
 }
 
-/* Writes the pads of a row, and its values unless they lie there already (NULL; `outer` is 1 then). */
-static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *values, i64 stream) {
+/* Writes what a record puts under the mask of a row, and its values unless they lie there already (NULL; `outer` is 1
+   then). */
+static void write_row(const Field *field, const Layout *layout, i64 row, const u8 *record, const u8 *values, i64 stream) {
     i64 size = field->size, items = field->items, element = items * size, step = field->outer * element;
     i64 first = layout->splits[row], last = layout->splits[row + 1];
     if (!element) return; /* there may be no memory to point to */
-    const u8 *signs = field->mode == BY_SIGNS ? field->row_pads + row * row_pad_size(field, layout) : NULL;
-    Pattern pad = repeated(!signs && field->mode >= BY_ROW ? field->row_pads + row * size : (const u8 *)field->pad, size);
+    i64 by_edge = record[0] == EDGE, signs = 8 * (field->pads_size - 1 - size);
+    Pattern pad = by_edge ? ZEROS : repeated(record + 1, size);
     for (i64 slice = 0; slice < field->outer; slice++) {
         u8 *to = field->padded + row * field->row_stride + slice * field->outer_stride;
         const u8 *from = values ? values + slice * element : NULL, *edge = from;
@@ -101,11 +102,11 @@ static void write_row(const Field *field, const Layout *layout, i64 row, const u
         i64 at = 0;
         for (i64 span = first; span <= last; span++) {
             i64 stop = span < last ? layout->starts[span] : layout->width;
-            if (field->mode == BY_EDGE && edge && items > 1)
+            if (by_edge && edge && items > 1)
                 for (; at < stop; at++) memcpy(to + at * element, edge, (size_t)element);
-            else if (field->mode)
-                fill(to + at * element, (stop - at) * element, field->mode != BY_EDGE ? pad : edge ? repeated(edge, size) : ZEROS, stream);
-            if (signs) write_signs(to, at, stop, size, signs);
+            else
+                fill(to + at * element, (stop - at) * element, by_edge && edge ? repeated(edge, size) : pad, stream);
+            if (signs > 0) write_signs(to, at, stop, size, record + 1 + size, signs, field->shift);
             if (span == last) break;
             i64 n = layout->counts[span];
             if (values) {
@@ -138,7 +139,7 @@ static void write_task(void *context, i64 task) {
     const Layout *layout = pass->layouts + field->layout;
     i64 step = field->outer * field->items * field->size;
     for (i64 row = rows[1]; row < rows[2]; row++)
-        write_row(field, layout, row, field->packed + layout->bounds[row] * step, pass->stream);
+        write_row(field, layout, row, field->pads + row * field->pads_step, field->packed + layout->bounds[row] * step, pass->stream);
 #if defined(__SSE2__)
     _mm_sfence();
 #endif

@@ -6,14 +6,17 @@ import enum
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from maskpack.core import abi
-from maskpack.core.bits import words
+from maskpack.core.bits import Words, from_words, word_dtype, words
+from maskpack.core.index import IntArray
 
 
 class Pad(enum.Enum):
@@ -113,6 +116,11 @@ def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] |
     return None if value is None else tuple(cast("list[int]", words(value).view(-1).tolist()))
 
 
+def has_signs(dtype: torch.dtype) -> bool:
+    """Whether -0.0 differs from 0.0 in a dtype of real numbers."""
+    return dtype.is_floating_point and pad_words(-0.0, dtype) != pad_words(0, dtype)
+
+
 def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tuple[int, int]]:
     """A pad for the core and the kernels: its mode, and the word of a constant in two halves."""
     trust = abi.TRUSTED if trusted else 0
@@ -120,10 +128,116 @@ def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tup
     if pad is PER_ROW or pad is ANY_ZERO or (pad is SIGNED_ZERO and signed):
         modes = {PER_ROW: abi.BY_ROW, ANY_ZERO: abi.BY_SIGNS, SIGNED_ZERO: abi.BY_SIGN}
         return modes[pad] + trust, (0, 0)
-    if trusted:
-        return abi.NO_PAD, (0, 0)
     if pad is EDGE:
-        return abi.BY_EDGE, (0, 0)
+        return abi.BY_EDGE + trust, (0, 0)
     bits = pad_words(0 if isinstance(pad, Pad) else pad, dtype)
     assert bits is not None
-    return abi.CONSTANT, (bits[0], bits[-1])
+    return abi.CONSTANT + trust, (bits[0], bits[-1])
+
+
+# -------------------------------------------------------------------- the pads of the rows of a field
+
+
+@dataclass(frozen=True, eq=False)
+class Pads:
+    """What is under the mask of a field, row by row. Packed rows, nested batches and files hold it in this form.
+
+    Attributes:
+        records: uint8 [1, n] if all rows are alike, else [B, n], on the host. A record is a byte, abi.WORD or abi.EDGE;
+            the bytes of the word that is under the mask, 0 for EDGE; and, if some of the zeros there are -0.0, a bit
+            for each position that is, the first one in the highest bit of its byte.
+        size: bytes of a word, 1 to 16.
+    """
+
+    records: Words
+    size: int
+
+    @staticmethod
+    def of(pad: PadValue, dtype: torch.dtype) -> Pads:
+        """A constant that the dtype can hold, or EDGE, for all rows."""
+        return _pads_of(pad, str(pad), dtype)
+
+    @staticmethod
+    def of_rows(pads: Tensor, signs: Words | None = None, edges: Words | None = None) -> Pads:
+        """A constant for each row, [B] on the host; with signs [B, n], and abi.EDGE or abi.WORD [B]."""
+        size, bits = pads.dtype.itemsize, words(pads.contiguous()).numpy()
+        own: Words = np.ascontiguousarray(bits).view(np.uint8).reshape(len(pads), size)
+        modes: Words = np.zeros((len(pads), 1), np.uint8) if edges is None else edges.reshape(-1, 1).astype(np.uint8)
+        return Pads(np.concatenate([modes, own, *([] if signs is None else [signs])], 1), size)
+
+    @staticmethod
+    def cat(parts: Sequence[tuple[Pads, int]]) -> Pads:
+        """The pads of several groups of rows, with the number of rows of each, one after the other."""
+        first = parts[0][0]
+        if all(pads is first or _is_one(pads, first) for pads, _ in parts):
+            return first
+        most = max(pads.records.shape[1] for pads, _ in parts)
+        out: Words = np.zeros((sum(rows for _, rows in parts), most), np.uint8)
+        end = 0
+        for pads, rows in parts:
+            out[end : end + rows, : pads.records.shape[1]] = pads.records
+            end += rows
+        return Pads(out, first.size)
+
+    def take(self, rows: IntArray | slice) -> Pads:
+        """The pads of some rows."""
+        return self if len(self.records) == 1 else Pads(self.records[rows], self.size)
+
+    @property
+    def edges(self) -> Any:
+        """bool [1] or [B]: rows whose pad is EDGE."""
+        return self.records[:, 0] == abi.EDGE
+
+    def shortest(self) -> Pads:
+        """The same pads, as one record if all rows are alike, and without signs if there are none."""
+        own = self.records if len(self.records) else np.zeros((1, 1 + self.size), np.uint8)
+        own = own[:1] if (own == own[:1]).all() else own
+        signs = own[:, 1 + self.size :].any()
+        return Pads(np.ascontiguousarray(own if signs else own[:, : 1 + self.size]), self.size)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all rows are EDGE, or each is one word."""
+        return self.signs is None and bool(self.edges.all() or not self.edges.any())
+
+    @property
+    def signs(self) -> Words | None:
+        """uint8 [1, n] or [B, n]: which masked-out elements are -0.0; None if none is."""
+        return self.records[:, 1 + self.size :] if self.records.shape[1] > 1 + self.size else None
+
+    def words(self, dtype: torch.dtype) -> Tensor:
+        """The words of the rows as a tensor [1] or [B] on the host, in memory of its own."""
+        line = np.array(self.records[:, 1 : 1 + self.size], order="C").view(word_dtype(min(self.size, 8)))
+        return from_words(line if self.size == 16 else line.reshape(-1), dtype)
+
+    def cast(self, dtype: torch.dtype, to: torch.dtype) -> Pads:
+        """The pads of a field of `dtype` that was cast."""
+        if dtype == to:
+            return self
+        minus, plus = (words(torch.tensor(zero, dtype=dtype, device="cpu").to(to)) for zero in (-0.0, 0.0))
+        signs = None if self.signs is None or torch.equal(minus, plus) else self.signs
+        return Pads.of_rows(self.words(dtype).to(to), signs, self.records[:, 0])
+
+    def moved(self, left: int, width: int) -> Pads:
+        """The pads of rows that have `left` more columns on the left, or fewer, and are `width` wide then. New columns
+        have no signs."""
+        signs, nbytes = self.signs, -(-width // 8)
+        if signs is None or (left == 0 and signs.shape[1] == nbytes):
+            return self
+        bits: Words = np.zeros((len(signs), 8 * nbytes), np.uint8)
+        own = np.unpackbits(signs, axis=1)[:, max(-left, 0) :][:, : max(width - max(left, 0), 0)]
+        bits[:, max(left, 0) : max(left, 0) + own.shape[1]] = own
+        return Pads(np.concatenate([self.records[:, : 1 + self.size], np.packbits(bits, axis=1)], 1), self.size)
+
+
+def _is_one(one: Pads, other: Pads) -> bool:
+    return len(one.records) == len(other.records) == 1 and np.array_equal(one.records, other.records)
+
+
+@lru_cache(maxsize=1024)
+def _pads_of(pad: PadValue, text: str, dtype: torch.dtype) -> Pads:  # the text tells 0.0 from -0.0
+    held = pad_tensor(0 if isinstance(pad, Pad) else pad, dtype)
+    assert held is not None
+    found = Pads.of_rows(held.view(1), None, np.array([abi.EDGE if pad is EDGE else abi.WORD]))
+    found.records.flags.writeable = False
+    return found

@@ -10,34 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from maskpack.core.bits import empty_of, odd_bools, odd_bools_error, words
+from maskpack.core.bits import Words, empty_of, host_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, PER_ROW, SIGNED_ZERO, PadValue, said_pads
+from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, Pads, PadValue, said_pads
 from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, entry_at, flatten, has, rows_in, unflatten
+from maskpack.core.tree import dense_stack, flatten, has
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options
-from maskpack.layout.jagged import all_values, check_lengths, held_by, to_host, values_of
+from maskpack.layout.jagged import all_values, check_lengths, held_by, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks, device_read
 from maskpack.nesting.axes import Axes, Source
-from maskpack.nesting.plan import NOTHING, BatchPlan, Carried, Seen, plan_of
-from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, Schema, pads_of_rows, read_layouts
+from maskpack.nesting.nested import INTACT, NOTHING, Nested, read_nested
+from maskpack.nesting.plan import BatchPlan, Seen, plan_of
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.nesting.signs import signs_of
 from maskpack.ops import pack_torch
 
 LOSSY = "it has non-pad values under its mask (strict mode names one, and the remedy)"
 _MIXED_ZEROS = "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with one number for each token alone. "
 _OTHER_ZERO = "0.0 and -0.0 differ in their bits: the pad ZERO takes both. "
-DIFFERENT_PADS = "its rows were nested with different pads"
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Gathered:
     Attributes:
         plan: its plan.
         axes: of which the layouts are.
-        forms: the forms of its entries, with one pad each.
+        forms: the forms of its entries; those with non-pad values under their mask stay padded.
         rows: B.
         entries: its entries, by path.
         layouts: its layouts, by name.
         values: packed values [T, *F] of padded, flat and jagged forms.
-        row_pads: the pads [B] of fields whose pad is PER_ROW, and the signs of those whose pad is ANY_ZERO.
+        pads: what is under the masks of padded forms.
     """
 
     plan: BatchPlan
@@ -62,7 +61,7 @@ class Gathered:
     entries: Mapping[Path, Any]
     layouts: Mapping[str, RowLayout]
     values: Mapping[Path, Tensor]
-    row_pads: Mapping[Path, Tensor]
+    pads: Mapping[Path, Pads]
 
     @property
     def schema(self) -> Schema:
@@ -70,29 +69,15 @@ class Gathered:
         return replace(self.plan.schema, forms=self.forms)
 
 
-def whole_batch(batch: TensorDictBase, call: str) -> tuple[TensorDictBase, Carried]:
-    """A batch, a lazy stack as one TensorDict, and what its LAYOUTS hold. Nested fields whose pads differ from row to
-    row are restored in it."""
+def whole_batch(batch: TensorDictBase, call: str) -> tuple[TensorDictBase, Nested]:
+    """A batch, a lazy stack as one TensorDict, and what its LAYOUTS say."""
     need_batch(batch, call)
     batch = dense_stack(batch, call)
-    if not has(batch, LAYOUTS):
-        return batch, NOTHING
-    schema, layouts = read_layouts(batch, call)
-    restored: dict[Path, Tensor] = {}
-    for path, pads in pads_of_rows(batch, schema.forms, call).items():
-        value, form = entry_at(batch, path), schema.by_path[path]
-        if isinstance(value, Tensor) and value.is_nested:
-            layout = layouts[form.layout or ""]
-            check_lengths({path: (value, layout)}, call, INTACT)
-            restored[path] = checks.to_padded(values_of(value), form, layout, pads)
-    if restored:
-        entries = [(path, restored.get(path, value)) for path, value in flatten(batch)]
-        batch = unflatten(Node.of(batch), entries, rows_in(batch))
-    return batch, Carried(schema, layouts, frozenset(restored))
+    return batch, read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
 
 
 def gathered(
-    batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout], seen: Seen
+    batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout], seen: Seen
 ) -> Gathered:
     """Gathers the values of a batch from `whole_batch`, which was `seen`, and verifies its pads. `stand_in` are layouts
     for masks that are not in the batch."""
@@ -110,7 +95,7 @@ def gathered(
     uniform = {
         form.path: value.expand(layouts[form.layout or ""].num_tokens)
         for form in plan.forms
-        if form.kind == "padded" and form.path not in jagged and form.pads[0] == 0
+        if form.kind == "padded" and form.path not in jagged and plan.pads[form.path][0] == 0
         if plan.sources[form.layout or ""] == Source("mask", form.path)
         if (value := axes.value_of(form.path)) is not None
     }
@@ -129,9 +114,12 @@ def gathered(
             )
         return x
 
-    verifier = Verifier(tensors, jagged.keys(), plan.restored, gather, layouts, options, dict.fromkeys(uniform, 0))
-    forms, row_pads = verifier.verified(list(plan.forms))
-    return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, row_pads)
+    known = dict.fromkeys(uniform, 0)
+    verifier = Verifier(tensors, jagged.keys(), plan.pads, gather, layouts, options, known)
+    forms, pads = verifier.verified(list(plan.forms))
+    nested = [form for form in forms if form.kind == "padded" and form.path in jagged]
+    pads |= {form.path: plan.pads_of(form, carried, options.call) for form in nested}
+    return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, pads)
 
 
 def is_away(x: Tensor) -> bool:
@@ -144,30 +132,26 @@ def _of_kernel(pads: Sequence[PadValue]) -> list[PadValue]:
     return [pad for pad in pads if pad is not ANY_ZERO]
 
 
-@lru_cache(1024)
-def _with_one(form: FieldForm, place: int) -> FieldForm:
-    """The form with one of its pads. Forms are equal only if the bits of their pads are."""
-    return replace(form, pads=(form.pads[place],))
-
-
 @dataclass
 class Verifier:
     """Gathers the values of all fields with a layout, and determines the pad of each padded field.
 
-    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; those of
-    `restored` are verified in any case. `gather(form)` returns the values [T, *F] of a field, and `known` are pads that
-    need no check.
+    `tensors` are the padded tensors, the values of those that are `jagged`, and others without a layout; `pads` those
+    to try. `gather(form)` returns the values [T, *F] of a field, and `known` are pads that need no check.
     """
 
     tensors: Mapping[Path, Tensor]
     jagged: Collection[Path]
-    restored: Collection[Path]
+    pads: Mapping[Path, Sequence[PadValue]]
     gather: Callable[[FieldForm], Tensor]
     layouts: Mapping[str, RowLayout]
     options: Options
     known: Mapping[Path, PadValue]
     values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
+    _records: dict[tuple[Path, PadValue], Words] = field(default_factory=dict[tuple[Path, PadValue], Words])
+    """Of fields on the host."""
     _row_pads: dict[tuple[Path, PadValue], Tensor] = field(default_factory=dict[tuple[Path, PadValue], Tensor])
+    """[B], of fields on devices."""
     _odd: list[Path] = field(default_factory=list[Path])
     """Bools with bytes other than 0 and 1."""
     _bools: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
@@ -177,41 +161,46 @@ class Verifier:
     def _unsure(self, forms: Sequence[FieldForm]) -> dict[Path, FieldForm]:
         return {form.path: form for form in forms if form.kind == "padded" and form.path not in self.jagged}
 
-    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Tensor]]:
-        """The forms with one pad each; and the pads [B] of fields whose pad is PER_ROW, or the signs of those whose pad
-        is ANY_ZERO. A field with non-pad values under its mask stays padded, or raises LossyPadError."""
+    def verified(self, forms: list[FieldForm]) -> tuple[list[FieldForm], dict[Path, Pads]]:
+        """The forms, and the pads of the padded tensors. A field with non-pad values under its mask stays padded, or
+        raises LossyPadError."""
         unsure = self._unsure(forms)
         bools = [(form.path, self.tensors[form.path]) for form in forms if form.dtype is torch.bool]
         self._bools = {path: x for path, x in bools if is_away(x) and x.layout == torch.strided}
         found = self._pads(unsure, [form for form in forms if form.layout is not None])
-        lossy = [form for path, form in unsure.items() if found[path] is None and path not in self.restored]
+        lossy = [form for path, form in unsure.items() if found[path] is None]
         if lossy and self.options.strict:
             raise LossyPadError("\n".join(map(self._message, lossy)))
-        row_pads: dict[Path, Tensor] = {}
-        sure: list[FieldForm] = []
-        for form in forms:
-            pad = found.get(form.path)
-            if form.path not in unsure:
-                sure.append(form)
-            elif pad is None:
-                self.values.pop(form.path)
-                reason = DIFFERENT_PADS if form.path in self.restored else LOSSY
-                sure.append(FieldForm(form.path, "dense", dtype=form.dtype, reason=reason, axis=form.layout))
-            else:
-                held = self._pad(form, pad)
-                zeros = pad is SIGNED_ZERO or pad is ANY_ZERO
-                if isinstance(held, Tensor) and zeros and not held.is_cuda and not words(held).any():
-                    held = 0
-                elif isinstance(held, Tensor):
-                    row_pads[form.path], held = held, ANY_ZERO if pad is ANY_ZERO else PER_ROW
-                place = next((number for number, own in enumerate(form.pads) if own is held), -1)
-                sure.append(_with_one(form, place) if place >= 0 else replace(form, pads=(held,)))
-        for form in [form for form in sure if form.dtype is torch.bool]:
+        for form in lossy:
+            self.values.pop(form.path)
+        kept = {f.path: FieldForm(f.path, "dense", dtype=f.dtype, reason=LOSSY, axis=f.layout) for f in lossy}
+        forms = [kept.get(form.path, form) for form in forms]
+        for form in [form for form in forms if form.dtype is torch.bool]:
             self._look(form.path, self.values.get(form.path, self.tensors[form.path]))
-            self._look(form.path, row_pads.get(form.path))
+        pads = self._found(unsure, found)
+        self._odd += [
+            path for path, own in pads.items() if unsure[path].dtype is torch.bool and odd_bools(own.records[:, 1])
+        ]
         if self._odd:
             raise odd_bools_error(self.options.call, sorted(set(self._odd)))
-        return sure, row_pads
+        return forms, pads
+
+    def _found(self, unsure: Mapping[Path, FieldForm], found: Mapping[Path, PadValue | None]) -> dict[Path, Pads]:
+        """The pads of fields that fit. One synchronisation for those of rows on a device."""
+        of_rows = {path: pad for path, pad in found.items() if isinstance(pad, Pad) and pad is not EDGE}
+        records = {path: self._records_of(unsure[path], pad) for path, pad in of_rows.items()}
+        away = {path: words for path, words in records.items() if isinstance(words, Tensor)}
+        on_host = {path: torch.from_numpy(bits).view(away[path].dtype) for path, bits in host_words(away, away).items()}
+        pads: dict[Path, Pads] = {}
+        for path, pad in found.items():
+            dtype = cast("torch.dtype", unsure[path].dtype)
+            if path in on_host:
+                pads[path] = Pads.of_rows(on_host[path]).shortest()
+            elif path in records:
+                pads[path] = Pads(cast("Words", records[path]), dtype.itemsize).shortest()
+            elif pad is not None:
+                pads[path] = Pads.of(pad, dtype)
+        return pads
 
     def _look(self, path: Path, x: Tensor | None) -> None:
         """Records bools on the host with bytes other than 0 and 1."""
@@ -224,7 +213,7 @@ class Verifier:
         """The pad of each field, or None if none of its pads fits. Also gathers the values."""
         sure = dict(self.known)
         if not self.options.verify:
-            sure = {path: form.pads[0] for path, form in unsure.items() if path not in self.restored}
+            sure = {path: self.pads[path][0] for path in unsure}
         doubtful = {path: form for path, form in unsure.items() if path not in sure}
         read = self._read(gathered, doubtful, sure)
         return {**sure, **read}
@@ -261,7 +250,7 @@ class Verifier:
                 x, layout = self._padded(form)
                 if device_read.fits(x, layout):
                     pad = sure.get(form.path)
-                    pads = _of_kernel(form.pads if form.path in doubtful or pad is None else (pad,))
+                    pads = _of_kernel(self.pads[form.path] if form.path in doubtful or pad is None else (pad,))
                     checked = form.path in doubtful or (bool(doubtful) and form.dtype is torch.bool)
                     fields[form.path] = device_read.PaddedField(x, layout, pads, checked)
                     continue
@@ -287,19 +276,20 @@ class Verifier:
                 values = empty_of((layout.num_tokens, *x.shape[2:]), x.dtype)
                 self.values[form.path] = gathered[form.path] = values
         left = list(forms)
-        for attempt in range(max((len(form.pads) for form in forms), default=0)):
-            trials = [form for form in left if len(form.pads) > attempt]
+        for attempt in range(max((len(self.pads[form.path]) for form in forms), default=0)):
+            trials = [form for form in left if len(self.pads[form.path]) > attempt]
             if not trials:
                 break
-            left = [form for form in left if len(form.pads) <= attempt]
-            exact, of_rows = checks.read(
-                [(*padded[form.path], form.pads[attempt], gathered[form.path]) for form in trials]
+            left = [form for form in left if len(self.pads[form.path]) <= attempt]
+            tried = [self.pads[form.path][attempt] for form in trials]
+            exact, records = checks.read(
+                [(*padded[form.path], pad, gathered[form.path]) for form, pad in zip(trials, tried, strict=True)]
             )
-            for form, fits, pads in zip(trials, exact, of_rows, strict=True):
-                if pads is not None:
-                    self._row_pads[form.path, form.pads[attempt]] = pads
+            for form, pad, fits, own in zip(trials, tried, exact, records, strict=True):
+                if own is not None:
+                    self._records[form.path, pad] = own
                 if fits:
-                    found[form.path] = form.pads[attempt]
+                    found[form.path] = pad
                 else:
                     left.append(form)
         for form in left:
@@ -323,8 +313,8 @@ class Verifier:
             self._take(read, line, unsure, found)
         self._odd += [path for path, (count,) in zip(odd, on_host[len(reads) :], strict=True) if count]
         left = {
-            path: [pad for pad in form.pads if pad is ANY_ZERO or path not in known]
-            for path, form in unsure.items()
+            path: [pad for pad in self.pads[path] if pad is ANY_ZERO or path not in known]
+            for path in unsure
             if found[path] is None
         }
         for attempt in range(max(map(len, left.values()), default=0)):
@@ -349,25 +339,34 @@ class Verifier:
             form = unsure.get(path)
             differs = flags[place].tolist()
             if form is not None:
-                fitting = [pad for pad, differ in zip(_of_kernel(form.pads), differs, strict=False) if not differ]
+                tried = _of_kernel(self.pads[path])
+                fitting = [pad for pad, differ in zip(tried, differs, strict=False) if not differ]
                 found[path] = fitting[0] if fitting else None
             if path in self._bools and differs and differs[-1]:
                 self._odd.append(path)
 
     def _count_non_pads(self, form: FieldForm, pad: PadValue) -> Tensor:
         x, layout = self._padded(form)
-        pads = pad if pad is ANY_ZERO else self._pad(form, pad)
+        pads = self._rows_of(form, pad) if pad is PER_ROW or pad is SIGNED_ZERO else pad
         return checks.count_non_pads(x, self.values[form.path], layout, pads)
 
-    def _pad(self, form: FieldForm, pad: PadValue) -> PadValue | Tensor:
-        if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
-            return pad
-        if (form.path, pad) not in self._row_pads and pad is ANY_ZERO:
-            self._row_pads[form.path, pad] = signs_of(*self._padded(form))
-        elif (form.path, pad) not in self._row_pads:
+    def _rows_of(self, form: FieldForm, pad: PadValue) -> Tensor:
+        """The pads [B] of a field, for PER_ROW or SIGNED_ZERO."""
+        if (form.path, pad) not in self._row_pads:
             pads = checks.row_pads(*self._padded(form))
             self._row_pads[form.path, pad] = checks.zeros_of(pads) if pad is SIGNED_ZERO else pads
         return self._row_pads[form.path, pad]
+
+    def _records_of(self, form: FieldForm, pad: PadValue) -> Words | Tensor:
+        """Records of rows on the host, or pads [B] on a device."""
+        if (form.path, pad) in self._records:
+            return self._records[form.path, pad]
+        if pad is ANY_ZERO:
+            x, layout = self._padded(form)
+            zeros = torch.zeros(layout.num_rows, dtype=x.dtype, device="cpu")
+            return Pads.of_rows(zeros, signs_of(x, layout)).records
+        rows = self._rows_of(form, pad)
+        return rows if is_away(rows) else Pads.of_rows(rows).records
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
         x = self.tensors[form.path]
@@ -379,16 +378,18 @@ class Verifier:
 
     def _message(self, form: FieldForm) -> str:
         x, layout = self._padded(form)
-        pad = SIGNED_ZERO if SIGNED_ZERO in form.pads else form.pads[0]
-        if ANY_ZERO in form.pads:
+        pads = self.pads[form.path]
+        pad = SIGNED_ZERO if SIGNED_ZERO in pads else pads[0]
+        if ANY_ZERO in pads:
             x, pad = torch.where(x == 0, 0, x), 0
-        place, seen = checks.first_non_pad(x, layout, self._pad(form, pad))
+        of_rows = pad is PER_ROW or pad is SIGNED_ZERO
+        place, seen = checks.first_non_pad(x, layout, self._rows_of(form, pad) if of_rows else pad)
         zero = ""
         if seen in ("0.0", "-0.0"):
             zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
         return (
             f'{self.options.call}: field "{show(form.path)}" holds {seen} at {place} (row, position, ...), which '
-            f'mask "{form.layout}" masks out; expected its pad {said_pads(form.pads)} there. {zero}Fix the '
+            f'mask "{form.layout}" masks out; expected its pad {said_pads(pads)} there. {zero}Fix the '
             "producer, check pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: "
             "with MaskNestingSpec(None), or without strict mode."
         )

@@ -21,8 +21,9 @@ from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
+from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested
 from maskpack.nesting.plan import seen_of
-from maskpack.nesting.schema import INTACT, LAYOUTS, FieldForm, layouts_entry, pads_of_rows, read_layouts
+from maskpack.nesting.schema import LAYOUTS, FieldForm
 
 
 def nest_batch_by_mask(
@@ -74,7 +75,9 @@ def nest_batch_by_mask(
 
     out = unflatten(rows_only(found.plan.root), [(form.path, nested(form)) for form in found.forms], found.rows)
     warn_dense(found.forms, options, batch, off, lambda: nbytes_of({**found.entries, **found.values}.values()), 2)
-    return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.row_pads, found.rows))
+    home = next((own.device for own in found.layouts.values()), torch.device(found.plan.root.device or "cpu"))
+    flat = {path for path, values in found.values.items() if values.dim() == 1}
+    return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.pads, flat, found.rows, home))
 
 
 def _jagged_fields(found: Gathered, call: str) -> dict[Path, Tensor]:
@@ -106,20 +109,19 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
         cast keeps its new dtype, and its pad is cast, too.
 
     Raises:
-        LayoutError: the batch has no LAYOUTS entry, is a cat of different widths, or has fields whose rows do not
-            match their layout or jagged fields added after nesting; or a named field is not in the batch.
+        LayoutError: the batch has no LAYOUTS entry, or has fields whose rows do not match their layout or jagged fields
+            added after nesting; or a named field is not in the batch.
 
     On CUDA: one synchronisation.
     """
     call = "unnest_batch_by_mask"
-    schema, layouts = read_layouts(batch, call)
-    forms = schema.by_path
+    said = read_nested(batch, call)
+    forms, layouts = said.forms, said.layouts
     entries = select_entries(flatten(batch, without=LAYOUTS), fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
-    row_pads = pads_of_rows(batch, [forms[path] for path in nested], call)
     values = all_values([field for field, _ in nested.values()])
     packed = [
-        checks.PackedField(held, forms[path], layout, row_pads.get(path))
+        checks.PackedField(held, pads_of(said, path, held.dtype), layout, forms[path].ragged_dim)
         for held, (path, (_, layout)) in zip(values, nested.items(), strict=True)
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))
@@ -132,7 +134,7 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
     return unflatten(
-        _with_dims_of(Node.of(batch), schema.root),
+        _with_dims_of(Node.of(batch), said.root),
         [(path, restored(path, value)) for path, value in entries],
         rows_in(batch),
     )

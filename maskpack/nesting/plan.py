@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack.core.bits import DTYPES
 from maskpack.core.keys import Key, Path, show
 from maskpack.core.latest import Latest
-from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, PadValue
+from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pads, PadValue
 from maskpack.core.tree import Node, entry_at, flatten, has, is_object, names_of, number_at
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options
@@ -29,20 +29,8 @@ from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Source
+from maskpack.nesting.nested import NOTHING, Nested, pads_of
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
-
-
-class Carried(NamedTuple):
-    """What the LAYOUTS of a batch hold; and the fields that were restored, because their pads differ from row to row:
-    they are padded, and looked at anew."""
-
-    schema: Schema
-    layouts: Mapping[str, RowLayout]
-    restored: frozenset[Path] = frozenset()
-
-
-NOTHING = Carried(Schema(Node((), None), (), ()), {})
-
 
 # -------------------------------------------------------------------- signatures
 
@@ -65,14 +53,14 @@ class Seen(NamedTuple):
     jagged: dict[Path, int]
 
 
-def seen_of(batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout]) -> Seen:
-    """`carried` is what LAYOUTS holds, `stand_in` are the layouts of another batch with the same rows."""
+def seen_of(batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout]) -> Seen:
+    """`carried` is what LAYOUTS says, `stand_in` are the layouts of another batch with the same rows."""
     found = Seen(None, [], [], [], {})
     both = carried.layouts and stand_in
     if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]) or both:
         return found
     given, of_call = carried.layouts or stand_in, (options.pad_token_id, options.strict, options.verify)
-    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried.schema, carried.restored]
+    parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried.keys]
     numbers = {id(layout): number for number, layout in enumerate(given.values())}
     for name, layout in given.items():
         whole, low = layout.__dict__.get("part_of", (None, 0))
@@ -135,12 +123,12 @@ class BatchPlan(NamedTuple):
     """What the batches of one signature are.
 
     Attributes:
-        root, forms: the root and the forms of the padded batch, with the pads to try.
+        root, forms: the root and the forms of the padded batch.
+        pads: what may be under the masks of its padded fields, in order; of nested ones that have none, what is.
         rows: B of the batch that was planned.
         sources: where the layouts of the forms come from, by their names.
         anchors: of these layouts.
         widths: of these layouts, but for those of jagged fields.
-        restored: the fields that were nested with different pads.
         declared: of the jagged fields and the fields of one dim that the registry puts on axes of the batch, the names
             and sources of the layouts of which one should be theirs.
         by_value: whether it holds for this batch alone.
@@ -148,35 +136,49 @@ class BatchPlan(NamedTuple):
 
     root: Node
     forms: tuple[FieldForm, ...]
+    pads: Mapping[Path, tuple[PadValue, ...]]
     rows: int
     sources: Mapping[str, Source]
     anchors: Mapping[str, int]
     widths: Mapping[str, int]
-    restored: frozenset[Path]
     declared: Mapping[Path, Mapping[str, Source]]
     by_value: bool
 
     @classmethod
     def of(
-        cls, batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout]
+        cls, batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout]
     ) -> BatchPlan:
         """Raises LayoutError and RegistryError for what the registry does not allow."""
         planner = _Planner(batch, options, carried, stand_in)
         forms = [planner.form(path, value) for path, value in flatten(batch, without=LAYOUTS)]
         axes, sources, widths = planner.axes, planner.sources, planner.widths
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
-        root = Node.of(batch) if carried is NOTHING else carried.schema.root
+        root = Node.of(batch)
+        if carried is not NOTHING:
+            root = replace(root, more_dims=carried.root.more_dims, names=carried.root.names)
         by_value = planner.by_value or axes.by_value
         rows, declared = planner.rows(forms), planner.declared(forms)
-        return cls(root, tuple(forms), rows, sources, anchors, widths, carried.restored, declared, by_value)
+        return cls(root, tuple(forms), planner.pads, rows, sources, anchors, widths, declared, by_value)
 
     @property
     def schema(self) -> Schema:
-        """The schema of the nested or packed batch, with the pads to try. Its axes are those of all padded fields, also
-        of those that stay padded for their values."""
+        """The schema of the nested or packed batch. Its axes are those of all padded fields, also of those that stay
+        padded for their values."""
         names = dict.fromkeys(form.layout for form in self.forms if form.kind == "padded" and form.layout is not None)
         axes = [(name, self.widths[name], self.anchors[name]) for name in names]
         return Schema(self.root, self.forms, tuple(axes))
+
+    def pads_of(self, form: FieldForm, nested: Nested, call: str) -> Pads:
+        """What is under the mask of a nested field, in its dtype."""
+        dtype, path = form.dtype, form.path
+        assert dtype is not None
+        pads = pads_of(nested, path, dtype) if path in nested.pads else Pads.of(self.pads[path][0], dtype)
+        if dtype.is_complex and pads.signs is not None:
+            raise LayoutError(
+                f'{call}: field "{show(form.path)}" is {dtype}, and was nested as floats with 0.0 and -0.0 '
+                "under its mask; expected one of them. Restore it before the cast: unnest_batch_by_mask."
+            )
+        return pads
 
 
 plans: Latest[BatchPlan] = Latest()
@@ -184,7 +186,7 @@ plans: Latest[BatchPlan] = Latest()
 
 
 def plan_of(
-    batch: TensorDictBase, options: Options, carried: Carried, stand_in: Mapping[str, RowLayout], seen: Seen
+    batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout], seen: Seen
 ) -> BatchPlan:
     """The plan of a batch that was `seen`."""
     known = plans.get(seen.signature)
@@ -200,10 +202,11 @@ class _Planner:
 
     batch: Any
     options: Options
-    carried: Carried
+    carried: Nested
     stand_in: Mapping[str, RowLayout]
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
     widths: dict[str, int] = field(default_factory=dict[str, int])
+    pads: dict[Path, tuple[PadValue, ...]] = field(default_factory=dict[Path, tuple[PadValue, ...]])
     by_value: bool = False
     _rows: dict[str, int] = field(default_factory=dict[str, int])
     _own: dict[int, str] = field(default_factory=dict[int, str])
@@ -213,13 +216,14 @@ class _Planner:
     def __post_init__(self) -> None:
         registry, call = self.options.registry, self.options.call
         self.axes = Axes(self.batch, registry, self.carried.layouts, self.stand_in, call)
-        self._before = {form.path: form for form in self.carried.schema.forms}
 
     def form(self, path: Path, value: Any) -> FieldForm:
         if isinstance(value, Node):
             self._check_kind(path, value)
-            before = self._before.get(path)
-            return before if before is not None and before.kind == "node" else FieldForm(path, "node", node=value)
+            before = self.carried.forms.get(path)
+            if before is not None and before.node is not None:
+                value = replace(value, more_dims=before.node.more_dims, names=before.node.names)
+            return FieldForm(path, "node", node=value)
         if is_object(value):
             return FieldForm(path, "object")
         if not isinstance(value, Tensor) or isinstance(value, UnbatchedTensor):
@@ -239,9 +243,6 @@ class _Planner:
                 f'{self.options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
                 "expected numbers in memory. Dequantize it, or leave it out."
             )
-        if path in self.carried.restored:
-            before = self._before[path]
-            return replace(before, layout=self._use_given(before), dtype=value.dtype)
         return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, self._spec(path))
 
     def _check_kind(self, path: Path, node: Node) -> None:
@@ -312,8 +313,8 @@ class _Planner:
                 return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
             dim, shape = spec.dim_of(value), (axis.rows, axis.width)
             if axis.tokens is None and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:
-                pads = self._pads(path, spec, value)
-                return FieldForm(path, "padded", self._use(axis), pads, dim, value.dtype, hints=spec.hints)
+                self.pads[path] = self._pads(path, spec, value)
+                return FieldForm(path, "padded", self._use(axis), dim, value.dtype, hints=spec.hints)
         if value.dim() <= 1:
             if value.dim() and axes and all(value.shape[0] != axis.rows for axis in axes):
                 self._lines[path] = axes
@@ -347,9 +348,11 @@ class _Planner:
                 "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
                 "torch.nested.nested_tensor(rows, layout=torch.jagged)."
             )
-        before = self._before.get(path)
+        before = self.carried.forms.get(path)
         if before is not None and before.layout is not None:
-            return self._again(path, value, before)
+            padded = before.kind == "padded"
+            layout = self._use_given(before) if padded else self._own_layout(path, value)
+            return replace(before, layout=layout, dtype=value.dtype, hints=() if spec is None else spec.hints)
         if spec is not None and (self.carried.layouts or self.stand_in):
             self.by_value = True  # it has the offsets of an axis or not, whatever it is called
             offsets = to_host([offsets_of(value)])[0]
@@ -364,17 +367,11 @@ class _Planner:
             if fitting:
                 of_rows = PER_ROW, SIGNED_ZERO, ANY_ZERO
                 pads = [pad for pad in self._pads(path, spec, value) if pad not in of_rows]
-                layout, pad = self._use(fitting[0]), pads[0] if pads else 0
-                return FieldForm(path, "padded", layout, (pad,), spec.dim_of(value), value.dtype, hints=spec.hints)
+                self.pads[path] = (pads[0] if pads else 0,)
+                layout, dim = self._use(fitting[0]), spec.dim_of(value)
+                return FieldForm(path, "padded", layout, dim, value.dtype, hints=spec.hints)
         hints = () if spec is None else spec.hints
         return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype, hints=hints)
-
-    def _again(self, path: Path, value: Tensor, before: FieldForm) -> FieldForm:
-        """The form of a field that is already nested, in its current dtype."""
-        if before.kind == "padded":
-            pad = checks.cast_pad(before, value.dtype)
-            return replace(before, layout=self._use_given(before), pads=(pad,), dtype=value.dtype)
-        return replace(before, layout=self._own_layout(path, value), dtype=value.dtype)
 
     def _own_layout(self, path: Path, value: Tensor) -> str:
         """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""

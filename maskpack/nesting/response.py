@@ -24,7 +24,7 @@ from torch import Tensor
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.keys import Key, Path, path_of, show
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, PadValue, pad_tensor
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, Pads, PadValue, pad_tensor
 from maskpack.core.tensors import need_batch, need_gradients, need_tensor
 from maskpack.core.tree import Node, flatten, has, number_at, select_entries
 from maskpack.errors import LayoutError
@@ -35,7 +35,8 @@ from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.checks import to_padded
-from maskpack.nesting.schema import LAYOUTS, FieldForm, read_layouts, read_pads
+from maskpack.nesting.nested import NOTHING, Nested, pads_of, read_nested
+from maskpack.nesting.schema import LAYOUTS, FieldForm
 from maskpack.ops import pack_torch
 
 RESPONSE = "response"
@@ -90,7 +91,7 @@ def select_and_pad_to_response(
         wanted = [path for path in tensors if axis.holds(path, entries[path], registry)]
     out = TensorDict({}, batch_size=[axis.response.num_rows], device=batch.device)
     for path in wanted:
-        out.set(path, axis.padded(path, entries[path], width, registry, call, batch))
+        out.set(path, axis.padded(path, entries[path], width, registry, call))
     return out
 
 
@@ -168,7 +169,7 @@ def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tens
 
 @dataclass(frozen=True)
 class ResponseAxis:
-    """The response layout of a batch, its sequence layout if it has one, and the forms of its fields.
+    """The response layout of a batch, its sequence layout if it has one, and what is known of its nested fields.
 
     The response may be any tokens of a row: its columns are the last ones of the sequence, or all of them.
 
@@ -180,7 +181,7 @@ class ResponseAxis:
 
     response: RowLayout
     sequence: RowLayout | None
-    forms: dict[Path, FieldForm]
+    nested: Nested
     ends: bool = False
     counted: bool = False
     shift: int = 0
@@ -191,34 +192,30 @@ class ResponseAxis:
     ) -> ResponseAxis:
         """With `or_sequence`, all tokens are the response of a batch that gives no response axis."""
         need_batch(batch, call)
-        known: dict[str, RowLayout] = {}
-        forms: dict[Path, FieldForm] = {}
-        if has(batch, LAYOUTS):
-            schema, known = read_layouts(batch, call)
-            forms = {form.path: form for form in schema.forms}
-        return cls._of_axes(batch, registry, known, forms, call, or_sequence)
+        nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
+        return cls._of_axes(batch, registry, nested, call, or_sequence)
 
     @classmethod
     def among(
         cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
     ) -> ResponseAxis:
         """The response axis of a packed batch, given by its layouts."""
-        return cls._of_axes(TensorDict({}, batch_size=[]), registry, layouts, {}, call, or_sequence)
+        nested = NOTHING._replace(layouts=layouts)
+        return cls._of_axes(TensorDict({}, batch_size=[]), registry, nested, call, or_sequence)
 
     @classmethod
     def _of_axes(
         cls,
         batch: TensorDictBase,
         registry: MaskNestingRegistry,
-        known: Mapping[str, RowLayout],
-        forms: dict[Path, FieldForm],
+        nested: Nested,
         call: str,
         or_sequence: bool,
     ) -> ResponseAxis:
-        axes = Axes(batch, registry, known, {}, call)
+        axes = Axes(batch, registry, nested.layouts, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None and or_sequence and sequence is not None:
-            return cls(sequence.layout, sequence.layout, forms)
+            return cls(sequence.layout, sequence.layout, nested)
         if response is None:
             raise _no_axis(RESPONSE, call)
         ways, whole = registry.axes.get(RESPONSE, ()), {way.source for way in registry.axes.get(SEQUENCE, ())}
@@ -226,9 +223,9 @@ class ResponseAxis:
         tails = [way.part == "tail" and way.source in whole for way in ways]
         ends = bool(ways) and all(map(any, zip(counting, tails, strict=True)))
         # a stored layout does not say where it is from
-        counted = bool(ways) and all(counting) if RESPONSE in known else response.counted
+        counted = bool(ways) and all(counting) if RESPONSE in nested.layouts else response.counted
         whole = None if sequence is None else sequence.layout
-        return cls(response.layout, whole, forms, ends, counted, ways[0].shift if ways else 0)
+        return cls(response.layout, whole, nested, ends, counted, ways[0].shift if ways else 0)
 
     def need_sequence(self, call: str) -> RowLayout:
         """The sequence layout. Raises LayoutError if there is none."""
@@ -313,7 +310,7 @@ class ResponseAxis:
 
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether a field is on the response axis; used if no fields are named."""
-        form = self.forms.get(path)
+        form = self.nested.forms.get(path)
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
@@ -325,19 +322,22 @@ class ResponseAxis:
             return False
         return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
 
-    def padded(
-        self, path: Path, value: Tensor, width: int, registry: MaskNestingRegistry, call: str, batch: TensorDictBase
-    ) -> Tensor:
+    def padded(self, path: Path, value: Tensor, width: int, registry: MaskNestingRegistry, call: str) -> Tensor:
         """The response columns of a field, at a width."""
         spec = registry.find(path)
-        if path not in self.forms and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & set(spec.masks):
+        if (
+            path not in self.nested.forms
+            and spec is not None
+            and spec.masks
+            and not {RESPONSE, SEQUENCE} & set(spec.masks)
+        ):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is under mask "{show(spec.masks[0])}"; expected a field on the '
                 "response or the sequence axis. Name one of these."
             )
         if not value.is_nested:
             dim, pad = (1, 0) if spec is None else (spec.dim_of(value), spec.pads[0])
-            form = self.forms.get(path)
+            form = self.nested.forms.get(path)
             axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
             columns = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
             return self._at_width(path, columns, dim, width, pad, call)
@@ -347,7 +347,10 @@ class ResponseAxis:
                 "tensor. Build it with maskpack, or with nested_tensor_from_jagged."
             )
         need_gradients(value, f'field "{show(path)}"', call)
-        form = self.forms.get(path) or self._form_of_new(path, value, registry, call)
+        known = path in self.nested.pads
+        form = self.nested.forms[path] if known else self._form_of_new(value, path)
+        dtype = value.dtype
+        pads = pads_of(self.nested, path, dtype) if known else self._pads_of_new(path, dtype, registry, call)
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)
@@ -363,9 +366,9 @@ class ResponseAxis:
                 f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
                 "fields on the response or the sequence axis."
             )
-        padded = to_padded(value.values(), form, layout, read_pads(batch, self.forms, path, call))
+        padded = to_padded(value.values(), pads, layout, form.ragged_dim)
         columns = self._columns(path, padded, form.ragged_dim, call, whole=form.layout == SEQUENCE)
-        return self._at_width(path, columns, form.ragged_dim, width, form.pads[0], call)
+        return self._at_width(path, columns, form.ragged_dim, width, pads, call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> Tensor:
         """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`."""
@@ -387,7 +390,13 @@ class ResponseAxis:
             "Name fields on the response or the sequence axis."
         )
 
-    def _form_of_new(self, path: Path, value: Tensor, registry: MaskNestingRegistry, call: str) -> FieldForm:
+    def _form_of_new(self, value: Tensor, path: Path) -> FieldForm:
+        """Of a jagged field that was added after nesting: on the axis that has as many tokens."""
+        tokens = value.values().shape[0]
+        whole = self.sequence is not None and tokens == self.sequence.num_tokens != self.response.num_tokens
+        return FieldForm(path, "padded", SEQUENCE if whole else RESPONSE, dtype=value.dtype)
+
+    def _pads_of_new(self, path: Path, dtype: torch.dtype, registry: MaskNestingRegistry, call: str) -> Pads:
         spec = registry.find(path)
         pad = spec.pads[0] if spec is not None and spec.pads else 0
         if isinstance(pad, Pad):
@@ -395,9 +404,7 @@ class ResponseAxis:
                 f'{call}: field "{show(path)}" was added after nesting; its pad {pad!r} is not known. '
                 "Nest the batch again with pad_token_id, which gives new fields their pad."
             )
-        whole = self.sequence is not None and value.values().shape[0] == self.sequence.num_tokens
-        layout = SEQUENCE if whole and self.response.num_tokens != value.values().shape[0] else RESPONSE
-        return FieldForm(path, "padded", layout, (pad,), dtype=value.dtype)
+        return Pads.of(pad, dtype)
 
     def check_width(self, width: int, call: str) -> None:
         """Raises LayoutError for a width that the longest response does not fit into."""
@@ -408,7 +415,7 @@ class ResponseAxis:
                 f"{call}: width is {width}; the longest response ends at column {longest}. Pass at least {longest}."
             )
 
-    def _at_width(self, path: Path, columns: Tensor, dim: int, width: int, pad: PadValue, call: str) -> Tensor:
+    def _at_width(self, path: Path, columns: Tensor, dim: int, width: int, pad: PadValue | Pads, call: str) -> Tensor:
         """Response columns cut or padded to a width. A row whose last column is no token goes on with its value, which
         is the pad; others go on with the pad of the field."""
         if columns.dim() <= 1:
@@ -420,9 +427,14 @@ class ResponseAxis:
         full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
         last = columns.narrow(dim, -1, 1).expand(shape) if columns.shape[dim] else columns.new_empty(shape)
+        if isinstance(pad, Pads):
+            full &= ~pad.edges
         if not full.any() or pad is EDGE:
             return torch.cat([columns, last], dim)
-        constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
+        if isinstance(pad, Pads):
+            constant = pad.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
+        else:
+            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
         if pad is PAD_TOKEN_ID:
             constant = None if full.all() else last[int(full.argmin())].flatten()[0]
         if constant is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from maskpack.core import abi, native
 from maskpack.core.bits import empty, empty_of, words
 from maskpack.core.index import IntArray
-from maskpack.core.pads import EDGE, Pad, PadValue, pad_tensor, pad_words
+from maskpack.core.pads import EDGE, Pads, pad_tensor
 from maskpack.layout.row_layout import RowLayout, core_layout
 
 
@@ -25,7 +25,7 @@ def pack(x: Tensor, layout: RowLayout) -> Tensor:
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if x.device.type == "cpu":
-        native.read([native.PaddedField(x, core_layout(layout), native.Pads(abi.NO_PAD), out)])
+        native.read([native.PaddedField(x, core_layout(layout), native.Trial(abi.NO_PAD), out)])
         return out
     source, target = words(x), words(out)
     if source.is_contiguous():
@@ -58,12 +58,16 @@ def _moved(out: Tensor, ragged_dim: int) -> Tensor:
 
 
 def _unpack_on_host(values: Tensor, layout: RowLayout, pad_value: Any, ragged_dim: int) -> Tensor:
-    field = new_field(values, layout, host_pads(pad_value, values.dtype), ragged_dim)
+    if isinstance(pad_value, Tensor):
+        pads = Pads.of_rows(pad_value.detach().to(values.dtype))
+    else:
+        pads = Pads.of(pad_value, values.dtype)
+    field = new_field(values, layout, pads, ragged_dim)
     native.write([field])
     return field.padded
 
 
-def new_field(values: Tensor, layout: RowLayout, pads: native.Pads, ragged_dim: int) -> native.NewField:
+def new_field(values: Tensor, layout: RowLayout, pads: Pads, ragged_dim: int) -> native.NewField:
     """An empty padded tensor on the host, which `native.write` fills."""
     shape, form = _form_of(values.shape[1:], values.dtype, layout.width, ragged_dim)
     out = empty_of((layout.num_rows, *shape), values.dtype)
@@ -78,19 +82,6 @@ def _form_of(
     padded = (*shape[: ragged_dim - 1], width, *shape[ragged_dim - 1 :])
     one = torch.empty((1, *padded), dtype=dtype, device="meta").movedim(ragged_dim, 1)
     return padded, native.described(one)[0].reshape(1).view(np.int64)
-
-
-def host_pads(pad: PadValue | Tensor, dtype: torch.dtype) -> native.Pads:
-    """A pad for the compiled core: a constant that the dtype can hold, EDGE, or a tensor [B] with the pad of each row;
-    PER_ROW and SIGNED_ZERO get such a tensor, which `native.read` fills."""
-    if pad is EDGE:
-        return native.Pads(abi.BY_EDGE)
-    if isinstance(pad, Tensor):
-        return native.Pads(abi.BY_ROW, of_rows=pad.to(dtype).contiguous())
-    assert not isinstance(pad, Pad)
-    bits = pad_words(pad, dtype)
-    assert bits is not None
-    return native.Pads(abi.CONSTANT, bits)
 
 
 def _traced(x: Tensor) -> bool:

@@ -41,14 +41,15 @@ from maskpack.nesting.axes import Axes
 from maskpack.nesting.coverage import OffAxis, check_coverage, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.plan import BatchPlan, Carried, Seen, plan_of, seen_of
-from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, read_layouts, write_layouts
+from maskpack.nesting.nested import Nested, layouts_entry, read_nested
+from maskpack.nesting.plan import BatchPlan, Seen, plan_of, seen_of
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.arrow import table_of
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.cuda.device_plan import DevicePlan
 from maskpack.packed.cuda.encode import OnDevice, device_of, encode_on_device, learn_forms
-from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, shape_in, trimmed
+from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, pads_of, shape_in, trimmed
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
@@ -135,8 +136,7 @@ class PackedBatch:
     def fields(self) -> dict[Key, FieldForm]:
         """What is known of each field without decoding it, by its key. A FieldForm has `kind` (padded: [B, S, *shape]
         under `layout`; flat or jagged: the tokens of a nested tensor; dense: a tensor without a mask; object), `dtype`,
-        `shape` (of an element), `pads` (the one pad that its values have under the mask), `device`, and `reason`: why a
-        tensor stays padded, or None."""
+        `shape` (of an element), `device`, and `reason`: why a tensor stays padded, or None."""
         return {plain(form.path): form for form in self.schema.forms if form.node is None}
 
     @cached_property
@@ -592,9 +592,11 @@ def decompress(
     if not decoder.nested:
         return unflatten(on(root, device), entries, packed.num_rows)
     out = unflatten(on(rows_only(root), device), entries, packed.num_rows)
-    schema = replace(packed.schema, forms=tuple(forms))
-    home = on(root, device).device
-    return out.set(LAYOUTS, write_layouts(schema, decoder.tables(forms), decoder.pads(forms), packed.num_rows, home))
+    schema = replace(packed.schema, root=on(root, device), forms=tuple(forms))
+    pads = {form.path: pads_of(packed, form) for form in forms if form.kind == "padded"}
+    flat = {form.path for form in forms if not form.shape}
+    home = torch.device(device or "cpu")
+    return out.set(LAYOUTS, layouts_entry(schema, packed.layouts, pads, flat, packed.num_rows, home))
 
 
 def _layouts_of(like: Any) -> dict[str, RowLayout]:
@@ -607,13 +609,13 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
             f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "
             "the layouts; for a BatchView, pass view.layouts_alone()."
         )
-    return read_layouts(like, "compress: like")[1]
+    return dict(read_nested(like, "compress: like").layouts)
 
 
 def _by_plan(
     batch: TensorDictBase,
     options: Options,
-    carried: Carried,
+    carried: Nested,
     layouts: Mapping[str, RowLayout],
     seen: Seen,
     like: Any,
@@ -635,7 +637,7 @@ def _by_plan(
             plans.keep(seen.signature, plan)
         if line is None:
             line = native.layout_rows([core_layout(layout) for layout in given.values()])
-        found = plan.encoded(seen, rows, line, given)
+        found = plan.encoded(seen, rows, line, given, carried)
         if found is not None:
             table, schema = found
             return table, schema, plan.plan
@@ -654,20 +656,16 @@ def _encoded(
     layouts = _on_host(found.layouts)
     dense_rows = 1 if found.plan.root.more_dims is None else found.rows
     values = {number: found.values.get(form.path, found.entries[form.path]) for number, form in enumerate(tensors)}
-    row_pads = host_words(found.row_pads, found.row_pads)
-    away = encode_on_device(tensors, values, row_pads, layouts, found.rows, dense_rows)
+    away = encode_on_device(tensors, values, found.pads, layouts, found.rows, dense_rows)
     done = [] if away is None else away.numbers
     rest = [number for number in range(len(tensors)) if number not in done]
     bits = host_words(ready := {number: values[number] for number in rest}, ready)
     odd = [] if away is None else [tensors[number].path for number in away.odd]
-    for number in rest:
-        path, pads = tensors[number].path, row_pads.get(tensors[number].path)
-        if tensors[number].dtype is torch.bool and (odd_bools(bits[number]) or (pads is not None and odd_bools(pads))):
-            odd.append(path)
+    odd += [tensors[at].path for at in rest if tensors[at].dtype is torch.bool and odd_bools(bits[at])]
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
     jobs = [
-        Job(tensors[number], words=bits[number].reshape(-1), row_pads=row_pads.get(tensors[number].path))
+        Job(tensors[number], words=bits[number].reshape(-1), pads=found.pads.get(tensors[number].path))
         for number in rest
     ]
     table = None if away is None else away.table

@@ -10,12 +10,11 @@ take, split and cat change segments and copy no values. A body lives as long as 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from maskpack.core.bits import Words
 from maskpack.core.index import IntArray, SpanTable
 from maskpack.fields.registry import Path
 from maskpack.layout.row_layout import RowLayout, layout_of_table
@@ -147,12 +146,12 @@ class Shown(NamedTuple):
 
     Attributes:
         layouts: all of them.
-        row_pads: those of fields whose pads are as wide as the rows.
+        begins: the first column of each that is left.
         batch: the PackedBatch in its own widths.
     """
 
     layouts: Mapping[str, RowLayout]
-    row_pads: Mapping[Path, Words]
+    begins: Mapping[str, int]
     batch: Any
 
 
@@ -163,13 +162,11 @@ class Picked:
     Attributes:
         columns: each tensor is in one of them; at least one, which may have no field.
         frames: the layouts, each at least as wide as in the bodies.
-        row_pads: words [B] or [B, n] of the pads of fields whose bodies have other pads than the batch.
         shown: the layouts, if they are narrower than in the bodies; None if not.
     """
 
     columns: tuple[Columns, ...]
     frames: Mapping[str, Frame]
-    row_pads: Mapping[Path, Words] = field(default_factory=dict[Path, Words])
     shown: Shown | None = None
 
     @classmethod
@@ -180,20 +177,23 @@ class Picked:
 
     def take(self, index: IntArray | slice) -> Picked:
         """Some rows, in the order given; a slice as for `Segments.take`."""
-        pads = {path: words[index] for path, words in self.row_pads.items()}
-        return replace(self, columns=tuple(own.take(index) for own in self.columns), row_pads=pads)
+        return replace(self, columns=tuple(own.take(index) for own in self.columns))
 
     def only(self, paths: Collection[Path], layouts: Collection[str]) -> Picked:
         """Some fields and layouts."""
         columns = [own.kept(paths, layouts) for own in self.columns]
         frames = {name: frame for name, frame in self.frames.items() if name in layouts}
-        pads = {path: words for path, words in self.row_pads.items() if path in paths}
-        return Picked(used(columns), frames, pads)
+        return Picked(used(columns), frames)
 
     def shown_as(self, shown: Shown) -> Picked:
         """The same rows in narrower layouts."""
         frames = {name: (layout.width, layout.anchor) for name, layout in shown.layouts.items()}
-        return replace(self, frames=frames, row_pads={**self.row_pads, **shown.row_pads}, shown=shown)
+        return replace(self, frames=frames, shown=shown)
+
+    def shift(self, name: str, table: Table) -> int:
+        """Columns of a layout on the left of those that it has in a table, negative if it has fewer there."""
+        left = self.frames if self.shown is None else self.shown.batch.frames
+        return left[name][1] - table.frames[name][1] - (0 if self.shown is None else self.shown.begins[name])
 
     def layouts(self) -> dict[str, RowLayout]:
         """The layouts of the rows, on the host."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import Words, address, empty_of, from_words, word_dtype, words
+from maskpack.core.bits import Words, address, empty_of, words
 from maskpack.core.index import IntArray, ranges
-from maskpack.core.pads import ANY_ZERO, PER_ROW, trial_of
+from maskpack.core.pads import Pads
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
@@ -25,10 +25,9 @@ from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import RowLayout, host_spans, min_length, widened
 from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, RowPads, Schema, pad_table, span_table
-from maskpack.nesting.signs import moved_signs
+from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Shown
-from maskpack.packed.table import size_of_word, words_of_one
+from maskpack.packed.table import Table, size_of_word, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -39,7 +38,7 @@ MAX_BYTES = 64 << 30
 
 _NUMBERS, _PADDED, _PACKED = abi.TARGET.itemsize // 8, 0, 1
 _ENTRY, _PART = _NUMBERS - 2, _NUMBERS - 1
-_ROW_PADS = abi.FIELD.fields["row_pads"][1] // 8  # type: ignore[index]
+_PADS = abi.FIELD.fields["pads"][1] // 8  # type: ignore[index]
 
 
 def shape_of(
@@ -68,7 +67,7 @@ class _Targets(NamedTuple):
         lines: TARGET [n], as int64 [n, ...].
         dense: bool [n], those without a layout.
         places: int64 [n], where their addresses are written among the numbers of the lines.
-        row_pads: the numbers of the tensors that have pads of rows.
+        padded: bool [n], those that are written with what is under their mask.
         shapes: the layout whose tokens are the first dim, or None; the other dims, those behind B where a field has
             rows; whether it has; and the dtype.
         bytes_of: bytes of a row of all fields together, of a token of each layout, and of fields without rows.
@@ -77,7 +76,7 @@ class _Targets(NamedTuple):
     lines: IntArray
     dense: npt.NDArray[np.bool_]
     places: IntArray
-    row_pads: Sequence[int]
+    padded: npt.NDArray[np.bool_]
     shapes: Sequence[tuple[str | None, tuple[int, ...], bool, torch.dtype]]
     bytes_of: Mapping[str | bool, int]
 
@@ -104,15 +103,14 @@ def _targets(
             one = torch.empty((1, *shape), dtype=form.dtype, device="meta")
             line["field"], _ = native.described(one.movedim(form.ragged_dim, 1))
             line["padded"] = 1
-            line["field"]["mode"], line["field"]["pad"] = trial_of(form.pads[0], form.dtype, False)
         line["field"]["layout"] = number
         tokens = layout if not padded else None
         shapes.append((tokens, shape, by_rows, form.dtype))
         bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
-    with_pads = [at for at, path in enumerate(paths) if lines["padded"][at] and has_row_pads(forms[path])]
     dense = np.array([forms[path].layout is None for path in paths], np.bool_)
     first = np.arange(len(paths)) * _NUMBERS + np.where(lines["padded"] != 0, _PADDED, _PACKED)
-    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, with_pads, shapes, bytes_of)
+    padded = lines["padded"] != 0
+    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, padded, shapes, bytes_of)
 
 
 def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
@@ -143,8 +141,8 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
-        lines = sum(max(host_spans(layout).starts.size, layout.num_rows) for layout in packed.layouts.values())
-        total += abi.LINE * lines + 8 * (packed.num_rows + 1) * (1 + len(packed.layouts))
+        row = sum(-(-width // 8) for width, _ in packed.frames.values()) + 8 * (2 + len(packed.layouts))
+        total += packed.num_rows * (row + sum(18 for form in forms if form.dtype is not None))
     return total
 
 
@@ -156,55 +154,20 @@ def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
     )
 
 
-def pad_table_of(packed: PackedBatch, forms: Iterable[FieldForm]) -> Tensor:
-    """`pad_table` of some fields, on the host."""
-    forms = [form for form in forms if form.dtype is not None]
-    return pad_table(forms, all_row_pads(packed, forms), packed.num_rows, "cpu")
-
-
-def all_row_pads(packed: PackedBatch, forms: Iterable[FieldForm]) -> dict[Path, Tensor]:
-    """`row_pads_of` those of some fields that have any."""
-    tensors = [form for form in forms if form.dtype is not None]
-    return {form.path: pads for form in tensors if (pads := row_pads_of(packed, form)) is not None}
-
-
-def has_row_pads(form: FieldForm) -> bool:
-    """Whether each row of a field has a pad, or signs, of its own."""
-    return form.pads in ((PER_ROW,), (ANY_ZERO,))
-
-
-def row_pads_of(packed: PackedBatch, form: FieldForm) -> Tensor | None:
-    """The pads [B] of a field whose pad is PER_ROW, the signs of one whose pad is ANY_ZERO; None for other fields."""
-    if not has_row_pads(form):
-        return None
+def pads_of(packed: PackedBatch, form: FieldForm) -> Pads:
+    """What is under the mask of a padded field, as wide as its rows are now."""
     assert form.dtype is not None
-    return from_words(row_pad_words(packed, form), torch.uint8 if form.pads == (ANY_ZERO,) else form.dtype)
-
-
-def row_pad_words(packed: PackedBatch, form: FieldForm) -> Words:
-    """The words [B] or [B, 2] of the pads of a field whose pad is PER_ROW, the signs [B, n] of one whose pad is
-    ANY_ZERO, in memory of their own."""
-    picked = packed.picked
-    if form.path in picked.row_pads:
-        return np.array(picked.row_pads[form.path], order="C")
+    assert form.layout is not None
+    size, picked, parts = form.dtype.itemsize, packed.picked, list[tuple[Pads, int]]()
     own = next(columns for columns in picked.columns if form.path in columns.paths)
     shares, order = own.rows.shares()
-    signs = form.pads == (ANY_ZERO,)
-    parts: list[Words] = []
     for share in shares:
         body = own.parts[share.source]
-        table, number = body.table, body.numbers[form.path]
-        held = table.signs(number) if signs else table.pads_of_rows(number)
-        assert held is not None
-        parts.append(held[share.rows])
-    if parts:
-        held = np.concatenate(parts)
-        return held if order is None else held[order]
-    assert form.dtype is not None
-    if signs:
-        return np.zeros((0, -(-packed.frames[form.layout or ""][0] // 8)), np.uint8)
-    size = form.dtype.itemsize
-    return np.zeros((0, 2) if size == 16 else 0, word_dtype(min(size, 8)))
+        pads = body.table.pads_of(body.numbers[form.path], size)
+        pads = pads.moved(picked.shift(form.layout, body.table), picked.frames[form.layout][0])
+        parts.append((pads.take(share.rows), share.rows.size))
+    found = Pads.cat(parts or [(Pads.of(0, form.dtype), 0)])
+    return found if order is None else found.take(order)
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
@@ -214,9 +177,7 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     tensors = [empty_of(shape, dtype) for shape, dtype in _shapes(packed, targets)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
-    held: list[Any] = [row_pad_words(packed, forms[at]) for at in targets.row_pads]
-    for at, pads in zip(targets.row_pads, held, strict=True):
-        lines[at, _ROW_PADS] = address(pads)
+    held: list[Any] = []
     numbers = {form.path: at for at, form in enumerate(forms)}
     blocks: list[IntArray] = []
     given: list[tuple[int, ...]] = []
@@ -233,7 +194,14 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
                     words(tensors[place]).numpy()[at] = own
                 continue
             table, block = body.table, lines if whole else lines[places]
-            block[:, _ENTRY] = table.fields[[body.numbers[path] for path in chosen]]
+            fields = [body.numbers[path] for path in chosen]
+            block[:, _ENTRY] = table.fields[fields]
+            padded: npt.NDArray[np.bool_] = targets.padded if whole else targets.padded[places]
+            if padded.any():
+                _write_pads(block, table, fields, padded)
+                if packed.picked.shown is not None or table.frames != packed.frames:
+                    for at in [at for at, is_padded in enumerate(padded.tolist()) if is_padded]:
+                        block[at, _PADS + 3] = packed.picked.shift(forms[places[at]].layout or "", table)
             block[:, _PART] = len(given)
             given.append(table.given(table.rows if taken is None else taken.size, taken, to))
             if table.dense_rows != table.rows:  # the rows are no batch dim
@@ -250,6 +218,15 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     return dict(zip((form.path for form in forms), tensors, strict=True))
 
 
+def _write_pads(block: IntArray, table: Table, fields: Sequence[int], padded: npt.NDArray[np.bool_]) -> None:
+    """Writes where the records of the fields of a table are to its TARGETs."""
+    places = native.places_of(table.pads[fields])[0]
+    own = places[padded]
+    block[padded, _PADS] = address(table.body) + own[:, 0]
+    block[padded, _PADS + 1] = own[:, 1]
+    block[padded, _PADS + 2] = np.where(own[:, 2] > 1, own[:, 1], 0)
+
+
 def field_words(packed: PackedBatch, form: FieldForm) -> Words:
     """The packed words of a field, flat."""
     return words(decoded(packed, [form], True)[form.path]).numpy().reshape(-1)
@@ -262,14 +239,10 @@ class DeviceFields:
     Attributes:
         entries: tensors by path, jagged if the batch is nested.
         offsets: the offsets of jagged tensors, by layout and device.
-        spans: the lines of LAYOUTS; None if the kernel did not write them.
-        pads: the pads of LAYOUTS; None if the kernel did not write them.
     """
 
     entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
     offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
-    spans: Tensor | None = None
-    pads: Tensor | None = None
 
 
 class Decoder:
@@ -320,27 +293,8 @@ class Decoder:
     def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
         """A padded field with `left` and `right` more columns of padding."""
         layout = widened(self._packed.layouts[form.layout or ""], left, right)
-        pads, signs = row_pads_of(self._packed, form), None
-        if form.pads == (ANY_ZERO,):
-            own = row_pad_words(self._packed, form)
-            signs = torch.from_numpy(moved_signs(own, layout.width - left - right, left, layout.width))
-            pads = torch.zeros(layout.num_rows, dtype=form.dtype, device="cpu")
-        values = decoded(self._packed, [form], True)[form.path]
-        return to_padded(values, form, layout, None if pads is None else RowPads(pads, signs=signs))
-
-    def pads(self, forms: Iterable[FieldForm]) -> Tensor:
-        """The pads of the LAYOUTS entry."""
-        if self._ready.pads is not None:
-            return self._ready.pads
-        return pad_table_of(self._packed, forms).to(self._device or "cpu")
-
-    def tables(self, forms: Iterable[FieldForm]) -> Tensor | None:
-        """The lines of the LAYOUTS entry for these forms; they share no memory with the packed batch."""
-        if self._ready.spans is not None:
-            return self._ready.spans
-        packed, forms = self._packed, list(forms)
-        signs = all_row_pads(packed, [form for form in forms if ANY_ZERO in form.pads])
-        return span_table(packed.schema, forms, packed.layouts, signs, torch.device(self._device or "cpu"))
+        pads = pads_of(self._packed, form).moved(left, layout.width)
+        return to_padded(decoded(self._packed, [form], True)[form.path], pads, layout, form.ragged_dim)
 
 
 def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:
@@ -376,12 +330,6 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
         end = int((table.starts + table.counts).max(initial=0))
         begins[name] = int(table.starts.min(initial=end))
         layouts[name] = layout.narrow(begins[name], end)
-    signs: dict[Path, Words] = {}
-    for form in packed.tensors:
-        if form.pads == (ANY_ZERO,):
-            name = form.layout or ""
-            place = packed.layouts[name].width, -begins[name], layouts[name].width
-            signs[form.path] = moved_signs(row_pad_words(packed, form), *place)
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    rows = packed.picked.shown_as(Shown(layouts, signs, packed))
+    rows = packed.picked.shown_as(Shown(layouts, begins, packed))
     return replace(packed, rows=rows, schema=replace(packed.schema, axes=axes))

@@ -23,7 +23,7 @@ import torch
 from maskpack.core.arguments import said, whole
 from maskpack.core.bits import words
 from maskpack.core.index import IntArray, ranges
-from maskpack.core.pads import EDGE, PadValue
+from maskpack.core.pads import EDGE, Pads, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -406,8 +406,8 @@ def _packed(rows: Sequence[_Row], prompt_width: int, response_width: int, pad: i
     for name, (layout, value, column) in columns.items():
         tensor, spec = torch.from_numpy(column), RL_FIELDS.find((name,))
         about: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu", "shape": tuple(tensor.shape[1:])}
-        forms.append(FieldForm((name,), "padded", layout, (value,), **about, hints=spec.hints if spec else ()))
-        jobs.append(Job(forms[-1], words=words(tensor).numpy().reshape(-1)))
+        forms.append(FieldForm((name,), "padded", layout, **about, hints=spec.hints if spec else ()))
+        jobs.append(Job(forms[-1], words=words(tensor).numpy().reshape(-1), pads=Pads.of(value, tensor.dtype)))
     axes = {form.layout: layouts[form.layout] for form in forms if form.layout is not None}
     schema = Schema(Node((), None), tuple(forms), tuple((name, own.width, own.anchor) for name, own in axes.items()))
     encoded = encode(jobs, layouts, len(rows), len(rows))

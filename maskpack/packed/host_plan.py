@@ -21,21 +21,22 @@ from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, pad_words
+from maskpack.core.pads import Pad, pad_words
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options
 from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import WHOLE, Source
-from maskpack.nesting.gather import DIFFERENT_PADS, LOSSY
+from maskpack.nesting.gather import LOSSY
+from maskpack.nesting.nested import Nested
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.table import KEPT, Job, Table, check_memory, done_jobs, forms_key, job_table, pads_of, recall
+from maskpack.packed.table import Job, Table, check_memory, done_jobs, forms_key, job_table, recall
 
 _PADDED, _PACKED = 0, 1
-_PAD, _RESULT, _ROW_PADS, _JOB_ROWS = (
+_RESULT, _GIVEN, _PADS, _JOB_ROWS = (
     int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
-    for name in ("pad", "result", "row_pads", "rows")
+    for name in ("result", "given", "under_mask", "rows")
 )
 _AT, _ROWS, _LIMIT = (
     int(abi.ORIGIN.fields[name][1]) // 8  # type: ignore[index]
@@ -118,8 +119,9 @@ class HostPlan:
 
     Attributes:
         plan: what they are.
-        schema: with the pads to try.
+        schema: with no field that stays padded for its values.
         padded: the padded fields.
+        nested: the numbers of the jobs of nested fields, and their forms.
         names: the names of the layouts, as they are stored.
         source: what is in `line`.
         line: what the last such batch was encoded from.
@@ -135,12 +137,13 @@ class HostPlan:
         bytes_of_row: bytes of a row of the padded fields.
         misfit: whether the last such batch had a mask that is not uniform.
         room: bytes for a body, enough for one that is a little larger than the last.
-        schemas: with the pads that were found, by `pads` and `by_row` of `with_pads`.
+        schemas: with the fields that stay padded, by which do.
     """
 
     plan: BatchPlan
     schema: Schema
     padded: Collection[Path]
+    nested: Sequence[tuple[int, FieldForm]]
     names: tuple[str, ...]
     source: native.BatchSource
     line: IntArray
@@ -157,7 +160,7 @@ class HostPlan:
     bytes_of_row: int
     room: int = 0
     misfit: bool = False
-    schemas: dict[tuple[int, ...], Schema] = field(default_factory=dict[tuple[int, ...], Schema])
+    schemas: dict[bytes, Schema] = field(default_factory=dict[bytes, Schema])
 
     @classmethod
     def of(
@@ -175,8 +178,7 @@ class HostPlan:
         masks = [source.key for source in parts.origins if source.way == "mask"]
         alike = {path for path in masks if uniform and _may_trust(plan, padded.get(path), tensors[path])}
         schema = replace(plan.schema, forms=packed_forms(plan.schema, tensors, padded))
-        trusted = alike if options.verify else padded.keys() - plan.restored
-        jobs = _jobs(schema, tensors, padded, options, trusted)
+        jobs = _jobs(schema, tensors, plan, padded, options, alike if options.verify else padded)
         rows, held = plan.rows, list[Any]()
         table = job_table(jobs, parts.names, {}, rows, rows, held)
         key = forms_key([job.form for job in jobs], rows)
@@ -202,6 +204,11 @@ class HostPlan:
             plan,
             schema,
             frozenset(padded),
+            [
+                (int(place), job.form)
+                for place, job in zip(table.order, jobs, strict=True)
+                if job.padded is None and job.form.kind == "padded"
+            ],
             parts.names,
             source,
             line,
@@ -219,10 +226,10 @@ class HostPlan:
         )
 
     def encoded(
-        self, seen: Seen, rows: int, given: IntArray, layouts: Mapping[str, RowLayout]
+        self, seen: Seen, rows: int, given: IntArray, layouts: Mapping[str, RowLayout], carried: Nested
     ) -> tuple[Table, Schema] | None:
         """The table and the schema of a batch of this signature; None if the core leaves it to `gather`. `given` is the
-        table of the `layouts` of another batch."""
+        table of the `layouts` of another batch, `carried` what is said of nested fields."""
         self.misfit = False
         if seen.jagged and layouts and not self._has_layouts(seen, layouts):
             return None
@@ -236,6 +243,10 @@ class HostPlan:
         line[self.limits_at] = [seen.limits[number] for number in self.limits]
         line[self.rows_at] = rows
         line[self.results_at] = abi.FITS
+        held = [(place, self.plan.pads_of(form, carried, "compress").records) for place, form in self.nested]
+        for place, records in held:
+            at = jobs + place * abi.JOB_NUMBERS + _GIVEN
+            line[at : at + 3] = address(records), records.shape[1], len(records)
         found, line = native.compress(self.source, line, self.room, native.threads_for(rows * self.bytes_of_row))
         done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
         if found is None:
@@ -245,15 +256,14 @@ class HostPlan:
         self.line, self.room = line, found.body.nbytes + found.body.nbytes // 4 + _SPARE
         done_jobs.keep(self.key, native.structs(line[jobs:end], abi.JOB))
         done = done[self.order]
-        row_pads = native.structs(np.array(done[:, _ROW_PADS : _ROW_PADS + 3], order="C"), abi.ARRAY)
+        pads = native.structs(np.array(done[:, _PADS : _PADS + 3], order="C"), abi.ARRAY)
         own = native.structs(np.array(line[stored:jobs]), abi.STORED)
-        parts = self.names, own, found.entries, found.fields[self.order], row_pads, found.body
+        parts = self.names, own, found.entries, found.fields[self.order], pads, found.body
         table = Table(rows, rows, *parts, is_compact=True)
-        pads, by_row = pads_of(done[:, _RESULT], done[:, _PAD]).tolist(), (done[:, _ROW_PADS + 2] > 0).tolist()
-        key = *pads, *by_row
-        if key not in self.schemas:
-            self.schemas[key] = with_pads(self.schema, self.padded, self.plan.restored, pads, by_row)
-        return table, self.schemas[key]
+        kept = done[:, _RESULT] == abi.KEPT
+        if kept.tobytes() not in self.schemas:
+            self.schemas[kept.tobytes()] = _with_kept(self.schema, kept.tolist())
+        return table, self.schemas[kept.tobytes()]
 
     def _has_layouts(self, seen: Seen, layouts: Mapping[str, RowLayout]) -> bool:
         """Whether the jagged fields of a nested batch have the row lengths of their layouts."""
@@ -279,7 +289,7 @@ def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> boo
     """Whether the core reads all tensors and makes all layouts of a batch."""
     held = [*(x for x in seen.tensors if x is not None), *seen.offsets, *given.values()]
     offsets = all(own.dtype is torch.int64 and own.is_contiguous() for own in seen.offsets)
-    few = all(len(form.pads) <= abi.MOST_PADS for form in plan.forms)
+    few = all(len(pads) <= abi.MOST_PADS for pads in plan.pads.values())
     known = all(source.way in _WAYS for source in plan.sources.values())
     tensors = any(x is not None for x in seen.tensors)
     return tensors and offsets and few and known and all(x.device.type == "cpu" for x in held)
@@ -287,7 +297,8 @@ def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> boo
 
 def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
     """Whether a mask that has one valid word needs no other check of its pad."""
-    pad = None if form is None or isinstance(form.pads[0], Pad) else pad_words(form.pads[0], mask.dtype)
+    first = None if form is None else plan.pads[form.path][0]
+    pad = None if first is None or isinstance(first, Pad) else pad_words(first, mask.dtype)
     if form is None or pad is None or any(pad) or plan.sources.get(form.layout or "") != Source("mask", form.path):
         return False
     return scan.is_plain(mask)
@@ -296,6 +307,7 @@ def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
 def _jobs(
     schema: Schema,
     tensors: Mapping[Path, Tensor],
+    plan: BatchPlan,
     padded: Collection[Path],
     options: Options,
     trusted: Collection[Path],
@@ -306,7 +318,7 @@ def _jobs(
         x = tensors.get(form.path)
         if x is not None and form.path in padded:
             keeps = not options.strict and form.ragged_dim == 1 and x.is_contiguous()
-            jobs.append(Job(form, x, None, None, form.path in trusted, keeps))
+            jobs.append(Job(form, x, plan.pads[form.path], trusted=form.path in trusted, keeps=keeps))
         elif x is not None:
             jobs.append(Job(form, words=_NO_WORDS))
     return jobs
@@ -340,32 +352,12 @@ def _copied(x: Tensor, ragged_dim: int) -> Tensor:
     return words(x).contiguous() if ragged_dim == _VALUES else native.described(x.movedim(ragged_dim, 1))[1]
 
 
-def with_pads(
-    schema: Schema, padded: Collection[Path], restored: Collection[Path], pads: Sequence[int], by_row: Sequence[bool]
-) -> Schema:
-    """The schema in which each of the `padded` fields has the pad that is under its mask, by its number in `pads`, or
-    stays padded. `by_row`: whether the table has pads or signs of the rows of a field; signs that are 0 are the
-    constant 0."""
-    forms = list(schema.forms)
-    tensors = [place for place, form in enumerate(forms) if form.dtype is not None]
-    for number, place in enumerate(tensors):
-        form = forms[place]
-        if form.path not in padded:
-            continue
-        if pads[number] == KEPT:
-            forms[place] = _kept(form, schema, DIFFERENT_PADS if form.path in restored else LOSSY)
-            continue
-        pad = form.pads[pads[number]]
-        if pad is ANY_ZERO:
-            pad = ANY_ZERO if by_row[number] else 0
-        elif isinstance(pad, Pad) and pad not in (EDGE, PER_ROW):
-            pad = PER_ROW if by_row[number] else 0  # without rows
-        forms[place] = replace(form, pads=(pad,))
+def _with_kept(schema: Schema, kept: Sequence[bool]) -> Schema:
+    """The schema in which some of its tensors stay padded."""
+    widths = {name: width for name, width, _ in schema.axes}
+    forms, flags = list(schema.forms), iter(kept)
+    for place, form in enumerate(forms):
+        if form.dtype is not None and next(flags):
+            own = FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout)
+            forms[place] = replace(own, device=form.device, shape=(widths[form.layout or ""], *form.shape))
     return replace(schema, forms=tuple(forms))
-
-
-def _kept(form: FieldForm, schema: Schema, reason: str) -> FieldForm:
-    """The form of a field that stays padded."""
-    width = next(width for name, width, _ in schema.axes if name == form.layout)
-    kept = FieldForm(form.path, "dense", dtype=form.dtype, reason=reason, axis=form.layout)
-    return replace(kept, device=form.device, shape=(width, *form.shape))

@@ -11,22 +11,19 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core.bits import Words, from_words, words
+from maskpack.core.bits import Words, words
 from maskpack.core.objects import NotInJson, Objects, to_json
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.pads import Pads
 from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.checks import edge_pads, one_rule
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.nesting.signs import moved_signs, signs_of_rows
 from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
-from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, has_row_pads, row_pad_words, shape_in
+from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, pads_of, shape_in
 from maskpack.packed.segments import Segments
 from maskpack.packed.table import Job, Table, encode, merge, words_of_one
 
@@ -64,34 +61,28 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     first = batches[0]
     frames = _frames_together(batches)
     if frames is not None:
-        picked = _picked_together(batches, first.tensors, frames, _row_pads_together(batches))
+        picked = _picked_together(batches, first.tensors, frames)
         return replace(first, num_rows=rows, rows=picked, objects=objects)
-    decoders = [Decoder(batch, False, "cpu") for batch in batches]
     columns = [[batch.forms[path] for batch in batches] for path in paths]
+    forms = [_form(column, call) for column in columns]
     axes = [name for name, _, _ in first.schema.axes if all(name in batch.frames for batch in batches)]
-    used = [name for column in columns for form in column for name in (form.layout, form.axis)]
-    names = [name for name in dict.fromkeys([*axes, *used]) if name and all(name in batch.frames for batch in batches)]
-    layouts = {name: RowLayout.cat([batch.layouts[name] for batch in batches]) for name in names}
-    forms: list[FieldForm] = []
-    row_pads: dict[Path, Words] = {}
+    named = dict.fromkeys(
+        [*axes, *(name for column in columns for form in column for name in (form.layout, form.axis))]
+    )
+    frames = {name: _frame(name, batches) for name in named if name and all(name in batch.frames for batch in batches)}
+    decoders = [Decoder(batch, False, "cpu") for batch in batches]
     apart: dict[Path, Tensor] = {}
-    for column in columns:
-        form = _form(column, call)
-        if form.kind == "padded":
-            pads = _pads(column, batches, layouts)
-            form = _apart(column) if pads is None else replace(form, pads=pads[0])
-            row_pads |= {} if pads is None or pads[1] is None else {form.path: pads[1]}
+    for at, (form, column) in enumerate(zip(forms, columns, strict=True)):
         if form.kind == "dense":
-            _check_axis(form.path, column, batches, layouts, call)
+            _check_axis(form.path, column, batches, frames, call)
         if form.reason == DIFFERENT_FORMS:
-            apart[form.path] = _padded(form, column, batches, decoders, layouts, call)
-            form = replace(form, shape=tuple(apart[form.path].shape[1:]))
-        forms.append(form)
+            apart[form.path] = _padded(form, column, batches, decoders, frames, call)
+            forms[at] = replace(form, shape=tuple(apart[form.path].shape[1:]))
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
-    frames = {name: (layout.width, layout.anchor) for name, layout in layouts.items() if name in kept}
+    frames = {name: frame for name, frame in frames.items() if name in kept}
     schema = Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes))
     tensors = [form for form in forms if form.dtype is not None and form.path not in apart]
-    picked = _picked_together(batches, tensors, frames, row_pads)
+    picked = _picked_together(batches, tensors, frames)
     lone = [_alone(form, words(apart[form.path]).numpy(), {}, rows) for form in forms if form.path in apart]
     picked = replace(picked, columns=(*picked.columns, *lone))
     return replace(first, num_rows=rows, schema=schema, rows=picked, objects=objects)
@@ -107,36 +98,31 @@ def _frames_together(batches: Sequence[PackedBatch]) -> Mapping[str, Frame] | No
         return first.frames
     if first.schema.axes or any(form.kind in ("padded", "flat") or form.axis for form in first.schema.forms):
         return None
-    frames: dict[str, Frame] = {}
-    for name in first.frames:
-        own = [batch.frames[name] for batch in batches]
-        left = max(anchor for _, anchor in own)
-        frames[name] = left + max(width - anchor for width, anchor in own), left
-    return frames
+    return {name: _frame(name, batches) for name in first.frames}
+
+
+def _frame(name: str, batches: Sequence[PackedBatch]) -> Frame:
+    """The width and the anchor of a layout of all rows of some batches."""
+    own = [batch.frames[name] for batch in batches]
+    left = max(anchor for _, anchor in own)
+    return left + max(width - anchor for width, anchor in own), left
 
 
 def _picked_together(
     batches: Sequence[PackedBatch],
     forms: Sequence[FieldForm],
     frames: Mapping[str, Frame],
-    row_pads: Mapping[Path, Words],
 ) -> Picked:
     """The rows of some tensors of several batches, one after the other."""
     columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms], frames)
-    return Picked(tuple(columns for columns, _ in columns), frames, row_pads)
-
-
-def _row_pads_together(batches: Sequence[PackedBatch]) -> dict[Path, Words]:
-    """The pads of rows of the fields that one of some batches of equal forms has apart from its bodies."""
-    apart = {path for batch in batches for path in batch.picked.row_pads}
-    return {path: np.concatenate([row_pad_words(batch, batch.forms[path]) for batch in batches]) for path in apart}
+    return Picked(tuple(columns for columns, _ in columns), frames)
 
 
 def _alone(
-    form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Words | None = None
+    form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Pads | None = None
 ) -> Columns:
     """A field in a body of its own."""
-    job = Job(form, words=held.reshape(-1), row_pads=pads)
+    job = Job(form, words=held.reshape(-1), pads=pads)
     encoded = encode([job], layouts, rows, rows)
     assert encoded is not None
     return Columns((form.path,), (Body(encoded.table, {form.path: 0}),), Segments.whole(rows))
@@ -147,9 +133,7 @@ def table_of_rows(packed: PackedBatch) -> Table:
     of it; others are encoded."""
     picked = packed.picked
     if picked.shown is not None:
-        table = picked.shown.batch.table.like(known=dict(picked.shown.layouts))
-        pads = {packed.numbers[path]: held for path, held in picked.shown.row_pads.items()}
-        return table.with_row_pads(pads) if pads else table
+        return picked.shown.batch.table.like(known=dict(picked.shown.layouts))
     tables: list[Table] = []
     places: dict[Path, tuple[int, int]] = {}
     for columns in picked.columns:
@@ -172,9 +156,9 @@ def table_of_rows(packed: PackedBatch) -> Table:
 
 
 def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
-    """The rows as they lie in one table; None if they do not lie one after the other, or have other widths or pads."""
+    """The rows as they lie in one table; None if they do not lie one after the other, or have other widths."""
     picked = packed.picked
-    if len(columns.parts) != 1 or columns.rows.count.size != 1 or picked.row_pads.keys() & set(columns.paths):
+    if len(columns.parts) != 1 or columns.rows.count.size != 1:
         return None
     if not isinstance(columns.parts[0], Body):
         return None
@@ -195,7 +179,7 @@ def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
         Job(
             form,
             words=words(tensors[form.path]).numpy().reshape(-1),
-            row_pads=row_pad_words(packed, form) if has_row_pads(form) else None,
+            pads=pads_of(packed, form) if form.kind == "padded" else None,
         )
         for form in forms
     ]
@@ -205,8 +189,7 @@ def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
-    """The form of a field in the result, given its forms in the batches. Pads may differ; if anything else does, the
-    field stays padded."""
+    """The form of a field in the result, given its forms in the batches. If they differ, the field stays padded."""
     form = column[0]
     name = show(form.path)
     kinds = {other.kind if other.kind in ("object", "node") else "tensor" for other in column}
@@ -241,79 +224,20 @@ def _apart(column: Sequence[FieldForm]) -> FieldForm:
     return FieldForm(form.path, "dense", dtype=form.dtype, device=form.device, reason=DIFFERENT_FORMS, axis=axis)
 
 
-def _pads(
-    column: Sequence[FieldForm],
-    batches: Sequence[PackedBatch],
-    joined_layouts: Mapping[str, RowLayout],
-) -> tuple[tuple[PadValue, ...], Words | None] | None:
-    """The pads of a padded field in the result; and words [B], one pad a row, if no single pad holds for all rows, or
-    the signs of ANY_ZERO. None if some rows are padded by EDGE, others by constants or ANY_ZERO, and no rule can
-    express the others."""
-    path = column[0].path
-    layouts = [batch.layouts[form.layout or ""] for form, batch in zip(column, batches, strict=True)]
-    full = [layout.num_tokens == layout.num_rows * layout.width for layout in layouts]  # no element has its pad
-    seen = [form for form, is_full in zip(column, full, strict=True) if not is_full] or [column[0]]
-    if any(form.pads == (ANY_ZERO,) for form in seen):
-        parts = [
-            None if form.pads == (EDGE,) and not is_full else _signs(form, batch, joined_layouts[form.layout or ""])
-            for form, batch, is_full in zip(column, batches, full, strict=True)
-        ]
-        held = [part for part in parts if part is not None]
-        return ((ANY_ZERO,), np.concatenate(held)) if len(held) == len(parts) else None
-    alike = all(form.pads_by_bits == seen[0].pads_by_bits for form in seen)
-    if alike and seen[0].pads != (PER_ROW,):
-        return seen[0].pads, None
-    own = np.concatenate([_row_pads(batch, path) for batch in batches])
-    if alike or all(form.pads != (EDGE,) for form in seen):
-        return (PER_ROW,), own
-    rows = [layout.num_rows for layout in layouts]
-    unpadded = np.concatenate([layout.lengths == layout.width for layout in layouts])
-    by_edge = np.repeat([form.pads == (EDGE,) for form in column], rows)
-    edges, single = map(np.concatenate, zip(*map(_edges, column, batches, layouts), strict=True))
-    pads = one_rule(by_edge, own.reshape(edges.shape), edges, single, unpadded)
-    if pads is None or isinstance(pads, Pad):
-        return None if pads is None else ((pads,), None)
-    for form in seen:
-        constant = None if isinstance(form.pads[0], Pad) else _pad_words(form, 1).reshape(1, -1)
-        if constant is not None and (pads == constant)[~unpadded].all():
-            return form.pads, None
-    return (PER_ROW,), pads.reshape(own.shape)
-
-
-def _signs(form: FieldForm, batch: PackedBatch, whole: RowLayout) -> Words | None:
-    """The signs of a field whose pads are zeros, as wide as in the result; None if they are not."""
-    layout = batch.layouts[form.layout or ""]
-    if form.pads == (ANY_ZERO,):
-        signs = row_pad_words(batch, form)
-    else:
-        pads = signs_of_rows(from_words(_row_pads(batch, form.path), form.dtype or torch.float32), layout)
-        if pads is None:
-            return None
-        signs = pads.numpy()
-    return moved_signs(signs, layout.width, whole.anchor - layout.anchor, whole.width)
-
-
-def _edges(form: FieldForm, batch: PackedBatch, layout: RowLayout) -> tuple[Words, npt.NDArray[np.bool_]]:
-    parts = 2 if form.dtype == torch.complex128 else 1
-    words = field_words(batch, form)
-    return edge_pads(words.reshape(layout.num_tokens, words_of_one(form) // parts, parts), layout)
-
-
 def _check_axis(
     path: Path,
     column: Sequence[FieldForm],
     batches: Sequence[PackedBatch],
-    layouts: Mapping[str, RowLayout],
+    frames: Mapping[str, Frame],
     call: str,
 ) -> None:
     """Raises LayoutError if the axis of a field that stays padded becomes wider: the field has no pad."""
     for form, batch in zip(column, batches, strict=True):
-        whole = layouts.get(form.axis or "")
-        part = batch.layouts.get(form.axis or "")
-        if whole is not None and part is not None and (part.width, part.anchor) != (whole.width, whole.anchor):
+        whole, part = frames.get(form.axis or ""), batch.frames.get(form.axis or "")
+        if whole is not None and part is not None and part != whole:
             raise LayoutError(
                 f'{call}: field "{show(path)}" stays padded, because {form.reason}, and its axis "{form.axis}" grows '
-                f"from width {part.width}, split at {part.anchor}, to {whole.width}, split at {whole.anchor}; expected "
+                f"from width {part[0]}, split at {part[1]}, to {whole[0]}, split at {whole[1]}; expected "
                 "one width and split. Bring the batches to one prompt and response width, or fix the field."
             )
 
@@ -370,7 +294,7 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
         sizes = elements, before, form.shape[dim], inner  # one of them may be 0
         held: Words = np.ascontiguousarray(field_words(batch, form).reshape(sizes)[:, :, start : start + length])
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
-        pads = row_pad_words(batch, form) if has_row_pads(form) else None
+        pads = pads_of(batch, form) if form.kind == "padded" else None
         mine = _alone(own, held, layouts, batch.num_rows, pads)
     columns = (*(columns.without({form.path}) for columns in picked.columns), mine)
     return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=used(columns)))
@@ -390,12 +314,11 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     for part in parts:
         columns += [own.kept(own.paths, part.frames.keys() - frames.keys()) for own in part.picked.columns]
         frames = {**part.frames, **frames}
-    pads = {path: held for part in parts for path, held in part.picked.row_pads.items()}
     first = parts[0]
     return replace(
         first,
         schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        rows=Picked(used(columns), frames, pads),
+        rows=Picked(used(columns), frames),
         objects={path: held for part in parts for path, held in part.objects.items()},
     )
 
@@ -408,7 +331,7 @@ def _padded(
     column: Sequence[FieldForm],
     batches: Sequence[PackedBatch],
     decoders: Sequence[Decoder],
-    layouts: Mapping[str, RowLayout],
+    frames: Mapping[str, Frame],
     call: str,
 ) -> Tensor:
     """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
@@ -416,28 +339,15 @@ def _padded(
     parts: list[Tensor] = []
     for part_form, batch, decoder in zip(column, batches, decoders, strict=True):
         if part_form.kind == "padded" and part_form.layout is not None and part_form.layout == form.axis:
-            layout, whole = batch.layouts[part_form.layout], layouts[part_form.layout]
-            left = whole.anchor - layout.anchor
-            parts.append(decoder.widened(part_form, left, whole.width - layout.width - left))
+            (width, anchor), (whole, split) = batch.frames[part_form.layout], frames[part_form.layout]
+            left = split - anchor
+            parts.append(decoder.widened(part_form, left, whole - width - left))
         else:
             parts.append(decoder.entry(part_form))
     if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
         seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
     return torch.cat(parts)
-
-
-def _row_pads(batch: PackedBatch, path: Path) -> Words:
-    form = batch.forms[path]
-    return row_pad_words(batch, form) if form.pads == (PER_ROW,) else _pad_words(form, batch.num_rows)
-
-
-def _pad_words(form: FieldForm, rows: int) -> Words:
-    """The words of a constant pad for each row; zeros for EDGE."""
-    pad = form.pads[0]
-    tensor = None if form.dtype is None else pad_tensor(0 if isinstance(pad, Pad) else pad, form.dtype)
-    assert tensor is not None
-    return words(tensor.repeat(rows)).numpy()
 
 
 # -------------------------------------------------------------------- objects

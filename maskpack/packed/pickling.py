@@ -50,7 +50,7 @@ def to_parts(packed: PackedBatch) -> tuple[bytes | Schema, tuple[Any, ...], Any,
         arrays, squeezed = compressed_arrays(table.arrays())
         records = squeezed, [array.nbytes for array in arrays]
         body = np.concatenate([array.reshape(-1).view(np.uint8) for array in arrays] or [np.zeros(0, np.uint8)])
-    parts = table.stored, table.entries, table.fields, table.row_pads
+    parts = table.stored, table.entries, table.fields, table.pads
     line = table.rows, table.dense_rows, table.names, *(part.tobytes() for part in parts)
     return _token(packed.schema), line, records, body
 

@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, path_of
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
-from maskpack.core.pads import trial_of
+from maskpack.core.pads import Pads, PadValue, trial_of
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.plan import plans as batch_plans
 from maskpack.nesting.schema import FieldForm
@@ -32,8 +32,6 @@ from maskpack.nesting.schema import FieldForm
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
 _NO_LAYOUT = -1
-KEPT = -1
-"""In the place of the number of its pad: a field stays padded."""
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
 
@@ -64,8 +62,8 @@ class Table:
         stored: STORED [m], the layouts.
         entries: ENTRY [n], encoded fields and parts of them.
         fields: int64 [F], the entry of each tensor of the schema.
-        row_pads: PLACE [F], the pads of the rows of each tensor, of no numbers where its pad is not PER_ROW or
-            ANY_ZERO; `size` is the bytes of a row.
+        pads: ARRAY [F], the records of the pads of each tensor (core/pads.py), one or B of them; none if it is not
+            padded.
         body: uint8, the arrays.
         known: the layouts by name, which may be wider or narrower than those in the body; None to read those.
         is_compact: whether the body is known to hold the arrays and nothing else.
@@ -77,7 +75,7 @@ class Table:
     stored: Structs
     entries: Structs
     fields: IntArray
-    row_pads: Structs
+    pads: Structs
     body: Words
     known: dict[str, RowLayout] | None = None
     is_compact: bool = False
@@ -209,25 +207,12 @@ class Table:
         """Bytes of the arrays."""
         kept = self._reached
         entries = self.entries if len(kept) == self.entries.size else self.entries[kept]
-        return native.bytes_of(entries) + native.bytes_of(self.stored) + native.bytes_of(self.row_pads)
+        return native.bytes_of(entries) + native.bytes_of(self.stored) + native.bytes_of(self.pads)
 
-    def pads_of_rows(self, field: int) -> Words | None:
-        """The words of the pads of a field, [B] or [B, n]; None if its pad is not PER_ROW or ANY_ZERO."""
-        place = self.row_pads[field]
-        if not place["count"]:
-            return None
-        size = int(place["size"])
-        word = _word_of(size)
-        more = () if size == word else (size // word,)
-        line = self.array(place).view(word_dtype(word)).reshape(int(place["count"]), *more)
-        return np.broadcast_to(line, (self.rows, *more))
-
-    def signs(self, field: int) -> Words:
-        """The signs of a field whose pad is ANY_ZERO, uint8 [B, n]."""
-        pads, layout = self.pads_of_rows(field), int(self.entries["layout"][self.fields[field]])
-        if pads is None:  # without rows the table holds none
-            return np.zeros((self.rows, -(-self.widths[layout] // 8)), np.uint8)
-        return np.ascontiguousarray(pads).view(np.uint8).reshape(self.rows, int(self.row_pads["size"][field]))
+    def pads_of(self, field: int, size: int) -> Pads:
+        """The pads of a padded field of words of `size` bytes, in the same memory."""
+        place = self.pads[field]
+        return Pads(self.array(place).reshape(int(place["count"]), int(place["size"])), size)
 
     # ---------------------------------------------------------------- decoding
 
@@ -264,29 +249,15 @@ class Table:
         cuts = np.array([begin, end])
         line = self.entries, self.stored, self.layout_rows, self.body, self.rows, self.marks, cuts
         entries, stored = native.split(*line)
-        pads, rows = self.row_pads.copy(), end - begin
+        pads, rows = self.pads.copy(), end - begin
         several = pads["count"] > 1
-        pads["at"][several] += begin * pads["size"][several]
-        pads["count"][several] = rows
-        if not rows:
-            pads["count"] = 0
+        pads["at"][several] += begin * pads["size"][several] if rows else 0
+        pads["count"][several] = max(rows, 1)
         known = None if self._as_stored else {name: own.take(slice(begin, end)) for name, own in self.layouts.items()}
-        own = {"stored": stored[0], "entries": entries[0], "row_pads": pads}
+        own = {"stored": stored[0], "entries": entries[0], "pads": pads}
         part = self.like(rows=rows, dense_rows=rows, known=known, **own)
         part.__dict__.update(references=self.references, _reached=self._reached)  # entries refer to the same ones
         return part
-
-    def with_row_pads(self, pads: Mapping[int, Words]) -> Table:
-        """The table with words of pads of rows, [B] or [B, n], by the numbers of their fields."""
-        places, used = self.row_pads.copy(), self.body.nbytes
-        parts: list[Words] = [self.body]
-        for at, words in pads.items():
-            line = np.ascontiguousarray(words)
-            gap = -used % 8
-            places[at] = used + gap, line.itemsize * math.prod(line.shape[1:]), len(line)
-            parts += [np.zeros(gap, np.uint8), line.reshape(-1).view(np.uint8)]
-            used += gap + line.nbytes
-        return self.like(row_pads=places, body=np.concatenate(parts))
 
     def moved(self, memory: Callable[[int], Words]) -> Table:
         """The table with its body in other memory."""
@@ -300,7 +271,7 @@ class Table:
 
     def select(self, fields: Sequence[int]) -> Table:
         """Some fields, by their numbers."""
-        return self.like(fields=self.fields[list(fields)], row_pads=self.row_pads[list(fields)])
+        return self.like(fields=self.fields[list(fields)], pads=self.pads[list(fields)])
 
     def narrow(self, field: int, start: int, length: int) -> Table | None:
         """The table with `length` words of each element of a field, from the word `start` on, in the same body; None
@@ -329,9 +300,9 @@ class Table:
     def compacted(self) -> Table:
         """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
         entries, fields = self._needed()
-        stored, pads = self.stored.copy(), self.row_pads.copy()
+        stored, pads = self.stored.copy(), self.pads.copy()
         body = native.compact([stored, entries, pads], self.body)
-        return self.like(stored=stored, entries=entries, fields=fields, row_pads=pads, body=body)
+        return self.like(stored=stored, entries=entries, fields=fields, pads=pads, body=body)
 
     def _needed(self) -> tuple[Structs, IntArray]:
         """The entries that some field needs, a copy, and the entry of each field among them."""
@@ -357,7 +328,7 @@ class Table:
         layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
         stored, head = stored_alone(layouts, self.rows)
         entries, fields = self._needed()
-        pads = self.row_pads.copy()
+        pads = self.pads.copy()
         body = native.compact([entries, pads], self.body)
         for places in map(native.places_of, (entries, pads)):
             places[places[..., 2] > 0, 0] += head.nbytes
@@ -365,7 +336,7 @@ class Table:
         numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
         under = entries["layout"] >= 0
         entries["layout"][under] = numbers[entries["layout"][under]]
-        own = {"stored": stored, "entries": entries, "row_pads": pads, "body": np.concatenate([head, body])}
+        own = {"stored": stored, "entries": entries, "pads": pads, "body": np.concatenate([head, body])}
         return self.like(names=tuple(layouts), fields=fields, known=layouts, **own)
 
     def arrays_of(self, at: int) -> list[Words]:
@@ -386,20 +357,20 @@ class Table:
 
     def arrays(self) -> list[Words]:
         """The arrays, in unsigned integers, in the order of `with_arrays`."""
-        places = _used(self.stored, self.entries, self.row_pads).tolist()
+        places = _used(self.stored, self.entries, self.pads).tolist()
         return [self.body[at : at + size * count].view(f"u{_word_of(size)}") for at, size, count in places]
 
     def places(self) -> list[int]:
         """Where each of `arrays` begins in the body."""
-        return _used(self.stored, self.entries, self.row_pads)[:, 0].tolist()
+        return _used(self.stored, self.entries, self.pads)[:, 0].tolist()
 
     def places_of(self, field: int) -> list[int]:
         """Where the arrays of a field begin in the body."""
-        return _used(self.entries[self.own_entries(field)], self.row_pads[field : field + 1])[:, 0].tolist()
+        return _used(self.entries[self.own_entries(field)], self.pads[field : field + 1])[:, 0].tolist()
 
     def with_arrays(self, arrays: Sequence[Words]) -> Table:
         """The table with other arrays of the same sizes, in a body of their own."""
-        stored, entries, pads = self.stored.copy(), self.entries.copy(), self.row_pads.copy()
+        stored, entries, pads = self.stored.copy(), self.entries.copy(), self.pads.copy()
         begins = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays], np.int64))
         body = np.zeros(int(begins[-1]), np.uint8)
         for array, begin in zip(arrays, begins[:-1].tolist(), strict=True):
@@ -408,11 +379,11 @@ class Table:
         for places in map(native.places_of, (stored, entries, pads)):
             used = places[..., 2] > 0
             places[used, 0] = begins[done : (done := done + int(used.sum()))]
-        return self.like(stored=stored, entries=entries, row_pads=pads, body=body)
+        return self.like(stored=stored, entries=entries, pads=pads, body=body)
 
 
 def _word_of(size: int) -> int:
-    """Bytes of a word of numbers of some bytes: 16 bytes are two words, the signs of a row are bytes."""
+    """Bytes of a word of numbers of some bytes: 16 bytes are two words, records are bytes."""
     return size if size in (1, 2, 4, 8) else 8 if size == 16 else 1
 
 
@@ -429,18 +400,20 @@ class Job(NamedTuple):
     """A tensor that is to be encoded.
 
     Attributes:
-        form: with its dtype and shape; its pads are tried in order.
+        form: with its dtype and shape.
         padded: the tensor, if it is padded and on the host.
+        trials: its pads, which are tried in order.
         words: else its packed words, flat.
-        row_pads: words of the pads of rows, that are known already.
+        pads: what is under their mask, if they have one.
         trusted: whether the first pad is taken unseen.
         keeps: whether a padded tensor, which is contiguous, may stay so.
     """
 
     form: FieldForm
     padded: Tensor | None = None
+    trials: Sequence[PadValue] = ()
     words: Words | None = None
-    row_pads: Words | None = None
+    pads: Pads | None = None
     trusted: bool = False
     keeps: bool = False
 
@@ -481,8 +454,7 @@ def encode(
     out = encode_jobs(table, key, line, stored, rows, dense_rows, dict(layouts))
     if out is None:
         return None
-    row_pads = {at: job.row_pads for at, job in enumerate(jobs) if job.row_pads is not None}
-    return EncodedTable(out.with_row_pads(row_pads) if row_pads else out, table)
+    return EncodedTable(out, table)
 
 
 def encode_jobs(
@@ -503,7 +475,7 @@ def encode_jobs(
         return None
     done_jobs.keep(key, table.jobs)
     back = table.order
-    places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["row_pads"][back]
+    places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["under_mask"][back]
     return Table(*places, found.body, known, is_compact=True)
 
 
@@ -543,11 +515,6 @@ def job_table(
     back = np.empty(len(jobs), np.int64)
     back[order] = np.arange(len(jobs))
     return JobTable(table, back, names)
-
-
-def pads_of(results: IntArray, pads: IntArray) -> IntArray:
-    """The number of the pad of each padded tensor among those of its job, KEPT if the tensor stays padded."""
-    return np.where(results == abi.KEPT, KEPT, pads)
 
 
 def check_memory(results: IntArray) -> None:
@@ -616,8 +583,8 @@ def _describe(
     if job.padded is not None:
         row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
         row["padded"], row["keeps"] = 1, abi.MAY if job.keeps else 0
-        assert len(form.pads) <= abi.MOST_PADS
-        trials = [trial_of(pad, form.dtype, job.trusted) for pad in form.pads]
+        assert len(job.trials) <= abi.MOST_PADS
+        trials = [trial_of(pad, form.dtype, job.trusted) for pad in job.trials]
         row["num_pads"] = len(trials)
         row["pads"][: len(trials)] = trials
         held.append(tensor)
@@ -627,7 +594,9 @@ def _describe(
     own = bounds.get(form.layout or "")
     row["field"]["packed"] = address(line)
     row["bounds"] = 0 if own is None else address(own)
-    held += [line, own]
+    held += [line, own, job.pads]
+    if job.pads is not None:
+        row["given"], (row["given_count"], row["given_size"]) = address(job.pads.records), job.pads.records.shape
 
 
 def _refer(
@@ -763,7 +732,7 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
         first.append(count)
         count += own.size
         entries.append(own)
-    pads = np.concatenate([parts[at].row_pads[field : field + 1] for at, field in picked] or [np.zeros(0, abi.ARRAY)])
+    pads = np.concatenate([parts[at].pads[field : field + 1] for at, field in picked] or [np.zeros(0, abi.ARRAY)])
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
     return Table(

@@ -155,6 +155,6 @@ def _schema_of_spans(schema: Schema, layout: str, name: str, call: str) -> Schem
             )
         if form.layout is not None:
             kind = "jagged" if form.kind == "padded" else form.kind
-            form = replace(form, kind=kind, layout=name, pads=(), ragged_dim=1)
+            form = replace(form, kind=kind, layout=name, ragged_dim=1)
         forms.append(form)
     return Schema(schema.root, tuple(forms), ())

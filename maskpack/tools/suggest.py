@@ -34,8 +34,9 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.coverage import DenseField, hidden_tensors
+from maskpack.nesting.nested import read_nested
 from maskpack.nesting.response import RESPONSE, SEQUENCE
-from maskpack.nesting.schema import LAYOUTS, read_layouts
+from maskpack.nesting.schema import LAYOUTS
 
 _CALL = "maskpack doctor"
 _USUAL = (0, -1, -100)
@@ -105,7 +106,7 @@ class Suggester:
     """
 
     def __init__(self, batch: TensorDictBase, registry: MaskNestingRegistry, pad_token_id: int | None) -> None:
-        carried: Mapping[str, RowLayout] = read_layouts(batch, _CALL)[1] if has(batch, LAYOUTS) else {}
+        carried: Mapping[str, RowLayout] = read_nested(batch, _CALL).layouts if has(batch, LAYOUTS) else {}
         self.registry = registry
         self._axes = Axes(batch, registry, carried, {}, _CALL)
         self._entries = dict(flatten(batch, without=LAYOUTS))

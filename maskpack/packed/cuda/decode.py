@@ -24,16 +24,15 @@ from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
-from maskpack.layout.jagged import jagged_all, jagged_from
+from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import min_length
-from maskpack.nesting.schema import FieldForm, lines_of_layouts, most_lines
+from maskpack.nesting.schema import FieldForm
 from maskpack.nesting.signs import with_signs
 from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
-from maskpack.packed.decode import DeviceFields, pad_table_of, row_pad_words, shapes_of
+from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
 from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
@@ -62,20 +61,14 @@ def decode_on_device(
         home = torch.device(home)
         if uses_triton(home, call="decompress"):
             _need_no_capture(home)
-            _decode(packed, own, nested, home, out, whole=device is not None)
+            _decode(packed, own, nested, home, out)
     return out
 
 
 def _decode(
-    packed: PackedBatch,
-    forms: Sequence[FieldForm],
-    nested: bool,
-    device: torch.device,
-    out: DeviceFields,
-    *,
-    whole: bool,
+    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: DeviceFields
 ) -> None:
-    """Adds the fields of one device, those that the kernel can decode; `whole`: the batch lies there too."""
+    """Adds the fields of one device, those that the kernel can decode."""
     source, numbers, taken = _source(packed, [form.path for form in forms])
     table = source if numbers == [*range(source.fields.size)] else source.select(numbers)
     table = table.own(SLACK, _FREE)
@@ -91,21 +84,18 @@ def _decode(
     for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    plain = all(form.pads != (ANY_ZERO,) for form in forms)  # the lines of rows have no signs behind them
-    kept = _FirstTables(packed, recipe.constants, table.names, taken, forms if nested and whole and plain else None)
+    kept = _FirstTables(packed, table.names, taken)
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
-    is_kept = bool(jagged or kept.has_layouts)
-    own = _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, kept, tensors, is_kept)
+    own = _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, kept, tensors, bool(jagged))
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
-    for form in recipe.forms:
-        if form.pads == (ANY_ZERO,) and not nested:
-            signs = torch.from_numpy(row_pad_words(packed, form))
+    for form, size in zip(forms, table.pads["size"].tolist(), strict=True):
+        if form.path in values and not nested and form.dtype is not None and size > 1 + form.dtype.itemsize:
+            signs = pads_of(packed, form).signs
             assert form.layout is not None
-            values[form.path] = with_signs(values[form.path], signs, packed.layouts[form.layout])
+            assert signs is not None
+            values[form.path] = with_signs(values[form.path], torch.from_numpy(signs), packed.layouts[form.layout])
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
-    out.pads = kept.pads(sent) if out.pads is None else out.pads
-    out.spans = kept.spans(sent) if out.spans is None else out.spans
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], sent["offsets", name]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
@@ -119,7 +109,7 @@ def _source(packed: PackedBatch, paths: Sequence[Path]) -> tuple[Table, list[int
     picked = packed.picked
     columns = picked.columns[0]
     rows, body = columns.rows, columns.parts[0] if len(columns.parts) == 1 else None
-    if len(picked.columns) == 1 and isinstance(body, Body) and picked.shown is None and not picked.row_pads:
+    if len(picked.columns) == 1 and isinstance(body, Body) and picked.shown is None:
         table, scattered = body.table, rows.count.size > 1
         alike = all(table.frames.get(name) == frame for name, frame in packed.frames.items())
         if alike and scattered and rows.num_rows * _SPREAD >= table.rows and body.nbytes_of(paths) <= _MOST_SENT:
@@ -185,38 +175,27 @@ def _run(
 
 
 class _FirstTables:
-    """The first tables of a batch, which a nested batch keeps; the kernel copies them to memory of their own.
+    """The first tables of a batch, of which jagged tensors keep the offsets; the kernel copies them to memory of their
+    own.
 
     Attributes:
-        tables: all but the bounds of layouts, which follow; these, too, if some rows are taken.
+        tables: the rows taken and the bounds of layouts, if some rows are taken; else these bounds follow.
         sizes: the entries of each of them.
-        has_layouts: whether there are those of LAYOUTS, which are for `forms`.
     """
 
     def __init__(
         self,
         packed: PackedBatch,
-        constants: IntArray,
         order: Sequence[str],
         taken: IntArray | None,
-        forms: Sequence[FieldForm] | None,
     ) -> None:
-        self.tables: list[Words] = [constants]
-        self.sizes: dict[Any, int] = {"constants": constants.size}
+        self.tables: list[Words] = []
+        self.sizes: dict[Any, int] = {}
         if taken is not None:
             self._add("taken", taken)
             for name, layout in packed.layouts.items():
                 self._add(("offsets", name), layout.row_offsets)
-        self.has_layouts = forms is not None
-        self._lines = None
-        if forms is not None and packed.schema.axes:
-            self._lines = lines_of_layouts(packed.schema, forms, packed.layouts, {})
-            self._add("lines", self._lines[0])
-            self._add("ends", self._lines[1])
-        self._pads = None if forms is None else pad_table_of(packed, forms).numpy()
-        if self._pads is not None:
-            self._add("pads", self._pads)
-        if taken is None:
+        else:
             self.sizes |= {("offsets", name): packed.num_rows + 1 for name in order}
 
     def places(self, names: Sequence[str]) -> list[int]:
@@ -227,20 +206,6 @@ class _FirstTables:
     def _add(self, key: Any, table: Words) -> None:
         self.tables.append(table)
         self.sizes[key] = _entries_for(table)
-
-    def spans(self, sent: dict[Any, Tensor]) -> Tensor | None:
-        """Of LAYOUTS."""
-        if self._lines is None:
-            return None
-        lines, ends = self._lines
-        there = sent["lines"].view(torch.uint8)[: lines.size].view(lines.shape)
-        return jagged_from(there, sent["ends"], 0, most_lines(ends))
-
-    def pads(self, sent: dict[Any, Tensor]) -> Tensor | None:
-        """Of LAYOUTS."""
-        if self._pads is None or not sent:
-            return None
-        return sent["pads"].view(torch.uint8)[: self._pads.size].view(self._pads.shape)
 
 
 def _entries_for(array: Words) -> int:

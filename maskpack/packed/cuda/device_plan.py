@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
+from maskpack.core.bits import words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
-from maskpack.core.pads import EDGE, Pad, pad_words
+from maskpack.core.pads import ANY_ZERO, PER_ROW, SIGNED_ZERO, Pads
 from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.axes import WHOLE
@@ -48,7 +49,8 @@ class DevicePlan:
     """How the batches of one signature are encoded.
 
     Attributes:
-        schema: with the pads that were found.
+        schema: what they become.
+        pads: what is under the masks, by the numbers of the tensors.
         forms: how the fields were encoded before; the plan ends with them.
         recipe: what the kernels are told.
         units: int64 [n, len(Unit)]: units of the recipe that read padded tensors.
@@ -61,6 +63,7 @@ class DevicePlan:
     """
 
     schema: Schema
+    pads: Mapping[int, Pads]
     forms: KnownForms
     recipe: EncodeRecipe
     units: IntArray
@@ -77,8 +80,12 @@ class DevicePlan:
         are not looked at."""
         parts, tensors = Parts.of(found.plan, given), [form for form in schema.forms if form.dtype is not None]
         forms = forms_of(tensors, found.rows)
-        if found.plan.by_value or forms is None or found.row_pads or found.plan.root.more_dims is None:
+        if found.plan.by_value or forms is None or found.plan.root.more_dims is None:
             return None
+        if any(len(pads.records) > 1 or pads.signs is not None for pads in found.pads.values()):
+            return None
+        if trusted and any(pads[0] in (PER_ROW, SIGNED_ZERO, ANY_ZERO) for pads in found.plan.pads.values()):
+            return None  # another batch may have other ones
         if any(source.way != "mask" for source in parts.origins) or any(form.reason for form in schema.forms):
             return None
         paths, cuts = [source.key for source in parts.origins], parts.cuts
@@ -88,7 +95,8 @@ class DevicePlan:
         numbers = {path: number for number, path in enumerate(found.entries)}
         entries = [found.entries[form.path] for form in tensors]
         devices = {x.device for x in entries} | {found.entries[path].device for path in paths}
-        lines = [_line(form, x, trusted) for form, x in zip(tensors, entries, strict=True)]
+        pads = {at: found.pads[form.path] for at, form in enumerate(tensors) if form.path in found.pads}
+        lines = [_line(*own, pads.get(at), trusted) for at, own in enumerate(zip(tensors, entries, strict=True))]
         if len(devices) > 1 or any(line is None for line in lines):
             return None
         recipe = forms.recipe(range(len(tensors)), wholes_first(found.layouts), found.rows, found.rows)
@@ -104,6 +112,7 @@ class DevicePlan:
                 units[at] = own._replace(low=max(low, 0), width=width, **line)
         return cls(
             schema,
+            pads,
             forms,
             recipe,
             units,
@@ -134,7 +143,7 @@ class DevicePlan:
         flags, of_rows = stats[:, :, 0], [own[: 3 * rows].reshape(3, rows) for own in copies]
         if (flags & (abi.IS_ODD | abi.IS_STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
             return None
-        found = encoder.written(stats, self._layouts(of_rows, entries), rows, {})
+        found = encoder.written(stats, self._layouts(of_rows, entries), rows, self.pads)
         if found.left:
             return None
         self.forms.uses += 1
@@ -151,7 +160,7 @@ class DevicePlan:
         }
 
 
-def _line(form: FieldForm, x: Tensor, trusted: bool) -> dict[str, int] | None:
+def _line(form: FieldForm, x: Tensor, pads: Pads | None, trusted: bool) -> dict[str, int] | None:
     """How the kernels read a tensor, as in `Unit`; None if they cannot."""
     assert form.dtype is not None
     if form.kind == "dense":
@@ -162,10 +171,9 @@ def _line(form: FieldForm, x: Tensor, trusted: bool) -> dict[str, int] | None:
         return None
     if x.shape[1] * items > MOST:
         return None
-    line, pad = {"row_stride": x.stride(0)}, form.pads[0]
-    if trusted:
+    line = {"row_stride": x.stride(0)}
+    if trusted or pads is None:
         return line
-    if pad is EDGE:
+    if pads.edges[0]:
         return line | {"pad_mode": abi.BY_EDGE}
-    held = None if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-    return line | {"pad_mode": abi.CONSTANT, "pad": held[0]} if held is not None and len(held) == 1 else None
+    return line | {"pad_mode": abi.CONSTANT, "pad": int(words(pads.words(form.dtype)).item())}

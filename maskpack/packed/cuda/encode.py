@@ -25,6 +25,7 @@ from maskpack.core.bits import Words, sent, to_pinned, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
 from maskpack.core.native import Structs
+from maskpack.core.pads import Pads
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
@@ -187,7 +188,7 @@ class OnDevice(NamedTuple):
 def encode_on_device(
     tensors: Sequence[FieldForm],
     values: Mapping[int, Tensor],
-    row_pads: Mapping[Path, Words],
+    pads: Mapping[Path, Pads],
     layouts: Mapping[str, RowLayout],
     rows: int,
     dense_rows: int,
@@ -198,7 +199,7 @@ def encode_on_device(
     Args:
         tensors: the forms of all tensors of the batch.
         values: packed values [T, *F], or [B, *F] without a layout, by their numbers among all tensors.
-        row_pads: words of the pads of rows.
+        pads: what is under the masks.
         layouts: all layouts, on the host.
     """
     device = device_of(values)
@@ -215,9 +216,9 @@ def encode_on_device(
     units: IntArray = np.array(recipe.units)
     units[:, WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
     bounds = [layout.row_offsets for layout in layouts.values()]
-    pads = {number: row_pads[form.path] for number, form in enumerate(tensors) if form.path in row_pads}
+    numbered = {number: pads[form.path] for number, form in enumerate(tensors) if form.path in pads}
     encoder = Encoder(recipe, units, bounds, rows, device)
-    found = encoder.written(encoder.measured()[0], layouts, dense_rows, pads)
+    found = encoder.written(encoder.measured()[0], layouts, dense_rows, numbered)
     forms.missed(found.left)
     forms.uses += 1
     return found if found.numbers else None
@@ -280,7 +281,7 @@ class Encoder:
         stats: IntArray,
         layouts: Mapping[str, RowLayout],
         dense_rows: int,
-        row_pads: Mapping[int, Words],
+        pads: Mapping[int, Pads],
     ) -> OnDevice:
         """The table of all fields that fit their form. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel
@@ -290,12 +291,12 @@ class Encoder:
         fields = recipe.fields.copy()
         bounds = [layout.row_offsets for layout in layouts.values()]
         placed = native.place(units, fields, stats, bounds, head.nbytes, rows)
-        small, used, pads = [(0, head), *placed.small], placed.nbytes, dict[int, tuple[int, int, int]]()
+        small, used, at_pads = [(0, head), *placed.small], placed.nbytes, dict[int, tuple[int, int, int]]()
         for number in recipe.tensors:
-            if number in row_pads:
-                line = np.ascontiguousarray(row_pads[number])
+            if number in pads:
+                line = pads[number].records
                 used = -(-used // 8) * 8
-                pads[number] = used, line.nbytes // len(line), len(line)
+                at_pads[number] = used, line.shape[1], len(line)
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
         end = -(-used // 8) * 8
@@ -312,7 +313,7 @@ class Encoder:
         kept: list[int] = sorted(np.flatnonzero(fits).tolist(), key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
         left = [number for number, one in zip(recipe.tensors, fits, strict=True) if not one]
-        places: Any = np.array([pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
+        places: Any = np.array([at_pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
         odd = recipe.owners[(stats[:, :, 0] & abi.IS_ODD).any(1)].tolist()

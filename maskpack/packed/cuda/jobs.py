@@ -21,7 +21,6 @@ import numpy.typing as npt
 from maskpack.core import abi, native
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
-from maskpack.core.pads import ANY_ZERO, EDGE, Pad, pad_words
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table
 from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
@@ -36,6 +35,8 @@ _KIND = [abi.ENTRY.names.index(name) for name in ("kind", "layout", "items", "si
 """What a recipe depends on, among the numbers of an entry."""
 _SPANS, _SPAN, _ITEMS = (1 + JobTarget._fields.index(name) for name in ("spans", "span", "items"))
 _TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(abi.AXIS_NUMBERS)
+_NO_PADS, _ONE_WORD, _ONE_EDGE, _WORDS, _MIXED = range(5)
+"""No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which the host decodes."""
 recipes: Latest[DecodeRecipe] = Latest()
 
 
@@ -62,9 +63,19 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
         if own["kind"] == abi.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
-    special = padded and isinstance(form.pads[0], Pad) and form.pads[0] is not EDGE and form.pads[0] is not ANY_ZERO
-    has_pads = bool(table.row_pads["count"][number])
-    return found if width * items <= _MOST and (not special or not table.rows or has_pads) else []
+    mixed = padded and _pad_kinds(table)[number] == _MIXED
+    return found if width * items <= _MOST and not mixed else []
+
+
+def _pad_kinds(table: Table) -> IntArray:
+    """What is under the mask of each tensor of a table: one of the numbers below."""
+    at, count = table.pads["at"], table.pads["count"]
+    kinds = np.where(count == 1, _ONE_WORD, _NO_PADS)
+    kinds[count == 1] += table.body[at[count == 1]] == abi.EDGE
+    for number in np.flatnonzero(count > 1).tolist():
+        edges = table.array(table.pads[number])[:: int(table.pads["size"][number])] == abi.EDGE
+        kinds[number] = _ONE_EDGE if edges.all() else _MIXED if edges.any() else _WORDS
+    return kinds
 
 
 def _needs_host(entries: Any, at: int) -> bool:
@@ -101,9 +112,8 @@ class DecodeRecipe:
 
     Attributes:
         forms: the fields that the kernel decodes.
-        constants: int64, pads; the first of the tables.
         wanted: int64 [n, 2], the entries that are read, and whether the words of each are found without their row.
-        with_pads: the tensors whose pads differ from row to row.
+        with_pads, pad_sizes: the padded tensors, and int64, the bytes of their words.
         jobs: int64 [m, JOB], to which the numbers of a batch are added.
         places, origins: which numbers of the jobs those of a batch are added to, and where these are among them.
         sources: int64 [m - 1], which of `wanted` each job but the first reads.
@@ -116,9 +126,9 @@ class DecodeRecipe:
     """
 
     forms: list[FieldForm]
-    constants: IntArray
     wanted: IntArray
     with_pads: list[int]
+    pad_sizes: IntArray
     jobs: IntArray
     places: IntArray
     origins: IntArray
@@ -132,11 +142,11 @@ class DecodeRecipe:
     def tables(self, table: Table, layouts: IntArray, padded: bool, out: IntArray, used: int) -> tuple[int, IntArray]:
         """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
         they are to be written again to more; and the numbers of the batch, to which sizes and addresses are added."""
-        pads = table.row_pads[self.with_pads]
+        pads = table.pads[self.with_pads]
         count = abi.AXIS_NUMBERS * self.axes + abi.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
         numbers: IntArray = np.empty(count + 2 + len(self.forms) + self.more, np.int64)
         own = table.entries, table.body, table.rows, table.dense_rows
-        return native.stage(own, layouts, self.wanted, pads, padded, out, used, numbers), numbers
+        return native.stage(own, layouts, self.wanted, pads, self.pad_sizes, padded, out, used, numbers), numbers
 
     def fill(self, lines: IntArray, numbers: IntArray, rows: int, dense_rows: int) -> int:
         """Writes the jobs of a batch to int64 [m, JOB]: of its rows, and of those of fields without a layout. Returns
@@ -159,11 +169,10 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
     most = max((layout.num_tokens for layout in table.layouts.values()), default=0)
     is_large = max(most, table.dense_rows) * int(table.entries["items"].max(initial=0)) > _MOST
-    has_pads = table.row_pads["count"] > 0
     columns = np.where(table.entries["kind"] == abi.COLUMNS, table.entries["number"], 0)
     key = (
         *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
-        *(is_large, table.rows > 0, has_pads.tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
+        *(is_large, _pad_kinds(table).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
         columns.tobytes(),
     )
     return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some, is_large).recipe(forms))
@@ -183,11 +192,11 @@ class _RecipeWriter:
     _wanted: dict[tuple[int, bool], int] = field(default_factory=dict[tuple[int, bool], int])
     _sources: list[int] = field(default_factory=list[int])
     _rows: list[tuple[bool, bool]] = field(default_factory=list[tuple[bool, bool]])
-    _constants: list[int] = field(default_factory=list[int])
     _with_pads: list[int] = field(default_factory=list[int])
+    _pad_sizes: list[int] = field(default_factory=list[int])
 
     def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
-        self._entries = self.table.entries
+        self._entries, self._pad_kinds = self.table.entries, _pad_kinds(self.table)
         copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
         self._job(
             copy,
@@ -209,9 +218,9 @@ class _RecipeWriter:
         begins["taken"] = begins["out"] + len(taken)
         return DecodeRecipe(
             taken,
-            np.array(self._constants, np.int64),
             np.array([*self._wanted], np.int64).reshape(-1, 2),
             self._with_pads,
+            np.array(self._pad_sizes, np.int64),
             np.array(self._jobs, np.int64),
             np.array([job * JOB + place for job, place, _, _ in self._cells], np.int64),
             np.array([begins[group] + at for _, _, group, at in self._cells], np.int64),
@@ -246,11 +255,13 @@ class _RecipeWriter:
         if padded:
             width = self.packed.layouts[form.layout or ""].width
             row_words = items * width
-            pads, pad_row, pad_items, edge = self._pads(form, number)
+            pads, pad_items, edge = 0, int(form.dtype.itemsize == 16), int(self._pad_kinds[number] == _ONE_EDGE)
+            pad_row = 1 + pad_items if self._pad_kinds[number] == _WORDS else 0
+            self._with_pads.append(number)
+            self._pad_sizes.append(form.dtype.itemsize)
+            numbers["pads"] = "pads", len(self._with_pads) - 1
             places = (("splits", _SPLITS), ("starts", _STARTS), ("ends", _ENDS))
             numbers |= {name: self._axis(form.layout, at) for name, at in places}
-            if pad_row:
-                numbers["pads"] = "pads", len(self._with_pads) - 1
         head, head_items = -1, 1
         if len(parts) > 1:
             layout, head_items = self._entries[parts[0].entry]["layout"], self._entries[parts[0].entry]["items"]
@@ -290,19 +301,6 @@ class _RecipeWriter:
                 self._job(target, of_rows)
                 self._sources.append(self._wanted.setdefault((source, flat), len(self._wanted)))
                 self._rows.append((flat, form.layout is None))
-
-    def _pads(self, form: FieldForm, number: int) -> tuple[int, int, int, int]:
-        """Of a target: pads, pad_row, pad_items and edge."""
-        assert form.dtype is not None
-        if self.table.row_pads["count"][number] and form.pads[0] is not ANY_ZERO:  # whose signs are written later
-            pair = int(form.dtype.itemsize == 16)
-            self._with_pads.append(number)
-            return 0, 1 + pair, pair, 0
-        pad = form.pads[0]
-        words = (0,) if isinstance(pad, Pad) else pad_words(pad, form.dtype)
-        assert words is not None
-        self._constants += words
-        return len(self._constants) - len(words), 0, len(words) - 1, int(pad is EDGE)
 
 
 def _words_behind(form: FieldForm, items: int) -> int:

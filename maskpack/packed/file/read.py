@@ -23,7 +23,7 @@ from maskpack.core import abi, native, objects
 from maskpack.core.bits import DTYPES, Words, odd_bools
 from maskpack.core.latest import Latest
 from maskpack.core.objects import Objects
-from maskpack.core.pads import ANY_ZERO, PER_ROW, Pad, PadValue, pad_tensor
+from maskpack.core.pads import has_signs
 from maskpack.core.tree import Node
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS, Path, is_hint, show
@@ -48,7 +48,7 @@ _OBJECTS: type[Any] = getattr(tensordict, "NonTensorDataBase", NonTensorData)
 """The class of Python objects in a TensorDict; tensordict 0.8 has one kind of them."""
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
 _MEMBERS = {
-    "padded": (*_FIELD, "layout", "dim", "pad"),
+    "padded": (*_FIELD, "layout", "dim"),
     "flat": (*_FIELD, "layout"),
     "jagged": (*_FIELD, "layout"),
     "dense": (*_FIELD, "axis"),
@@ -157,7 +157,7 @@ class _MessageReader:
         if len(forms) != table.fields.size:
             fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
         places = {name: place for place, name in enumerate(table.names)}
-        for form, at, place in zip(forms, table.fields.tolist(), table.row_pads, strict=True):
+        for number, (form, at) in enumerate(zip(forms, table.fields.tolist(), strict=True)):
             name = f'field "{show(form.path)}"'
             if not 0 <= at < table.entries.size:
                 fail(call, f"{name} in entry {at} of {table.entries.size}", "one that is there")
@@ -167,20 +167,7 @@ class _MessageReader:
             if entry != wanted:
                 fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
             assert form.dtype is not None
-            begin, size, count = map(int, place.tolist())
-            wide = -(-table.widths[layout] // 8) if form.pads == (ANY_ZERO,) else form.dtype.itemsize
-            known = size in (1, 2, 4, 8, 16, wide) and (begin % 8 == 0 or not count)
-            if not (known and 0 <= begin <= table.body.size and 0 <= count * size <= table.body.size - begin):
-                fail(call, f"{name} with pads of rows at {place.tolist()}", "numbers inside the body")
-            held = size == wide and count in (1, table.rows)
-            if not (held if form.pads in ((PER_ROW,), (ANY_ZERO,)) and table.rows else count == 0):
-                fail(
-                    call,
-                    f"{name} with pad {form.pads} and {count} pads of rows of {size} bytes",
-                    f"one pad a row of {wide} bytes beside PER_ROW and ANY_ZERO, and only there",
-                )
-            if count and form.dtype is torch.bool and odd_bools(table.array(place)):
-                fail(call, f"{name} of bools with other bytes", "0 and 1 alone")
+            self._check_pads(table, number, form)
         bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
         most = _MOST_SPARE if self._most is None else min(self._most - self._claimed, _MOST_SPARE)
         line = table.rows, table.dense_rows, most, table.fields, bools
@@ -192,6 +179,24 @@ class _MessageReader:
         if bad:
             seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
             fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
+
+    def _check_pads(self, table: Table, number: int, form: FieldForm) -> None:
+        """That a padded field has a record for each row, or one for all, and other fields have none."""
+        name, (begin, size, count) = f'field "{show(form.path)}"', table.pads[number].tolist()
+        assert form.dtype is not None
+        if not (0 <= begin <= table.body.size and 0 <= size < _MOST and 0 <= count * size <= table.body.size - begin):
+            fail(self._call, f"{name} with {count} pads of {size} bytes at {begin}", "records inside the body")
+        sizes = [1 + form.dtype.itemsize]
+        if form.layout is not None and not form.shape and has_signs(form.dtype):
+            sizes.append(sizes[0] + -(-table.frames[form.layout][0] // 8))
+        padded = form.kind == "padded"
+        if not (count in (1, table.rows) and count and size in sizes if padded else count == 0):
+            seen = f"{name}, {form.kind}, with {count} pads of {size} bytes"
+            fail(self._call, seen, f"1 or {table.rows} of {sizes} bytes beside padded fields, and only there")
+        if padded:
+            pads = table.pads_of(number, form.dtype.itemsize)
+            if (pads.records[:, 0] > abi.EDGE).any() or (form.dtype is torch.bool and odd_bools(pads.records[:, 1])):
+                fail(self._call, f"{name} with a pad of other bytes", "a word or EDGE, and bools of 0 and 1 alone")
 
     def _restore(self) -> str | None:
         """Puts the arrays of the codec in the place of what travels; its name, None without one."""
@@ -253,19 +258,16 @@ class _MessageReader:
         if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
             fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
         layout, axis = entry.get("layout"), entry.get("axis")
-        form = FieldForm(path, kind, layout, (), 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
+        form = FieldForm(path, kind, layout, 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
         if "axis" in entry and not objects.is_text(axis):
             fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded":
-            dim, pad = _get(entry, "dim", int, call), self._pad(entry.get("pad"))
-            plain = DTYPES[dtype].is_floating_point and DTYPES[dtype].itemsize > 1 and not shape
-            if not _holds(DTYPES[dtype], pad) or (pad is ANY_ZERO and not plain):
-                fail(call, f'field "{show(path)}" of dtype {dtype} with pad {brief(pad)}', "one that its dtype holds")
+            dim = _get(entry, "dim", int, call)
             if not 1 <= dim <= len(shape) + 1:
                 fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
-            form = replace(form, pads=(pad,), ragged_dim=dim)
+            form = replace(form, ragged_dim=dim)
         return form
 
     def _node(self, node: Any) -> Node:
@@ -309,20 +311,6 @@ class _MessageReader:
         if not 0 < len(names) <= MOST_PATH or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
             fail(self._call, f"path {brief(names)}", f'1 to {MOST_PATH} names, the first not "{LAYOUTS}"')
         return tuple(names)
-
-    def _pad(self, pad: Any) -> PadValue:
-        if isinstance(pad, dict) and len(cast("dict[str, Any]", pad)) == 1:
-            ((name, value),) = cast("dict[str, Any]", pad).items()
-            if name == "pad" and value in ("EDGE", "PER_ROW", "ANY_ZERO"):
-                return Pad[value]
-            if name == "complex" and isinstance(value, list) and len(cast("list[Any]", value)) == 2:
-                real, imag = (self._said(part) for part in cast("list[Any]", value))
-                if isinstance(real, float) and isinstance(imag, float):
-                    return complex(real, imag)
-        value = self._said(pad)
-        if type(value) not in (bool, int, float):
-            fail(self._call, f"pad {brief(pad)}", "a number, EDGE, PER_ROW or ANY_ZERO")
-        return value
 
     def _objects(self, forms: list[FieldForm], entries: list[Any], rows: int, root: Node) -> dict[Path, Objects]:
         found: dict[Path, Objects] = {}
@@ -410,17 +398,6 @@ def _only(entry: Any, names: tuple[str, ...], call: str) -> None:
     odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
     if odd:
         fail(call, f"members {brief(odd)}", f"none but {', '.join(names)}")
-
-
-def _holds(dtype: torch.dtype, pad: PadValue) -> bool:
-    if isinstance(pad, Pad):
-        return True
-    try:
-        # as it will be decoded: a complex dtype may refuse what pad_tensor makes inf
-        torch.full((), pad, dtype=dtype, device="cpu")
-        return pad_tensor(pad, dtype) is not None
-    except (OverflowError, RuntimeError, TypeError):
-        return False
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:

@@ -14,7 +14,6 @@ import numpy as np
 from maskpack.core import abi, objects
 from maskpack.core.bits import Words
 from maskpack.core.index import IntArray
-from maskpack.core.pads import Pad, PadValue
 from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import show
@@ -60,9 +59,9 @@ def write_message(packed: PackedBatch, pickled: bool, with_objects: bool = True)
 
 
 def _line(table: Table) -> IntArray:
-    """The numbers of a table: how many layouts, entries and fields it has, then these, and the pads of rows."""
+    """The numbers of a table: how many layouts, entries and fields it has, then these, and where pads are."""
     counts = np.array([table.stored.size, table.entries.size, table.fields.size], np.int64)
-    parts = table.stored, table.entries, table.fields, table.row_pads
+    parts = table.stored, table.entries, table.fields, table.pads
     return np.concatenate([counts, *(np.ascontiguousarray(part).view(np.int64).reshape(-1) for part in parts)])
 
 
@@ -123,7 +122,7 @@ class _MessageWriter:
         if form.layout is not None:
             out["layout"] = form.layout
         if form.kind == "padded":
-            out |= {"dim": form.ragged_dim, "pad": _pad_out(form.pads[0])}
+            out["dim"] = form.ragged_dim
         if form.hints:
             out["hints"] = list(form.hints)
         if form.reason is not None:
@@ -178,11 +177,3 @@ def _node_out(node: Node, name: str) -> dict[str, Any]:
         raise MaskpackError(f"PackedBatch: {name} has dims named {node.names}, which is no Unicode text. Rename them.")
     out |= {} if node.names is None else {"names": [*node.names]}
     return out if node.kind is None else out | {"kind": f"{node.kind.__module__}:{node.kind.__qualname__}"}
-
-
-def _pad_out(pad: PadValue) -> Any:
-    if isinstance(pad, Pad):
-        return {"pad": pad.name}
-    if isinstance(pad, complex):
-        return {"complex": [_pad_out(pad.real), _pad_out(pad.imag)]}
-    return objects.to_json(pad, lambda _: 0)
