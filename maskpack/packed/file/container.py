@@ -31,7 +31,7 @@ from fsspec.implementations.local import LocalFileSystem
 from maskpack.core.bits import Words
 from maskpack.errors import WireFormatError
 
-FORMAT, VERSION = "maskpack", "3"
+FORMAT, VERSION = "maskpack", "4"
 MAX_HEADER = 1 << 24
 """Bytes of the longest header."""
 ALIGNMENT = 64
