@@ -108,7 +108,7 @@ API i64 maskpack_compact(const i64 *lines, i64 n, const u8 *body, u8 *to) {
         for (i64 i = 0; i < line[3] * line[1]; i++) {
             i64 place = i / line[1], end = (i % line[1] + 1) * line[2];
             Array *array = (Array *)((i64 *)line[0] + end) - (line[3] - place);
-            i64 nbytes = array->size * array->count, begin = (used + 7) & ~(i64)7;
+            i64 nbytes = array->size * array->count, begin = array->size & (array->size - 1) ? used : (used + 7) & ~(i64)7;
             if (nbytes) {
                 if (to) memset(to + used, 0, (size_t)(begin - used));
                 if (to) memcpy(to + begin, body + array->at, (size_t)nbytes);

@@ -21,7 +21,7 @@ from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
-from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested
+from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.plan import seen_of
 from maskpack.nesting.schema import LAYOUTS, FieldForm
 
@@ -130,11 +130,11 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
         if path in padded:
             return padded[path]
         if isinstance(value, Node):
-            return _with_dims_of(value, forms[path].node if path in forms else None)
+            return with_dims(value, forms[path].node if path in forms else None)
         return value.values() if path in forms and forms[path].kind == "flat" else value
 
     return unflatten(
-        _with_dims_of(Node.of(batch), said.root),
+        with_dims(Node.of(batch), said.root),
         [(path, restored(path, value)) for path, value in entries],
         rows_in(batch),
     )
@@ -172,7 +172,3 @@ def _nested_fields(
 def rows_only(node: Node) -> Node:
     """The root of a nested batch, whose rows are its only batch dim, because a jagged width cannot be one."""
     return replace(node, more_dims=None if node.more_dims is None else (), names=node.names and node.names[:1])
-
-
-def _with_dims_of(node: Node, padded: Node | None) -> Node:
-    return node if padded is None else replace(node, more_dims=padded.more_dims, names=padded.names)

@@ -4,10 +4,11 @@ updates and casts like all others.
     key                                                     entry
     ["response", 512, 0]                                    the mask of a layout, of this width and anchor, as bits
     [["responses"], "padded", "response", 1, "torch.int64"] the pads of a field: a record for each row (core/pads.py)
-    [["agent"], "node", [], null]                           a sub-batch: a byte a row, of no meaning
+    [["agent"], "node", [3]]                                a sub-batch with a batch dim behind its rows: its name
 
-Keys are types, as JSON, so that batches of one kind have equal keys. Entries are data, uint8 [B, n]; the records of
-floats with one number for each token are jagged [B, j], since some rows have signs behind their word and others not.
+Keys are types, as JSON, so that batches of one kind have equal keys. Entries are data, uint8 [B, n]; names of dims and
+the records of floats with one number for each token, of which some have signs behind their word, are jagged [B, j].
+A byte a row of no meaning stands for what has no data: fields without a pad, sub-batches without more dims.
 Bytes survive casts to all dtypes that hold 0 to 255. What tensordict cannot see, a mask whose row has another length
 than the values of the row, is an error here.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -90,6 +92,10 @@ def layouts_entry(
             arrays[key] = np.broadcast_to(records, (rows, records.shape[1]))
             if padded and form.path in flat and form.dtype is not None and form.dtype.is_floating_point:
                 arrays[key], ends[key] = _by_rows(arrays[key], pads[form.path])
+            elif form.node is not None and form.node.more_dims:
+                text = json.dumps(form.node.names[1:]).encode() if form.node.names else b""
+                arrays[key] = np.frombuffer(text * rows, np.uint8)
+                ends[key] = np.arange(rows + 1, dtype=np.int64) * len(text)
     places = list(dict.fromkeys(end.tobytes() for end in ends.values()))
     lines = copies_of([*arrays.values(), *(np.frombuffer(end, np.int64) for end in places)], home)
     offsets = dict(zip(places, lines[len(arrays) :], strict=True))
@@ -107,7 +113,7 @@ def layouts_entry(
 @lru_cache(4096)
 def _key_of(form: FieldForm) -> str:
     if form.node is not None:
-        return json.dumps([form.path, "node", form.node.more_dims, form.node.names])
+        return json.dumps([form.path, "node", form.node.more_dims])
     return json.dumps([form.path, form.kind, form.layout, form.ragged_dim, str(form.dtype)])
 
 
@@ -183,7 +189,38 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
         if (records[:, 0] > abi.EDGE).any():
             raise _changed(key, call)
         pads[form.path] = Pads(records, form.dtype.itemsize)
-    return Nested(types.root, types.forms, layouts, pads, tuple(entries))
+    nodes: dict[Path, FieldForm] = {}
+    for key, form in types.named.items():
+        ends = parts[key][1]
+        text = lines[key][: 0 if ends is None or not rows else on_host[id(ends)][1]].tobytes()
+        nodes[form.path] = _with_names(key, form, text, call)
+    root = nodes.pop((), FieldForm((), "node", node=types.root)).node
+    assert root is not None
+    return Nested(root, {**types.forms, **nodes}, layouts, pads, tuple(entries))
+
+
+def _with_names(key: str, form: FieldForm, text: bytes, call: str) -> FieldForm:
+    """A sub-batch with the names of its dims behind the rows."""
+    assert form.node is not None
+    assert form.node.more_dims is not None
+    names: Any = None
+    if text:
+        try:
+            names = json.loads(text)
+        except ValueError:
+            raise _changed(key, call) from None
+        if not isinstance(names, list) or len(cast("list[Any]", names)) != len(form.node.more_dims):
+            raise _changed(key, call)
+    return replace(form, node=replace(form.node, names=None if names is None else (None, *names)))
+
+
+def with_dims(node: Node, padded: Node | None) -> Node:
+    """A batch, which is nested, with the dims behind its rows that it had when it was padded, and their names."""
+    if padded is None:
+        return node
+    names = (node.names or (None,))[0], *(padded.names or (None,) * (1 + len(padded.more_dims or ())))[1:]
+    named = padded.more_dims is not None and any(name is not None for name in names)
+    return replace(node, more_dims=padded.more_dims, names=names if named else None)
 
 
 def pads_of(nested: Nested, path: Path, dtype: torch.dtype) -> Pads:
@@ -194,11 +231,12 @@ def pads_of(nested: Nested, path: Path, dtype: torch.dtype) -> Pads:
 
 
 class _Types(NamedTuple):
-    """What the keys of LAYOUTS say: the name, width and anchor of each mask, the form of each padded field, by their
-    keys; the forms of all entries, and the batch."""
+    """What the keys of LAYOUTS say: the name, width and anchor of each mask, the forms of padded fields and of batches
+    with dims behind their rows, by their keys; the forms of all entries, and the batch."""
 
     axes: Mapping[str, tuple[str, int, int]]
     padded: Mapping[str, FieldForm]
+    named: Mapping[str, FieldForm]
     forms: Mapping[Path, FieldForm]
     root: Node
 
@@ -207,6 +245,7 @@ class _Types(NamedTuple):
 def _types_of(keys: tuple[str, ...], call: str) -> _Types:
     axes: dict[str, tuple[str, int, int]] = {}
     padded: dict[str, FieldForm] = {}
+    named: dict[str, FieldForm] = {}
     forms: dict[Path, FieldForm] = {}
     for key in keys:
         found = _type_of(key)
@@ -219,6 +258,8 @@ def _types_of(keys: tuple[str, ...], call: str) -> _Types:
                 )
             if found.kind == "padded":
                 padded[key] = found
+            elif known is found and found.node is not None and found.node.more_dims:
+                named[key] = found
         elif found is not None:
             if any(name == found[0] for name, _, _ in axes.values()):
                 raise LayoutError(
@@ -236,7 +277,7 @@ def _types_of(keys: tuple[str, ...], call: str) -> _Types:
     for form in padded.values():
         if form.layout not in names:
             raise LayoutError(f'{call}: the mask of layout "{form.layout}" is missing. {INTACT}')
-    return _Types(axes, padded, forms, root.node)
+    return _Types(axes, padded, named, forms, root.node)
 
 
 @lru_cache(4096)
@@ -248,9 +289,8 @@ def _type_of(key: str) -> FieldForm | tuple[str, int, int] | None:
             width, anchor = more
             return path, int(width), int(anchor)
         if more[0] == "node":
-            _, dims, names = more
-            dims, names = (None if part is None else tuple(part) for part in (dims, names))
-            return FieldForm(tuple(path), "node", node=Node(dims, None, None, names))
+            dims = None if more[1] is None else tuple(map(int, more[1]))
+            return FieldForm(tuple(path), "node", node=Node(dims, None))
         kind, layout, ragged_dim, dtype = more
         return FieldForm(tuple(path), kind, layout, ragged_dim, DTYPES[dtype.removeprefix("torch.")])
     except (ValueError, KeyError, TypeError, IndexError):

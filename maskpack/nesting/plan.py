@@ -29,7 +29,7 @@ from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Source
-from maskpack.nesting.nested import NOTHING, Nested, pads_of
+from maskpack.nesting.nested import NOTHING, Nested, pads_of, with_dims
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 
 # -------------------------------------------------------------------- signatures
@@ -153,9 +153,7 @@ class BatchPlan(NamedTuple):
         forms = [planner.form(path, value) for path, value in flatten(batch, without=LAYOUTS)]
         axes, sources, widths = planner.axes, planner.sources, planner.widths
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
-        root = Node.of(batch)
-        if carried is not NOTHING:
-            root = replace(root, more_dims=carried.root.more_dims, names=carried.root.names)
+        root = with_dims(Node.of(batch), None if carried is NOTHING else carried.root)
         by_value = planner.by_value or axes.by_value
         rows, declared = planner.rows(forms), planner.declared(forms)
         return cls(root, tuple(forms), planner.pads, rows, sources, anchors, widths, declared, by_value)
@@ -221,9 +219,7 @@ class _Planner:
         if isinstance(value, Node):
             self._check_kind(path, value)
             before = self.carried.forms.get(path)
-            if before is not None and before.node is not None:
-                value = replace(value, more_dims=before.node.more_dims, names=before.node.names)
-            return FieldForm(path, "node", node=value)
+            return FieldForm(path, "node", node=with_dims(value, None if before is None else before.node))
         if is_object(value):
             return FieldForm(path, "object")
         if not isinstance(value, Tensor) or isinstance(value, UnbatchedTensor):

@@ -143,8 +143,12 @@ class DecodeRecipe:
         """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
         they are to be written again to more; and the numbers of the batch, to which sizes and addresses are added."""
         pads = table.pads[self.with_pads]
-        count = abi.AXIS_NUMBERS * self.axes + abi.SOURCE_NUMBERS * len(self.wanted) + len(self.with_pads)
-        numbers: IntArray = np.empty(count + 2 + len(self.forms) + self.more, np.int64)
+        count = abi.AXIS_NUMBERS * self.axes + abi.SOURCE_NUMBERS * len(self.wanted)
+        padded_fields = len(self.with_pads)
+        numbers: IntArray = np.empty(count + 3 * padded_fields + 2 + len(self.forms) + self.more, np.int64)
+        kinds = _pad_kinds(table)[self.with_pads]
+        rows, edges = numbers[count + padded_fields :][: 2 * padded_fields].reshape(2, -1)
+        rows[:], edges[:] = (kinds == _WORDS) * np.maximum(self.pad_sizes // 8, 1), kinds == _ONE_EDGE
         own = table.entries, table.body, table.rows, table.dense_rows
         return native.stage(own, layouts, self.wanted, pads, self.pad_sizes, padded, out, used, numbers), numbers
 
@@ -172,7 +176,7 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     columns = np.where(table.entries["kind"] == abi.COLUMNS, table.entries["number"], 0)
     key = (
         *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
-        *(is_large, _pad_kinds(table).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
+        *(is_large, (_pad_kinds(table) == _MIXED).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
         columns.tobytes(),
     )
     return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some, is_large).recipe(forms))
@@ -196,7 +200,7 @@ class _RecipeWriter:
     _pad_sizes: list[int] = field(default_factory=list[int])
 
     def recipe(self, forms: Sequence[FieldForm]) -> DecodeRecipe:
-        self._entries, self._pad_kinds = self.table.entries, _pad_kinds(self.table)
+        self._entries = self.table.entries
         copy = JobTarget(0, 0, 0, 8, 1, 1, 0, 1, -1, 0)
         self._job(
             copy,
@@ -213,7 +217,9 @@ class _RecipeWriter:
                 taken.append(form)
         begins = {"axes": 0, "pads": abi.AXIS_NUMBERS * (len(self.table.names) + 1)}
         begins["pads"] += abi.SOURCE_NUMBERS * len(self._wanted)
-        begins["sizes"] = begins["pads"] + len(self._with_pads)
+        begins["pad_row"] = begins["pads"] + len(self._with_pads)
+        begins["edge"] = begins["pad_row"] + len(self._with_pads)
+        begins["sizes"] = begins["edge"] + len(self._with_pads)
         begins["out"] = begins["sizes"] + 2
         begins["taken"] = begins["out"] + len(taken)
         return DecodeRecipe(
@@ -251,15 +257,14 @@ class _RecipeWriter:
         size = min(form.dtype.itemsize, 8)
         inner = _words_behind(form, items) if padded else items
         numbers: dict[str, tuple[str, int]] = {"out": ("out", out)}
-        row_words, pads, pad_row, pad_items, edge = items, -1, 0, 0, 0
+        row_words, pads, pad_items = items, -1, 0
         if padded:
             width = self.packed.layouts[form.layout or ""].width
             row_words = items * width
-            pads, pad_items, edge = 0, int(form.dtype.itemsize == 16), int(self._pad_kinds[number] == _ONE_EDGE)
-            pad_row = 1 + pad_items if self._pad_kinds[number] == _WORDS else 0
+            pads, pad_items = 0, int(form.dtype.itemsize == 16)
+            numbers |= {name: (name, len(self._with_pads)) for name in ("pads", "pad_row", "edge")}
             self._with_pads.append(number)
             self._pad_sizes.append(form.dtype.itemsize)
-            numbers["pads"] = "pads", len(self._with_pads) - 1
             places = (("splits", _SPLITS), ("starts", _STARTS), ("ends", _ENDS))
             numbers |= {name: self._axis(form.layout, at) for name, at in places}
         head, head_items = -1, 1
@@ -294,8 +299,8 @@ class _RecipeWriter:
                 target = JobTarget(
                     max(width, 0), 0, 0, size, own, stride, layer * inner * width + item, row_words,
                     0 if "bounds" in of_rows else -1, 0 if flat else 1, width,
-                    own if entry["kind"] == abi.COLUMNS else inner, *runs, pad, pad_row,
-                    turn, edge, part, head, own if entry["kind"] == abi.COLUMNS else head_items, group,
+                    own if entry["kind"] == abi.COLUMNS else inner, *runs, pad, 0,
+                    turn, 0, part, head, own if entry["kind"] == abi.COLUMNS else head_items, group,
                     0 if "taken" in of_rows else -1, 0 if "places" in of_rows else -1,
                 )  # fmt: skip
                 self._job(target, of_rows)
