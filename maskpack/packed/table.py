@@ -212,6 +212,8 @@ class Table:
     def pads_of(self, field: int, size: int) -> Pads:
         """The pads of a padded field of words of `size` bytes, in the same memory."""
         place = self.pads[field]
+        if not place["count"]:  # without rows
+            return Pads(np.zeros((1, 1 + size), np.uint8), size)
         return Pads(self.array(place).reshape(int(place["count"]), int(place["size"])), size)
 
     # ---------------------------------------------------------------- decoding
@@ -251,8 +253,10 @@ class Table:
         entries, stored = native.split(*line)
         pads, rows = self.pads.copy(), end - begin
         several = pads["count"] > 1
-        pads["at"][several] += begin * pads["size"][several] if rows else 0
-        pads["count"][several] = max(rows, 1)
+        pads["at"][several] += begin * pads["size"][several]
+        pads["count"][several] = rows
+        if not rows:
+            pads["count"] = 0
         known = None if self._as_stored else {name: own.take(slice(begin, end)) for name, own in self.layouts.items()}
         own = {"stored": stored[0], "entries": entries[0], "pads": pads}
         part = self.like(rows=rows, dense_rows=rows, known=known, **own)

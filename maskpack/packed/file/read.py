@@ -190,7 +190,8 @@ class _MessageReader:
         if form.layout is not None and not form.shape and has_signs(form.dtype):
             sizes.append(sizes[0] + -(-table.frames[form.layout][0] // 8))
         padded = form.kind == "padded"
-        if not (count in (1, table.rows) and count and size in sizes if padded else count == 0):
+        held = count in (1, table.rows) and size in sizes
+        if not (held or (count == 0 and table.rows == 0) if padded else count == 0):
             seen = f"{name}, {form.kind}, with {count} pads of {size} bytes"
             fail(self._call, seen, f"1 or {table.rows} of {sizes} bytes beside padded fields, and only there")
         if padded:
