@@ -18,18 +18,20 @@ API void maskpack_mask_bits(const Layout *layout, u8 *bits) {
             set_bits(bits + row * nbytes, layout->starts[span], layout->counts[span]);
 }
 
-/* The first place from `at` on whose bit is set, or is not if `flip` is ~0; the width if there is none. */
-static i64 find_bit(const u8 *bits, i64 at, i64 width, u64 flip) {
-    while (at < width) {
-        i64 left = (width + 7) / 8 - (at >> 3);
-        u64 word = 0;
-        if (left >= 8) word = load(bits + (at >> 3));
-        else memcpy(&word, bits + (at >> 3), (size_t)left);
-        word = (word ^ flip) >> (at & 7);
-        if (word) return at + __builtin_ctzll(word) < width ? at + __builtin_ctzll(word) : width;
-        at += 64 - (at & 7);
+/* The first place from `at` on whose bit is set, or is not if `flip` is 255; the width if there is none. */
+static i64 find_bit(const u8 *bits, i64 at, i64 width, u8 flip) {
+    static const Pattern ONES = {~0ull, ~0ull};
+    i64 byte = at >> 3, nbytes = (width + 7) / 8;
+    if (at >= width) return width;
+    u8 own = (u8)((bits[byte] ^ flip) >> (at & 7) << (at & 7));
+    if (!own) {
+        byte++;
+        byte += equal_bytes(bits + byte, nbytes - byte, flip ? ONES : ZEROS);
+        if (byte == nbytes) return width;
+        own = bits[byte] ^ flip;
     }
-    return width;
+    at = 8 * byte + __builtin_ctz(own);
+    return at < width ? at : width;
 }
 
 /* The spans of a row of bits, at most `room` of them; how many there are. */
@@ -38,7 +40,7 @@ static i64 spans_of_bits(const u8 *bits, i64 width, i64 *starts, i64 *counts, i6
     for (i64 at = 0; n < room || !starts; n++) {
         i64 start = find_bit(bits, at, width, 0);
         if (start == width) break;
-        at = find_bit(bits, start, width, ~(u64)0);
+        at = find_bit(bits, start, width, 255);
         if (!starts) continue;
         starts[n] = start;
         counts[n] = at - start;

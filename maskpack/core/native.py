@@ -219,8 +219,7 @@ def _field(padded: Tensor, packed: Tensor | None, trial: Trial) -> tuple[list[An
 
 def _records(records: Words) -> tuple[int, int, int]:
     """Where the records of a field are, the bytes of one, and from one to the next; 0 if there is one for all rows."""
-    rows, size = records.shape
-    return address(records), size, size if rows > 1 else 0
+    return address(records), records.shape[1], records.strides[0] if len(records) > 1 else 0
 
 
 def _line(layout: HostLayout) -> tuple[int, ...]:

@@ -188,6 +188,16 @@ class Pads:
         """bool [1] or [B]: rows whose pad is EDGE."""
         return self.records[:, 0] == abi.EDGE
 
+    def fits(self, width: int) -> bool:
+        """Whether EDGE has no word and no signs, and no signs lie behind a width."""
+        edges, last = self.records[self.edges], self.records[:, -1] if self.signs is not None and width % 8 else None
+        return not edges[:, 1:].any() and (last is None or not (last & (255 >> width % 8)).any())
+
+    def is_same(self, other: Pads, rows: int) -> bool:
+        """Whether the pads of `rows` rows are equal."""
+        one, two = (np.broadcast_to(own.records, (rows, own.records.shape[1])) for own in (self, other))
+        return np.array_equal(one, two)
+
     def shortest(self) -> Pads:
         """The same pads, as one record if all rows are alike, and without signs if there are none."""
         own = self.records if len(self.records) else np.zeros((1, 1 + self.size), np.uint8)

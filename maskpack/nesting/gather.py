@@ -118,7 +118,7 @@ def gathered(
     verifier = Verifier(tensors, jagged.keys(), plan.pads, gather, layouts, options, known)
     forms, pads = verifier.verified(list(plan.forms))
     nested = [form for form in forms if form.kind == "padded" and form.path in jagged]
-    pads |= {form.path: plan.pads_of(form, carried, options.call) for form in nested}
+    pads |= {form.path: plan.pads_of(form, jagged[form.path], carried, options.call) for form in nested}
     return Gathered(plan, axes, tuple(forms), rows, entries, layouts, verifier.values, pads)
 
 

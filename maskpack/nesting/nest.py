@@ -120,8 +120,14 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     entries = select_entries(flatten(batch, without=LAYOUTS), fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
     values = all_values([field for field, _ in nested.values()])
+    for held, (path, (_, layout)) in zip(values, nested.items(), strict=True):
+        if held.shape[0] < layout.num_tokens or not 1 <= forms[path].ragged_dim <= held.dim():
+            raise LayoutError(
+                f'{call}: field "{show(path)}" is jagged, of values {tuple(held.shape)}; its layout has '
+                f"{layout.num_tokens} tokens; expected as many. {INTACT}"
+            )
     packed = [
-        checks.PackedField(held, pads_of(said, path, held.dtype), layout, forms[path].ragged_dim)
+        checks.PackedField(held, pads_of(said, path, held, call), layout, forms[path].ragged_dim)
         for held, (path, (_, layout)) in zip(values, nested.items(), strict=True)
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))
@@ -131,7 +137,8 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
             return padded[path]
         if isinstance(value, Node):
             return with_dims(value, forms[path].node if path in forms else None)
-        return value.values() if path in forms and forms[path].kind == "flat" else value
+        flat = path in forms and forms[path].kind == "flat" and isinstance(value, Tensor) and value.is_nested
+        return value.values() if flat else value
 
     return unflatten(
         with_dims(Node.of(batch), said.root),

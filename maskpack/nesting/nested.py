@@ -1,33 +1,32 @@
-"""What a nested batch has beside its fields: the entry LAYOUTS, of plain tensors, which tensordict indexes, joins,
-updates and casts like all others.
+"""What a nested batch has beside its fields: the entry LAYOUTS, which tensordict indexes, joins, updates and casts like
+any other.
 
-    key                                                     entry
-    ["response", 512, 0]                                    the mask of a layout, of this width and anchor, as bits
-    [["responses"], "padded", "response", 1, "torch.int64"] the pads of a field: a record for each row (core/pads.py)
-    [["agent"], "node", [3]]                                a sub-batch with a batch dim behind its rows: its name
+    mask sequence    the mask of a layout as bits, uint8 [B, width / 8]
+    pads 3f0c        the pads of the fields that were nested together, uint8 [B, K]
+    signs 3f0c       the signs of their zeros, jagged uint8 [B, j]
+    types 3f0c       their schema, for all rows
 
-Keys are types, as JSON, so that batches of one kind have equal keys. Entries are data, uint8 [B, n]; names of dims and
-the records of floats with one number for each token, of which some have signs behind their word, are jagged [B, j].
-A byte a row of no meaning stands for what has no data: fields without a pad, sub-batches without more dims.
-Bytes survive casts to all dtypes that hold 0 to 255. What tensordict cannot see, a mask whose row has another length
-than the values of the row, is an error here.
+The number is a digest of the types: batches of one kind have equal keys, and `update` with a batch of other fields adds
+its own. A row of the pads is a byte MARK, which arithmetic changes, and a record for each padded field (core/pads.py);
+those whose first byte is SIGNS have their signs in the same row of the signs, in the order of the fields. Bytes survive
+casts to all dtypes that hold 0 to 255. A mask whose row has another length than the values of the row is an error.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import DTYPES, Words, from_words, host_words
+from maskpack.core.bits import DTYPES, Words, from_words, host_words, odd_bools
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import Pads
@@ -35,10 +34,11 @@ from maskpack.core.tensors import need_batch
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import held_by, jagged_from
-from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core, layout_of_table
+from maskpack.layout.row_layout import RowLayout, anchored, core_layout, host_spans, layout_of_core, layout_of_table
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
+MARK, SIGNS = 0xA5, 2
 _RESTORE_FIRST = (
     "Restore both first, then update the padded batch: unnest_batch_by_mask(batch).update(unnest_batch_by_mask(other))."
 )
@@ -46,12 +46,20 @@ _LOSSY = {torch.bool, *(dtype for name, dtype in DTYPES.items() if name.startswi
 """Dtypes that do not hold 0 to 255."""
 
 
+class Types(NamedTuple):
+    """The types of fields that were nested together: their schema; and of each layout that is columns of another one,
+    its name, the other one, and its first column there."""
+
+    schema: Schema
+    parts: tuple[tuple[str, str, int], ...]
+
+
 class Nested(NamedTuple):
     """What LAYOUTS says of a batch.
 
     Attributes:
         root: the batch dims of the padded batch.
-        forms: its padded, flat and jagged fields, and its sub-batches, by path.
+        forms: its entries, by path.
         layouts: its layouts by name, on the devices of their fields.
         pads: those of its padded fields.
         keys: equal for batches of one kind.
@@ -61,11 +69,29 @@ class Nested(NamedTuple):
     forms: Mapping[Path, FieldForm]
     layouts: Mapping[str, RowLayout]
     pads: Mapping[Path, Pads]
-    keys: tuple[str, ...]
+    keys: tuple[Any, ...]
 
 
 NOTHING = Nested(Node((), None), {}, {}, {}, ())
 """Of a batch that is not nested."""
+
+
+@lru_cache(256)
+def _places(types: Types) -> tuple[str, dict[Path, slice], int]:
+    """The digest of types, the record of each padded field in a row of the pads, and the bytes of such a row."""
+    nodes = [(form.path, form.node.more_dims) for form in types.schema.forms if form.node is not None]
+    fields = [(f.path, f.kind, f.layout, f.ragged_dim, f.dtype) for f in types.schema.forms if f.layout is not None]
+    said = types.schema.root.more_dims, types.schema.axes, types.parts, nodes, fields
+    places: dict[Path, slice] = {}
+    end = 1
+    for form in _padded(types):
+        assert form.dtype is not None
+        places[form.path] = slice(end, end := end + 1 + form.dtype.itemsize)
+    return sha256(repr(said).encode()).hexdigest()[:16], places, end
+
+
+def _padded(types: Types) -> list[FieldForm]:
+    return [form for form in types.schema.forms if form.kind == "padded"]
 
 
 # -------------------------------------------------------------------- writing
@@ -81,49 +107,46 @@ def layouts_entry(
 ) -> TensorDict:
     """The LAYOUTS entry of a batch with tensors on `home`, from its layouts and pads; `flat` are the fields with one
     number for each token."""
-    arrays: dict[str, Words] = {}
-    ends: dict[str, IntArray] = {}
-    for name, width, anchor in schema.axes:
-        arrays[json.dumps([name, width, anchor])] = native.mask_bits(core_layout(layouts[name]))
-    for form in (FieldForm((), "node", node=schema.root), *schema.forms):
-        if form.kind not in ("dense", "object"):
-            key, padded = _key_of(form), form.kind == "padded"
-            records = pads[form.path].records if padded else np.zeros((1, 1), np.uint8)
-            arrays[key] = np.broadcast_to(records, (rows, records.shape[1]))
-            if padded and form.path in flat and form.dtype is not None and form.dtype.is_floating_point:
-                arrays[key], ends[key] = _by_rows(arrays[key], pads[form.path])
-            elif form.node is not None and form.node.more_dims:
-                text = json.dumps(form.node.names[1:]).encode() if form.node.names else b""
-                arrays[key] = np.frombuffer(text * rows, np.uint8)
-                ends[key] = np.arange(rows + 1, dtype=np.int64) * len(text)
-    places = list(dict.fromkeys(end.tobytes() for end in ends.values()))
-    lines = copies_of([*arrays.values(), *(np.frombuffer(end, np.int64) for end in places)], home)
-    offsets = dict(zip(places, lines[len(arrays) :], strict=True))
+    numbers = {id(layouts[name]): name for name, _, _ in schema.axes}
+    wholes = [(name, *layouts[name].__dict__.get("part_of", (None, 0))) for name, _, _ in schema.axes]
+    types = Types(schema, tuple([(name, numbers[id(own)], low) for name, own, low in wholes if id(own) in numbers]))
+    masks = [name for name, own, _ in wholes if id(own) not in numbers]
+    digest, places, size = _places(types)
+    table: Words = np.empty((rows, size), np.uint8)
+    table[:, 0] = MARK
+    for path, place in places.items():
+        table[:, place] = pads[path].records[:, : place.stop - place.start]
+    floats = [form for form in _padded(types) if form.dtype is not None and form.dtype.is_floating_point]
+    signs, ends = _signs_out(table, places, pads, rows)
+    arrays = [*(native.mask_bits(core_layout(layouts[name])) for name in masks), table, signs, ends]
+    *bits, line, values, offsets = copies_of(arrays, home)
     root = Node(None if schema.root.more_dims is None else (), schema.root.device)
-    entries: list[tuple[Path, Any]] = []
-    for key, line in zip(arrays, lines, strict=False):
-        if key in ends:
-            lengths = np.diff(ends[key])
-            least, most = int(lengths.min(initial=lengths.max(initial=0))), int(lengths.max(initial=0))
-            line = jagged_from(line, offsets[ends[key].tobytes()], least, most)
-        entries.append(((key,), line))
+    stored: Any = NonTensorData(types, batch_size=root.batch_size(rows), device=schema.root.device)
+    entries = [((f"mask {name}",), own) for name, own in zip(masks, bits, strict=True)]
+    entries += [((f"pads {digest}",), line), ((f"types {digest}",), stored)]
+    if any(form.path in flat for form in floats):
+        lengths = np.diff(ends)
+        least, most = int(lengths.min(initial=lengths.max(initial=0))), int(lengths.max(initial=0))
+        entries.append(((f"signs {digest}",), jagged_from(values, offsets, least, most)))
     return unflatten(root, entries, rows)
 
 
-@lru_cache(4096)
-def _key_of(form: FieldForm) -> str:
-    if form.node is not None:
-        return json.dumps([form.path, "node", form.node.more_dims])
-    return json.dumps([form.path, form.kind, form.layout, form.ragged_dim, str(form.dtype)])
-
-
-def _by_rows(records: Words, pads: Pads) -> tuple[Words, IntArray]:
-    """The bytes of records, those without signs shorter, and where each begins, int64 [B + 1]."""
-    rows, most = records.shape
-    if pads.signs is None:
-        return np.array(records).reshape(-1), np.arange(rows + 1, dtype=np.int64) * most
-    lengths = np.where(np.broadcast_to(pads.signs.any(1), rows), most, 1 + pads.size)
-    return records[np.arange(most) < lengths[:, None]], cumulated(lengths)
+def _signs_out(
+    table: Words, places: Mapping[Path, slice], pads: Mapping[Path, Pads], rows: int
+) -> tuple[Words, IntArray]:
+    """The signs of all fields, row by row, and where rows begin, int64 [B + 1]; the records of rows that have any say
+    so in the table then."""
+    used: list[Any] = [np.zeros((rows, 0), np.bool_)]
+    signs: list[Words] = [np.zeros((rows, 0), np.uint8)]
+    for path, place in places.items():
+        own = pads[path].signs
+        if own is not None:
+            signs.append(np.broadcast_to(own, (rows, own.shape[1])))
+            some: Any = own.any(1)
+            used.append(np.broadcast_to(some[:, None], signs[-1].shape))
+            table[np.broadcast_to(some, rows), place.start] = SIGNS
+    kept = np.concatenate(used, 1)
+    return np.concatenate(signs, 1)[kept], cumulated(kept.sum(1))
 
 
 def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
@@ -160,151 +183,63 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
         )
     held = entry_at(batch, (LAYOUTS,))
     entries: dict[str, Any] = dict(fields_of(held).items()) if is_sub_batch(held) else {}
-    types = _types_of(tuple(entries), call)
-    first = _first_fields(batch, types)
-    parts = {key: _tensors_of(key, value, call) for key, value in entries.items()}
+    types = {key[6:]: _types_in(key, entries[key], call) for key in entries if key.startswith("types ")}
+    if not types:
+        raise _foreign(call)
+    forms = _all_forms(types.values(), call)
+    parts = {key: _tensors_of(key, value, call) for key, value in entries.items() if not key.startswith("types ")}
+    first = _first_fields(batch, types.values())
     offsets = {id(ends): ends for _, ends in (*parts.values(), *first.values()) if ends is not None}
-    bytes_of = {key: values for key, (values, _) in parts.items()}
-    on_host: dict[Any, Words] = host_words({**bytes_of, **offsets}, [*bytes_of, *offsets])
-    lines = {key: _bytes(on_host[key], values.dtype, key, call) for key, values in bytes_of.items()}
-    rows = batch.batch_size[0] if batch.batch_dims else max((len(lines[key]) for key in types.axes), default=0)
+    tensors: dict[Any, Tensor] = {key: values for key, (values, _) in parts.items()} | offsets
+    read = host_words(tensors, tensors)
+    lines = {key: _bytes(read[key], values.dtype, key, call) for key, (values, _) in parts.items()}
+    rows = batch.batch_size[0] if batch.batch_dims else max(map(len, lines.values()), default=0)
     layouts: dict[str, RowLayout] = {}
-    for key, (name, width, anchor) in types.axes.items():
-        _check_shape(key, lines[key], rows, -(-width // 8), call)
-        own = native.layout_of_bits(lines[key], width)
-        device = first[name][0].device if name in first else bytes_of[key].device
-        cpu = device.type == "cpu"
-        layouts[name] = layout_of_core(own, anchor) if cpu else layout_of_table(width, own.table, device, anchor)
-    for name, (_, ends) in first.items():
-        if np.array_equal(on_host[id(ends)], layouts[name].row_offsets):
-            layouts[name].__dict__["offsets"] = ends  # so that arithmetic between old and new fields works
+    for said in types.values():
+        _add_layouts(layouts, said, lines, rows, call)
+    for name, (values, own) in first.items():
+        layout = layouts[name]
+        if values.device.type != "cpu":
+            layout = layouts[name] = layout_of_table(layout.width, host_spans(layout), values.device, layout.anchor)
+        if np.array_equal(read[id(own)], layout.row_offsets):
+            layout.__dict__["offsets"] = own  # so that arithmetic between old and new fields works
     pads: dict[Path, Pads] = {}
-    for key, form in types.padded.items():
-        assert form.dtype is not None
-        assert form.layout is not None
-        ends = parts[key][1]
-        least = 1 + form.dtype.itemsize
-        records = lines[key] if ends is None else _whole(lines[key], on_host[id(ends)], least, layouts[form.layout])
-        _check_shape(key, records, rows, least if ends is None else max(least, records.shape[-1]), call)
-        if (records[:, 0] > abi.EDGE).any():
-            raise _changed(key, call)
-        pads[form.path] = Pads(records, form.dtype.itemsize)
-    nodes: dict[Path, FieldForm] = {}
-    for key, form in types.named.items():
-        ends = parts[key][1]
-        text = lines[key][: 0 if ends is None or not rows else on_host[id(ends)][1]].tobytes()
-        nodes[form.path] = _with_names(key, form, text, call)
-    root = nodes.pop((), FieldForm((), "node", node=types.root)).node
-    assert root is not None
-    return Nested(root, {**types.forms, **nodes}, layouts, pads, tuple(entries))
+    for digest, said in types.items():
+        ends = parts.get(f"signs {digest}", (None, None))[1]
+        begins = np.zeros(rows + 1, np.int64) if ends is None else np.array(read[id(ends)])
+        for path, own in _pads_in(digest, said, lines, begins, rows, call).items():
+            known = pads.setdefault(path, own)
+            if known is not own and not known.is_same(own, rows):
+                raise _twice(forms[path], forms[path], call)
+    keys = *types, *(said.schema.root.names for said in types.values()), *(form.node for form in forms.values())
+    return Nested(next(iter(types.values())).schema.root, forms, layouts, pads, keys)
 
 
-def _with_names(key: str, form: FieldForm, text: bytes, call: str) -> FieldForm:
-    """A sub-batch with the names of its dims behind the rows."""
-    assert form.node is not None
-    assert form.node.more_dims is not None
-    names: Any = None
-    if text:
-        try:
-            names = json.loads(text)
-        except ValueError:
-            raise _changed(key, call) from None
-        if not isinstance(names, list) or len(cast("list[Any]", names)) != len(form.node.more_dims):
-            raise _changed(key, call)
-    return replace(form, node=replace(form.node, names=None if names is None else (None, *names)))
+def _types_in(key: str, value: Any, call: str) -> Types:
+    """The types of fields that were nested together; of joined batches, those of the first."""
+    rows: list[Any] = value.tolist() if isinstance(value, NonTensorStack) else [getattr(value, "data", None)]
+    if not rows or not isinstance(rows[0], Types) or key != f"types {_places(rows[0])[0]}":
+        raise _foreign(call)
+    return rows[0]
 
 
-def with_dims(node: Node, padded: Node | None) -> Node:
-    """A batch, which is nested, with the dims behind its rows that it had when it was padded, and their names."""
-    if padded is None:
-        return node
-    names = (node.names or (None,))[0], *(padded.names or (None,) * (1 + len(padded.more_dims or ())))[1:]
-    named = padded.more_dims is not None and any(name is not None for name in names)
-    return replace(node, more_dims=padded.more_dims, names=names if named else None)
-
-
-def pads_of(nested: Nested, path: Path, dtype: torch.dtype) -> Pads:
-    """The pads of a padded field, which may have been cast."""
-    before = nested.forms[path].dtype
-    assert before is not None
-    return nested.pads[path].cast(before, dtype)
-
-
-class _Types(NamedTuple):
-    """What the keys of LAYOUTS say: the name, width and anchor of each mask, the forms of padded fields and of batches
-    with dims behind their rows, by their keys; the forms of all entries, and the batch."""
-
-    axes: Mapping[str, tuple[str, int, int]]
-    padded: Mapping[str, FieldForm]
-    named: Mapping[str, FieldForm]
-    forms: Mapping[Path, FieldForm]
-    root: Node
-
-
-@lru_cache(256)
-def _types_of(keys: tuple[str, ...], call: str) -> _Types:
-    axes: dict[str, tuple[str, int, int]] = {}
-    padded: dict[str, FieldForm] = {}
-    named: dict[str, FieldForm] = {}
+def _all_forms(types: Collection[Types], call: str) -> dict[Path, FieldForm]:
+    """The forms of all entries. A sub-batch has the dims of the first batch, which is the one that was updated."""
     forms: dict[Path, FieldForm] = {}
-    for key in keys:
-        found = _type_of(key)
-        if isinstance(found, FieldForm):
-            known = forms.setdefault(found.path, found)
-            if known != found and "node" not in (known.kind, found.kind):  # a node keeps the dims of the first batch
-                raise LayoutError(
-                    f'{call}: field "{show(known.path)}" was nested twice, as {_said(known)} and as {_said(found)}, '
-                    f"and update() replaced one by the other; expected one form. {_RESTORE_FIRST}"
-                )
-            if found.kind == "padded":
-                padded[key] = found
-            elif known is found and found.node is not None and found.node.more_dims:
-                named[key] = found
-        elif found is not None:
-            if any(name == found[0] for name, _, _ in axes.values()):
-                raise LayoutError(
-                    f'{call}: layout "{found[0]}" of another batch, of another width, lies beside the layout of this '
-                    f"one, as after update(); expected fields of the same rows. {_RESTORE_FIRST}"
-                )
-            axes[key] = found
-    root = forms.pop((), None)
-    if root is None or root.node is None or None in map(_type_of, keys):
-        raise LayoutError(
-            f'{call}: the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which reserves this name. '
-            "Rename the field."
-        )
-    names = {name for name, _, _ in axes.values()}
-    for form in padded.values():
-        if form.layout not in names:
-            raise LayoutError(f'{call}: the mask of layout "{form.layout}" is missing. {INTACT}')
-    return _Types(axes, padded, named, forms, root.node)
+    for form in [
+        form for said in types for form in said.schema.forms if form.layout is not None or form.node is not None
+    ]:
+        known = forms.setdefault(form.path, form)
+        one, other = ((own.kind, own.layout, own.ragged_dim, own.dtype) for own in (known, form))
+        if one != other and known.node is form.node is None:
+            raise _twice(known, form, call)
+    return forms
 
 
-@lru_cache(4096)
-def _type_of(key: str) -> FieldForm | tuple[str, int, int] | None:
-    """What a key says; None for a key that is not of LAYOUTS."""
-    try:
-        path, *more = json.loads(key)
-        if isinstance(path, str):
-            width, anchor = more
-            return path, int(width), int(anchor)
-        if more[0] == "node":
-            dims = None if more[1] is None else tuple(map(int, more[1]))
-            return FieldForm(tuple(path), "node", node=Node(dims, None))
-        kind, layout, ragged_dim, dtype = more
-        return FieldForm(tuple(path), kind, layout, ragged_dim, DTYPES[dtype.removeprefix("torch.")])
-    except (ValueError, KeyError, TypeError, IndexError):
-        return None
-
-
-def _said(form: FieldForm) -> str:
-    return f'{form.dtype} under "{form.layout}"'
-
-
-def _first_fields(batch: TensorDictBase, types: _Types) -> dict[str, tuple[Tensor, Tensor]]:
+def _first_fields(batch: TensorDictBase, types: Collection[Types]) -> dict[str, tuple[Tensor, Tensor]]:
     """The values and the offsets of the first jagged field of each layout."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    for form in types.padded.values():
+    for form in [form for said in types for form in _padded(said)]:
         if form.layout is not None and form.layout not in found:
             value = entry_at(batch, form.path)
             held = held_by(value) if isinstance(value, Tensor) else None
@@ -315,14 +250,13 @@ def _first_fields(batch: TensorDictBase, types: _Types) -> dict[str, tuple[Tenso
 
 def _tensors_of(key: str, value: Any, call: str) -> tuple[Tensor, Tensor | None]:
     """The bytes of an entry, and where its rows begin if it is jagged."""
-    held = held_by(value) if isinstance(value, Tensor) else None
-    values, ends = held if held is not None else (value, None)
+    values, ends = (held_by(value) if isinstance(value, Tensor) else None) or (value, None)
     if not isinstance(values, Tensor) or values.is_nested or values.dtype in _LOSSY or values.layout != torch.strided:
         raise _changed(key, call)
-    if values.dim() != (2 if ends is None else 1):
+    if values.dim() != (2 if ends is None else 1) or (ends is None) == key.startswith("signs "):
         raise LayoutError(
-            f"{call}: {_name_of(key)} is no longer one line a row; a single row was taken by an integer index, or the "
-            "entry was replaced. Take one row with a list: maskpack.nesting.take(batch, [i])."
+            f'{call}: the {key.split()[0]} of "{LAYOUTS}" are no longer a line for each row; a single row was taken by '
+            "an integer index, or the entry was replaced. Take one row with a list: maskpack.nesting.take(batch, [i])."
         )
     return values, ends
 
@@ -339,32 +273,122 @@ def _bytes(line: Words, dtype: torch.dtype, key: str, call: str) -> Words:
     return found.contiguous().numpy()
 
 
-def _whole(line: Words, ends: IntArray, least: int, layout: RowLayout) -> Words:
-    """Records of `least` bytes, and with signs behind them, [B, n]; [0] for others."""
-    lengths, most = np.diff(ends), least + -(-layout.width // 8)
-    if ends[-1] != line.size or not np.isin(lengths, (least, most)).all():
-        return np.zeros((0, 1), np.uint8)
-    most = int(lengths.max(initial=least))
-    records: Words = np.zeros((lengths.size, most), np.uint8)
-    records[np.arange(most) < lengths[:, None]] = line
-    return records
+def _add_layouts(layouts: dict[str, RowLayout], types: Types, lines: Mapping[str, Words], rows: int, call: str) -> None:
+    """Adds the layouts of fields that were nested together, on the host."""
+    parts = {name: (whole, low) for name, whole, low in types.parts}
+    for name, width, anchor in sorted(types.schema.axes, key=lambda axis: axis[0] in parts):
+        whole, low = parts.get(name, ("", 0))
+        bits = lines.get(f"mask {name}")
+        if name in parts and whole in layouts and low + width <= layouts[whole].width:
+            own = anchored(layouts[whole].narrow(low, low + width), anchor)
+        elif bits is None or bits.shape != (rows, -(-width // 8)):
+            seen = "missing" if bits is None else f"{tuple(bits.shape)} bytes"
+            raise LayoutError(
+                f'{call}: the mask of layout "{name}" is {seen}; expected {rows} rows of {-(-width // 8)} bytes. A '
+                f"batch of another width may have replaced it. {INTACT}"
+            )
+        else:
+            own = layout_of_core(native.layout_of_bits(bits, width), anchor)
+        known = layouts.setdefault(name, own)
+        if known is not own and (known != own or known.anchor != own.anchor):
+            raise LayoutError(
+                f'{call}: layout "{name}" of another batch, with other rows or widths, lies beside the layout of this '
+                f"one, as after update(); expected fields of the same rows. {_RESTORE_FIRST}"
+            )
 
 
-def _check_shape(key: str, line: Words, rows: int, size: int, call: str) -> None:
-    if line.shape != (rows, size):
+def _pads_in(
+    digest: str, types: Types, lines: Mapping[str, Words], begins: IntArray, rows: int, call: str
+) -> dict[Path, Pads]:
+    """The pads of fields that were nested together, of which each moves `begins` [B + 1], where its signs are."""
+    table, signs, (_, places, size) = lines.get(f"pads {digest}"), lines.get(f"signs {digest}"), _places(types)
+    if table is None or table.shape != (rows, size) or begins.size != rows + 1:
+        seen = "missing" if table is None else f"{tuple(table.shape)} bytes"
+        raise LayoutError(f"{call}: the pads of rows are {seen}; expected {rows} rows of {size} bytes. {INTACT}")
+    if rows and begins[-1] == 0 and (table == table[:1]).all() and (alike := _alike(types, table[0].tobytes())):
+        return alike
+    ends = np.array(begins[1:])
+    widths = {name: width for name, width, _ in types.schema.axes}
+    found: dict[Path, Pads] = {}
+    fits = not (table[:, 0] != MARK).any()
+    for form in _padded(types):
+        records = table[:, places[form.path]]
+        own: Pads | None = Pads(records, records.shape[1] - 1)
+        if some := np.flatnonzero(records[:, 0] == SIGNS).tolist():
+            own = _with_signs(own, np.array(some), rows, signs, begins, widths[form.layout or ""])
+        fits = fits and own is not None and _fits(own, form, widths[form.layout or ""])
+        if own is not None:
+            found[form.path] = own.shortest()
+    if not fits or (begins[:-1] != ends).any():
+        raise _changed(f"pads {digest}", call)
+    return found
+
+
+def _fits(pads: Pads, form: FieldForm, width: int) -> bool:
+    odd = form.dtype == torch.bool and odd_bools(pads.records[:, 1])
+    return not odd and not (pads.records[:, 0] > abi.EDGE).any() and pads.fits(width)
+
+
+@lru_cache(256)
+def _alike(types: Types, line: bytes) -> dict[Path, Pads] | None:
+    """The pads of fields, if they are this line in all rows; None if they do not fit, or if there are signs."""
+    row = np.frombuffer(line, np.uint8)[None]
+    found = {path: Pads(row[:, place], place.stop - place.start - 1) for path, place in _places(types)[1].items()}
+    fits = row[0, 0] == MARK and all(_fits(found[form.path], form, 0) for form in _padded(types))
+    return found if fits else None
+
+
+def _with_signs(
+    pads: Pads, some: IntArray, rows: int, signs: Words | None, begins: IntArray, width: int
+) -> Pads | None:
+    """Pads with signs in some rows, from `begins` on, which is moved behind them; None if there are too few."""
+    nbytes = -(-width // 8)
+    if signs is None or begins.min() < 0 or (begins[some] + nbytes > signs.size).any():
+        return None
+    out: Words = np.zeros((rows, 1 + pads.size + nbytes), np.uint8)
+    out[:, : 1 + pads.size] = pads.records
+    out[some, 0] = abi.WORD
+    out[some, 1 + pads.size :] = signs[begins[some, None] + np.arange(nbytes)]
+    begins[some] += nbytes
+    return Pads(out, pads.size)
+
+
+def with_dims(node: Node, padded: Node | None) -> Node:
+    """A batch, which is nested, with the dims that it had when it was padded, and their names."""
+    return node if padded is None else replace(node, more_dims=padded.more_dims, names=padded.names)
+
+
+def pads_of(nested: Nested, path: Path, values: Tensor, call: str) -> Pads:
+    """The pads of a padded field with the packed `values` [T, *F], which may have been cast."""
+    before = nested.forms[path].dtype
+    assert before is not None
+    pads = nested.pads[path].cast(before, values.dtype)
+    if pads.signs is not None and values.dim() != 1:
         raise LayoutError(
-            f"{call}: {_name_of(key)} has {line.shape[0]} rows of {line.shape[-1]} bytes; expected {rows} of {size}, "
-            f"as the batch. {INTACT}"
+            f'{call}: field "{show(path)}" has values of {values.dim()} dims, and was nested with one number for each '
+            f"token; expected the same. {INTACT}"
         )
+    return pads
+
+
+# -------------------------------------------------------------------- errors
+
+
+def _foreign(call: str) -> LayoutError:
+    return LayoutError(
+        f'{call}: the entry "{LAYOUTS}" was not written by nest_batch_by_mask, which reserves this name. Rename the '
+        "field."
+    )
+
+
+def _twice(one: FieldForm, other: FieldForm, call: str) -> LayoutError:
+    ways = [f'{form.dtype} under "{form.layout}"' for form in (one, other)]
+    return LayoutError(
+        f'{call}: field "{show(one.path)}" was nested twice, as {" and as ".join(ways)}, and update() replaced one by '
+        f"the other; expected one form and equal pads. {_RESTORE_FIRST}"
+    )
 
 
 def _changed(key: str, call: str) -> LayoutError:
-    return LayoutError(f"{call}: {_name_of(key)} was changed, by arithmetic or a cast that loses bytes. {INTACT}")
-
-
-def _name_of(key: str) -> str:
-    """An entry of LAYOUTS for a message."""
-    found = _type_of(key)
-    if isinstance(found, FieldForm):
-        return f'the record of field "{show(found.path)}"'
-    return f'the mask of layout "{found[0] if found else key}"'
+    what = key if key.startswith("mask ") else "the pads of rows"
+    return LayoutError(f"{call}: {what} of the batch changed, by arithmetic or a cast that loses bytes. {INTACT}")

@@ -166,11 +166,10 @@ class BatchPlan(NamedTuple):
         axes = [(name, self.widths[name], self.anchors[name]) for name in names]
         return Schema(self.root, self.forms, tuple(axes))
 
-    def pads_of(self, form: FieldForm, nested: Nested, call: str) -> Pads:
-        """What is under the mask of a nested field, in its dtype."""
-        dtype, path = form.dtype, form.path
-        assert dtype is not None
-        pads = pads_of(nested, path, dtype) if path in nested.pads else Pads.of(self.pads[path][0], dtype)
+    def pads_of(self, form: FieldForm, values: Tensor, nested: Nested, call: str) -> Pads:
+        """What is under the mask of a nested field with these values, in their dtype."""
+        dtype, path = values.dtype, form.path
+        pads = pads_of(nested, path, values, call) if path in nested.pads else Pads.of(self.pads[path][0], dtype)
         if dtype.is_complex and pads.signs is not None:
             raise LayoutError(
                 f'{call}: field "{show(form.path)}" is {dtype}, and was nested as floats with 0.0 and -0.0 '

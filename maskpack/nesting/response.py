@@ -350,7 +350,11 @@ class ResponseAxis:
         known = path in self.nested.pads
         form = self.nested.forms[path] if known else self._form_of_new(value, path)
         dtype = value.dtype
-        pads = pads_of(self.nested, path, dtype) if known else self._pads_of_new(path, dtype, registry, call)
+        pads = (
+            pads_of(self.nested, path, value.values(), call)
+            if known
+            else self._pads_of_new(path, dtype, registry, call)
+        )
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)

@@ -121,7 +121,7 @@ class HostPlan:
         plan: what they are.
         schema: with no field that stays padded for its values.
         padded: the padded fields.
-        nested: the numbers of the jobs of nested fields, and their forms.
+        nested: the numbers of the jobs and of the tensors of nested fields, and their forms.
         names: the names of the layouts, as they are stored.
         source: what is in `line`.
         line: what the last such batch was encoded from.
@@ -143,7 +143,7 @@ class HostPlan:
     plan: BatchPlan
     schema: Schema
     padded: Collection[Path]
-    nested: Sequence[tuple[int, FieldForm]]
+    nested: Sequence[tuple[int, int, FieldForm]]
     names: tuple[str, ...]
     source: native.BatchSource
     line: IntArray
@@ -205,7 +205,7 @@ class HostPlan:
             schema,
             frozenset(padded),
             [
-                (int(place), job.form)
+                (int(place), numbers[job.form.path], job.form)
                 for place, job in zip(table.order, jobs, strict=True)
                 if job.padded is None and job.form.kind == "padded"
             ],
@@ -243,7 +243,10 @@ class HostPlan:
         line[self.limits_at] = [seen.limits[number] for number in self.limits]
         line[self.rows_at] = rows
         line[self.results_at] = abi.FITS
-        held = [(place, self.plan.pads_of(form, carried, "compress").records) for place, form in self.nested]
+        held: list[tuple[int, Any]] = []
+        for place, number, form in self.nested:
+            values: Any = seen.tensors[number]
+            held.append((place, np.ascontiguousarray(self.plan.pads_of(form, values, carried, "compress").records)))
         for place, records in held:
             at = jobs + place * abi.JOB_NUMBERS + _GIVEN
             line[at : at + 3] = address(records), records.shape[1], len(records)

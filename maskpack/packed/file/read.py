@@ -196,8 +196,9 @@ class _MessageReader:
             fail(self._call, seen, f"1 or {table.rows} of {sizes} bytes beside padded fields, and only there")
         if padded:
             pads = table.pads_of(number, form.dtype.itemsize)
-            if (pads.records[:, 0] > abi.EDGE).any() or (form.dtype is torch.bool and odd_bools(pads.records[:, 1])):
-                fail(self._call, f"{name} with a pad of other bytes", "a word or EDGE, and bools of 0 and 1 alone")
+            known = not (pads.records[:, 0] > abi.EDGE).any() and pads.fits(table.frames[form.layout or ""][0])
+            if not known or (form.dtype is torch.bool and odd_bools(pads.records[:, 1])):
+                fail(self._call, f"{name} with a pad of other bytes", "a word, EDGE and zeros, bools of 0 and 1 alone")
 
     def _restore(self) -> str | None:
         """Puts the arrays of the codec in the place of what travels; its name, None without one."""
