@@ -22,8 +22,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import RowLayout, host_spans, min_length, widened
-from maskpack.nesting.checks import to_padded
+from maskpack.layout.row_layout import RowLayout, host_spans, min_length
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Shown
@@ -141,8 +140,9 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total = _tensors_nbytes(packed, _targets_of(packed, forms, nested))
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
-        row = sum(-(-width // 8) for width, _ in packed.frames.values()) + 8 * (2 + len(packed.layouts))
-        total += packed.num_rows * (row + sum(18 for form in forms if form.dtype is not None))
+        masks = sum(-(-width // 8) for width, _ in packed.frames.values()) + 8 * (2 + len(packed.layouts))
+        pads = sum(pads_of(packed, form).records.shape[1] for form in forms if form.kind == "padded")
+        total += packed.num_rows * (masks + pads)
     return total
 
 
@@ -158,14 +158,18 @@ def pads_of(packed: PackedBatch, form: FieldForm) -> Pads:
     """What is under the mask of a padded field, as wide as its rows are now."""
     assert form.dtype is not None
     assert form.layout is not None
-    size, picked, parts = form.dtype.itemsize, packed.picked, list[tuple[Pads, int]]()
+    size, picked = form.dtype.itemsize, packed.picked
     own = next(columns for columns in picked.columns if form.path in columns.paths)
+    held = [
+        body.table.pads_of(body.numbers[form.path], size).moved(
+            picked.shift(form.layout, body.table), picked.frames[form.layout][0]
+        )
+        for body in own.parts
+    ]
+    if len(held) == 1 and len(held[0].records) == 1:
+        return held[0]
     shares, order = own.rows.shares()
-    for share in shares:
-        body = own.parts[share.source]
-        pads = body.table.pads_of(body.numbers[form.path], size)
-        pads = pads.moved(picked.shift(form.layout, body.table), picked.frames[form.layout][0])
-        parts.append((pads.take(share.rows), share.rows.size))
+    parts = [(held[share.source].take(share.rows), share.rows.size) for share in shares]
     found = Pads.cat(parts or [(Pads.of(0, form.dtype), 0)])
     return found if order is None else found.take(order)
 
@@ -289,12 +293,6 @@ class Decoder:
         if form.path not in self._tensors:
             self.decode([form])
         return self._tensors[form.path]
-
-    def widened(self, form: FieldForm, left: int, right: int) -> Tensor:
-        """A padded field with `left` and `right` more columns of padding."""
-        layout = widened(self._packed.layouts[form.layout or ""], left, right)
-        pads = pads_of(self._packed, form).moved(left, layout.width)
-        return to_padded(decoded(self._packed, [form], True)[form.path], pads, layout, form.ragged_dim)
 
 
 def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:

@@ -70,13 +70,12 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
         [*axes, *(name for column in columns for form in column for name in (form.layout, form.axis))]
     )
     frames = {name: _frame(name, batches) for name in named if name and all(name in batch.frames for batch in batches)}
-    decoders = [Decoder(batch, False, "cpu") for batch in batches]
     apart: dict[Path, Tensor] = {}
     for at, (form, column) in enumerate(zip(forms, columns, strict=True)):
         if form.kind == "dense":
             _check_axis(form.path, column, batches, frames, call)
         if form.reason == DIFFERENT_FORMS:
-            apart[form.path] = _padded(form, column, batches, decoders, frames, call)
+            apart[form.path] = _padded(form, column, batches, frames, call)
             forms[at] = replace(form, shape=tuple(apart[form.path].shape[1:]))
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
     frames = {name: frame for name, frame in frames.items() if name in kept}
@@ -330,22 +329,23 @@ def _padded(
     form: FieldForm,
     column: Sequence[FieldForm],
     batches: Sequence[PackedBatch],
-    decoders: Sequence[Decoder],
     frames: Mapping[str, Frame],
     call: str,
 ) -> Tensor:
     """A field that the batches hold in different forms, in padded form: the parts one after the other, each widened by
     its own pad to the width of its axis in the result."""
     parts: list[Tensor] = []
-    for part_form, batch, decoder in zip(column, batches, decoders, strict=True):
-        if part_form.kind == "padded" and part_form.layout is not None and part_form.layout == form.axis:
-            (width, anchor), (whole, split) = batch.frames[part_form.layout], frames[part_form.layout]
-            left = split - anchor
-            parts.append(decoder.widened(part_form, left, whole - width - left))
-        else:
-            parts.append(decoder.entry(part_form))
-    if any(part.is_nested or part.shape[1:] != parts[0].shape[1:] for part in parts):
-        seen = ["jagged" if part.is_nested else tuple(part.shape) for part in parts]
+    for own, batch in zip(column, batches, strict=True):
+        wide = (
+            {**batch.frames, form.axis: frames[form.axis]} if own.layout and own.layout == form.axis else batch.frames
+        )
+        whole = replace(batch, rows=replace(batch.picked, frames=wide))
+        parts.append(decoded(whole, [own], False)[own.path])
+    seen = [
+        tuple(part.shape[1:]) if own.kind in ("padded", "dense") else "jagged"
+        for own, part in zip(column, parts, strict=True)
+    ]
+    if "jagged" in seen or len(set(seen)) > 1:
         raise LayoutError(f'{call}: field "{show(form.path)}" is {seen}; expected one width. Bring it to one width.')
     return torch.cat(parts)
 
