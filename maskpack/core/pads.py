@@ -232,7 +232,7 @@ class Pads:
         """The pads of rows that have `left` more columns on the left, or fewer, and are `width` wide then. New columns
         have no signs."""
         signs, nbytes = self.signs, -(-width // 8)
-        if signs is None or (left == 0 and signs.shape[1] == nbytes):
+        if signs is None or (left == 0 and signs.shape[1] == nbytes and self.fits(width)):
             return self
         bits: Words = np.zeros((len(signs), 8 * nbytes), np.uint8)
         own = np.unpackbits(signs, axis=1)[:, max(-left, 0) :][:, : max(width - max(left, 0), 0)]

@@ -120,14 +120,8 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     entries = select_entries(flatten(batch, without=LAYOUTS), fields, call)
     nested = _nested_fields(entries, forms, layouts, call)
     values = all_values([field for field, _ in nested.values()])
-    for held, (path, (_, layout)) in zip(values, nested.items(), strict=True):
-        if held.shape[0] < layout.num_tokens or not 1 <= forms[path].ragged_dim <= held.dim():
-            raise LayoutError(
-                f'{call}: field "{show(path)}" is jagged, of values {tuple(held.shape)}; its layout has '
-                f"{layout.num_tokens} tokens; expected as many. {INTACT}"
-            )
     packed = [
-        checks.PackedField(held, pads_of(said, path, held, call), layout, forms[path].ragged_dim)
+        checks.PackedField(held, pads_of(said, path, held, layout, call), layout, forms[path].ragged_dim)
         for held, (path, (_, layout)) in zip(values, nested.items(), strict=True)
     ]
     padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))

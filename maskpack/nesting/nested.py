@@ -358,15 +358,16 @@ def with_dims(node: Node, padded: Node | None) -> Node:
     return node if padded is None else replace(node, more_dims=padded.more_dims, names=padded.names)
 
 
-def pads_of(nested: Nested, path: Path, values: Tensor, call: str) -> Pads:
-    """The pads of a padded field with the packed `values` [T, *F], which may have been cast."""
-    before = nested.forms[path].dtype
-    assert before is not None
-    pads = nested.pads[path].cast(before, values.dtype)
-    if pads.signs is not None and values.dim() != 1:
+def pads_of(nested: Nested, path: Path, values: Tensor, layout: RowLayout | None, call: str) -> Pads:
+    """The pads of a padded field with the packed `values` [T, *F], which may have been cast. Raises LayoutError if
+    these are no values of the field, or too few for `layout`."""
+    form = nested.forms[path]
+    assert form.dtype is not None
+    pads, tokens = nested.pads[path].cast(form.dtype, values.dtype), 0 if layout is None else layout.num_tokens
+    if (pads.signs is not None and values.dim() != 1) or values.dim() < form.ragged_dim or values.shape[0] < tokens:
         raise LayoutError(
-            f'{call}: field "{show(path)}" has values of {values.dim()} dims, and was nested with one number for each '
-            f"token; expected the same. {INTACT}"
+            f'{call}: field "{show(path)}" is jagged, of values {tuple(values.shape)}; expected the {tokens} tokens '
+            f"and the dims that it was nested with. {INTACT}"
         )
     return pads
 

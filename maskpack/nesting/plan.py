@@ -169,7 +169,7 @@ class BatchPlan(NamedTuple):
     def pads_of(self, form: FieldForm, values: Tensor, nested: Nested, call: str) -> Pads:
         """What is under the mask of a nested field with these values, in their dtype."""
         dtype, path = values.dtype, form.path
-        pads = pads_of(nested, path, values, call) if path in nested.pads else Pads.of(self.pads[path][0], dtype)
+        pads = pads_of(nested, path, values, None, call) if path in nested.pads else Pads.of(self.pads[path][0], dtype)
         if dtype.is_complex and pads.signs is not None:
             raise LayoutError(
                 f'{call}: field "{show(form.path)}" is {dtype}, and was nested as floats with 0.0 and -0.0 '

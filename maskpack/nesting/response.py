@@ -349,12 +349,6 @@ class ResponseAxis:
         need_gradients(value, f'field "{show(path)}"', call)
         known = path in self.nested.pads
         form = self.nested.forms[path] if known else self._form_of_new(value, path)
-        dtype = value.dtype
-        pads = (
-            pads_of(self.nested, path, value.values(), call)
-            if known
-            else self._pads_of_new(path, dtype, registry, call)
-        )
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)
@@ -370,7 +364,12 @@ class ResponseAxis:
                 f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
                 "fields on the response or the sequence axis."
             )
-        padded = to_padded(value.values(), pads, layout, form.ragged_dim)
+        values = value.values()
+        if known:
+            pads = pads_of(self.nested, path, values, layout, call)
+        else:
+            pads = self._pads_of_new(path, value.dtype, registry, call)
+        padded = to_padded(values, pads, layout, form.ragged_dim)
         columns = self._columns(path, padded, form.ragged_dim, call, whole=form.layout == SEQUENCE)
         return self._at_width(path, columns, form.ragged_dim, width, pads, call)
 

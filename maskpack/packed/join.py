@@ -336,9 +336,7 @@ def _padded(
     its own pad to the width of its axis in the result."""
     parts: list[Tensor] = []
     for own, batch in zip(column, batches, strict=True):
-        wide = (
-            {**batch.frames, form.axis: frames[form.axis]} if own.layout and own.layout == form.axis else batch.frames
-        )
+        wide = {name: frames[name] if name == own.layout == form.axis else held for name, held in batch.frames.items()}
         whole = replace(batch, rows=replace(batch.picked, frames=wide))
         parts.append(decoded(whole, [own], False)[own.path])
     seen = [

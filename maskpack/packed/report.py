@@ -47,8 +47,8 @@ class FieldReport:
         padded_bytes: bytes of a tensor of that shape.
         real_bytes: bytes of its valid elements, not encoded.
         encoding: the name of its encoding, with the encodings inside: `dictionary blocks`.
-        wire_bytes: bytes of its arrays as they are sent; 0 for a concat of other fields, and for a field that equals an
-            earlier one.
+        wire_bytes: bytes of its arrays and its pads as they are sent; those of its pads alone for a concat of other
+            fields, and for a field that equals an earlier one.
         reason: why the field stays padded; None if it does so by design.
     """
 
@@ -237,13 +237,15 @@ class _Sizes(NamedTuple):
 
 def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
     """Of the bytes that are sent of each array of a compacted table. An array that several fields share counts for the
-    first of them."""
+    first of them, the pads for each in equal shares."""
     sizes = dict(zip(table.places(), sent, strict=True))
+    padded = table.pads["count"] > 0
+    shares = np.diff(np.cumsum([0, *padded]) * (sizes.popitem()[1] if padded.any() else 0) // max(padded.sum(), 1))
 
     def taken(places: Iterable[int]) -> int:
         return sum(sizes.pop(place, 0) for place in places)
 
-    fields = [taken(table.places_of(field)) for field in range(len(table.fields))]
+    fields = [taken(table.places_of(field)) + own for field, own in enumerate(shares.tolist())]
     return _Sizes(fields, sum(sizes.values()))
 
 

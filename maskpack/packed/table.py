@@ -360,17 +360,25 @@ class Table:
         return self.like(entries=entries, body=np.concatenate(parts))
 
     def arrays(self) -> list[Words]:
-        """The arrays, in unsigned integers, in the order of `with_arrays`."""
-        places = _used(self.stored, self.entries, self.pads).tolist()
-        return [self.body[at : at + size * count].view(f"u{_word_of(size)}") for at, size, count in places]
+        """The arrays, in unsigned integers, in the order of `with_arrays`; the pads, side by side, are one."""
+        places = _used(self.stored, self.entries).tolist()
+        arrays = [self.body[at : at + size * count].view(f"u{size}") for at, size, count in places]
+        return [*arrays, self.body[self._records]] if self.pads["count"].any() else arrays
+
+    @cached_property
+    def _records(self) -> slice:
+        """Where the pads lie in the body, and what may lie between them."""
+        places = _used(self.pads)
+        return slice(int(places[:, 0].min()), int((places[:, 0] + places[:, 1] * places[:, 2]).max()))
 
     def places(self) -> list[int]:
         """Where each of `arrays` begins in the body."""
-        return _used(self.stored, self.entries, self.pads)[:, 0].tolist()
+        places = _used(self.stored, self.entries)[:, 0].tolist()
+        return [*places, self._records.start] if self.pads["count"].any() else places
 
     def places_of(self, field: int) -> list[int]:
-        """Where the arrays of a field begin in the body."""
-        return _used(self.entries[self.own_entries(field)], self.pads[field : field + 1])[:, 0].tolist()
+        """Where the arrays of a field but its pads begin in the body."""
+        return _used(self.entries[self.own_entries(field)])[:, 0].tolist()
 
     def with_arrays(self, arrays: Sequence[Words]) -> Table:
         """The table with other arrays of the same sizes, in a body of their own."""
@@ -380,15 +388,12 @@ class Table:
         for array, begin in zip(arrays, begins[:-1].tolist(), strict=True):
             body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         done = 0
-        for places in map(native.places_of, (stored, entries, pads)):
+        for places in map(native.places_of, (stored, entries)):
             used = places[..., 2] > 0
             places[used, 0] = begins[done : (done := done + int(used.sum()))]
+        if pads["count"].any():
+            pads["at"][pads["count"] > 0] += begins[done] - self._records.start
         return self.like(stored=stored, entries=entries, pads=pads, body=body)
-
-
-def _word_of(size: int) -> int:
-    """Bytes of a word of numbers of some bytes: 16 bytes are two words, records are bytes."""
-    return size if size in (1, 2, 4, 8) else 8 if size == 16 else 1
 
 
 def _used(*structs: Structs) -> IntArray:
