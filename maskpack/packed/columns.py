@@ -210,7 +210,22 @@ class Picked:
                 if len(parts) != 1 or (parts[0].width, parts[0].anchor) != (width, anchor):
                     parts = [RowLayout.cat([empty_layout(width, anchor), *parts])]
                 out[name] = parts[0] if order is None else parts[0].take(order)
+        self._find_columns(out)
         return {name: out[name] for name in self.frames}
+
+    def _find_columns(self, layouts: Mapping[str, RowLayout]) -> None:
+        """Notes which layouts are columns of another one, as they are in the first body that has them."""
+        bodies = {name: own.parts[0] for own in self.columns for name in own.layouts if own.parts}
+        for name, body in bodies.items():
+            whole, low = body.layouts[name].__dict__.get("part_of", (None, 0))
+            other = next((own for own, layout in body.layouts.items() if layout is whole), "")
+            if other not in layouts or not isinstance(body, Body):
+                continue
+            low, width = low + self.shift(other, body.table) - self.shift(name, body.table), layouts[name].width
+            if 0 <= low <= layouts[other].width - width:
+                columns = layouts[other].narrow(low, low + width)
+                if columns == layouts[name]:
+                    layouts[name].__dict__["part_of"] = layouts[other], low
 
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if each row of a body takes an equal share of it."""
