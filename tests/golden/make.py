@@ -1,4 +1,4 @@
-"""The golden files: what versions 2 and 3 of the format wrote, and what they hold in plain tensors.
+"""The golden files: what version 4 of the format wrote, and what they hold in plain tensors.
 
 `python -m tests.golden.make` writes the files that are missing. One that is there is never written again: bytes that
 were written once must stay readable.
@@ -207,7 +207,7 @@ def rollout() -> Golden:
 
 
 def forms() -> Golden:
-    """Ragged dim 2, pads of every kind, row pads, sub-TensorDicts with batch dims of their own, jagged fields."""
+    """Ragged dim 2, pads of every kind, sub-TensorDicts with batch dims of their own, jagged fields."""
     mask = [[1, 1, 0], [1, 0, 0]]
     rope = torch.tensor([[[1, 2, 2], [3, 4, 4]], [[5, 5, 5], [6, 6, 6]]])
     jagged = torch.nested.nested_tensor([torch.tensor([1.5, 2.5]), torch.tensor([3.5])], layout=torch.jagged)
@@ -384,7 +384,7 @@ def zstd() -> Golden:
 
 
 def zeros() -> Golden:
-    """Version 3: zeros of any sign, and names of dims."""
+    """Zeros of any sign, and names of dims."""
     mask = torch.tensor([[0, 1, 1, 0, 0, 0, 0, 0, 0, 0], [0] * 10, [1] * 10])
     x = torch.tensor([-1.0, 2.0, -3.0, 4.0, 5.0, -6.0, -7.0, 8.0, 9.0, -10.0]) * mask
     fields = {"mask": mask, "one": x, "two": -x, "half": x.half(), "brain": x.bfloat16(), "double": x.double()}

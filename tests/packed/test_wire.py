@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import tracemalloc
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def test_safetensors_reads_our_files(tmp_path: Path) -> None:
         assert seen == {title: raw for title, _, raw in pieces(name).arrays}
         with safetensors.safe_open(make.file(name), "numpy") as opened:
             assert opened.metadata()["format"] == "maskpack"
-            assert opened.metadata()["version"] == "3"
+            assert opened.metadata()["version"] == "4"
 
 
 # -------------------------------------------------------------------- files
@@ -408,7 +408,7 @@ HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     *((renamed(name), "its own number") for name in ("{}", "0{}.x", "+{}.x", " {}.x", "{} .x", "{}x")),
     *(
         (lambda whole, v=v: whole["__metadata__"].update(version=v), f"version {v!r}")
-        for v in ("2", "", 3, None, ["3"])
+        for v in ("3", "", 4, None, ["4"])
     ),
 ]
 
@@ -530,15 +530,10 @@ WRONG_FIELDS: dict[str, dict[str, list[Any]]] = {
         "dim": [0, 2],
         "hints": [["x"], ["concat:a,b,c"], "rle"],
         "reason": [5],
-        "pad": [
-            *({"pad": name} for name in ("SIGNED_ZERO", "PAD_TOKEN_ID", "PER_ROW", "ANY_ZERO")),
-            *("0", 0.5, {"complex": [1, 0]}, {"scalar": ["int64", "0000000000000000"]}),
-        ],
-        "row_pads": [0],
+        "pad": [0],
         "path": [[], ["prompts"], ["a", "b"], ["_maskpack"], ["\ud800"], [1]],
         "encoding": [None, {"kind": "pickle"}],
     },
-    "advantages": {"pad": [{"int": hex(10**400)}, {"complex": [1.0, 0.0]}, {"pad": "ANY_ZERO"}]},
 }
 """By the names of a field and of its member."""
 
@@ -547,13 +542,6 @@ WRONG_FIELDS: dict[str, dict[str, list[Any]]] = {
 def test_wrong_fields(name: str, member: str) -> None:
     for value in WRONG_FIELDS[name][member]:
         refused(field(name, **{member: value}))
-
-
-@pytest.mark.parametrize("number", [1e300, 1e39])
-def test_pads_that_a_complex_dtype_does_not_hold(number: float) -> None:
-    parts = pieces("forms")
-    the_field(parts, "complex")["pad"] = {"complex": [number, 0.0]}
-    refused(parts.joined(), "one that its dtype holds")
 
 
 # -------------------------------------------------------------------- codec
@@ -734,14 +722,6 @@ def test_the_limit_of_a_file(tmp_path: Path) -> None:
             PackedBatch.load(file, mmap=mapped, max_bytes=size - 1)
 
 
-def test_pads_inside_each_other() -> None:
-    parts = pieces()
-    the_field(parts, "advantages")["pad"] = "here"
-    for depth in (1, 2, *range(300, 500)):
-        pad = '{"complex": [' * depth + "0.0" + ", 0.0]}" * depth
-        refused(parts.joined(manifest=lambda text, pad=pad: text.replace('"here"', pad)))
-
-
 # -------------------------------------------------------------------- what is read can be trusted
 
 
@@ -776,7 +756,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
         (packed[:1], (), {"device": "cpu"}, whole // 4),
         (packed.take([0] * 1000), (), {}, 250 * whole),
         (packed, (), {"widths": "trim"}, whole // 50),
-        (packed, (), {"format": "nested"}, whole // 50 + 12 * 4 + 16 * 5),
+        (packed, (), {"format": "nested"}, whole // 50 + 4 * (13 + 8 * 3 + 18 * 3)),
     ):
         decompress(some, *names, max_bytes=most, **form)
         with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
@@ -791,7 +771,7 @@ def zeros(made: Made, rows: int = 1, **more: int) -> int:
 def test_claims_are_added_up_before_memory_is_taken() -> None:
     wide, long, deep = Made(), Made(2**20), Made()
     wide.layout(2**31 - 1, 0, 0, 0, wide.put([0]), wide.put([1]), wide.put([1]))
-    wide.field(zeros(wide, layout=0), "padded", dim=1, pad=0)
+    wide.field(zeros(wide, layout=0), "padded", pads=wide.records([0, 0]))
     wide.manifest["axes"] = ["l0"]
     for _ in range(8):
         long.field(zeros(long))
@@ -1027,21 +1007,90 @@ def test_stretches_of_stored_words_as_another_writer_may_store_them() -> None:
     in_a_process(lambda: PackedBatch.from_bytes(long.joined()), 6, 200)
 
 
-def test_signs_and_names() -> None:
-    def zeros(change: Callable[[Any], Any]) -> bytes:
+def under_mask(rows: int, *records: Sequence[int], dtype: str = "float16", items: int = 1) -> Pieces:
+    """Rows of 4 positions, the second and the third of which are valid: the words 1 and 2, 3 and 4, ...; of bools 1."""
+    made, size, pair = Made(rows), min(getattr(torch, dtype).itemsize, 8), 1 + (dtype == "complex128")
+    made.layout(4, 1, 0, 0, made.put([0b0110] * rows))
+    made.manifest["axes"] = ["l0"]
+    words = [1 if dtype == "bool" else 1 + word for word in range(2 * rows * items * pair)]
+    entry = made.entry("plain", made.put(words, size), layout=0, size=size, items=items * pair)
+    pads = made.records(*records) if records else NONE
+    made.field(entry, "padded", dtype, pads, shape=[items] if items > 1 else [])
+    return made.pieces()
+
+
+def padded_words(parts: Pieces) -> list[list[int]]:
+    return decompress(PackedBatch.from_bytes(parts.joined()))["f0"].view(torch.int16).tolist()
+
+
+@pytest.mark.parametrize("rows", range(4))
+def test_records_of_pads(rows: int) -> None:
+    lines = [(2 * row + 1, 2 * row + 2) for row in range(rows)]
+    ones = [[15360, first, last, 15360] for first, last in lines]
+    for record, want in (
+        ([0, 0, 60], ones),
+        ([1, 0, 0], [[first, first, last, last] for first, last in lines]),
+        ([0, 0, 60, 0b10000000], [[-(2**15), first, last, 15360] for first, last in lines]),
+        *(([2, 0, 0], None), ([0, 0], None), ([0, 0, 0, 0, 0], None)),
+    ):
+        for count in range(5):
+            parts = under_mask(rows, *[record] * count)
+            if want is not None and count and count in (1, rows):
+                assert padded_words(parts) == want
+            else:
+                refused(parts.joined(), 'field "f0"', f"1 or {rows} of" if want is not None else "")
+    parts = under_mask(rows, [9, 0, 0, 60])  # from any byte on
+    at = parts.table[-3]
+    parts.table = [*parts.table[:-3], at + 1, 3, 1]
+    assert padded_words(parts) == ones
+
+
+def test_wrong_records() -> None:
+    good = under_mask(2, [0, 0, 60], [1, 0, 0])
+    assert padded_words(good) == [[15360, 1, 2, 15360], [3, 3, 4, 4]]
+    at, end = good.table[-3], len(good.array(1)[2])
+    for place in (
+        *((begin, 3, 2) for begin in (-1, -8, end - 5, end, 2**62, -(2**63))),
+        *((at, size, 2) for size in (-3, 0, 1, 2, 5, 2**31, 2**62, 2**63 - 1)),
+        *((at, 3, count) for count in (-2, 0, 3, 2**62, -(2**63))),
+    ):
+        parts = under_mask(2, [0, 0, 60], [1, 0, 0])
+        parts.table = [*parts.table[:-3], *place]
+        refused(parts.joined(), 'field "f0"')
+    for record in ([0, 2], [1, 2], [0, 255], [2, 0]):
+        refused(under_mask(2, record, dtype="bool").joined(), "a word or EDGE, and bools of 0 and 1 alone")
+    for kind in ("flat", "jagged", "dense"):
+        made = Made(1, None if kind == "flat" else ())
+        made.layout(1, 1, 0, 0, made.put([1]))
+        made.field(made.entry("plain", made.put([7]), layout=-1 if kind == "dense" else 0), kind)
+        PackedBatch.from_bytes(made.joined())
+        made.pads = [*made.records([0, 7])]
+        refused(made.joined(), 'field "f0"', "beside padded fields, and only there")
+
+
+@pytest.mark.parametrize("dtype", words.DTYPES)
+def test_signs_are_those_of_numbers_that_have_them(dtype: str) -> None:
+    size = getattr(torch, dtype).itemsize
+    signed = dtype in ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+    for items, signs in ((1, 0), (1, 1), (2, 0), (2, 1), (1, 2)):
+        data = under_mask(2, bytes(1 + size) + b"\x90" * signs, dtype=dtype, items=items).joined()
+        if signs and not (signed and items == signs == 1):
+            refused(data, 'field "f0"', "beside padded fields, and only there")
+        else:
+            x = decompress(PackedBatch.from_bytes(data))["f0"].view(torch.uint8).view(2, 4, -1)
+            for row, position in ((0, 0), (0, 3), (1, 0), (1, 3)):
+                assert x[row, position].tolist()[:-1] == [0] * (x.shape[2] - 1)
+                assert x[row, position, -1] == (128 if signs else 0)
+
+
+def test_names_of_dims() -> None:
+    def named(change: Callable[[Any], Any]) -> bytes:
         return manifest(change, "zeros")
 
-    def one(m: Any) -> Any:
-        return next(entry for entry in m["fields"] if entry["path"] == ["one"])
-
-    PackedBatch.from_bytes(zeros(lambda m: one(m).update(hints=[])))
-    refused(zeros(lambda m: one(m).update(pad={"pad": "PER_ROW"})), "pads of rows of 2 bytes", "of 4 bytes")
-    refused(zeros(lambda m: one(m).update(pad=0)), "pads of rows of 2 bytes")
-    refused(zeros(lambda m: one(m).update(dtype="int32")), "with pad ANY_ZERO", "one that its dtype holds")
     for names in ([], ["rows", "x"], [None], [""], "r", [1], ["\udc00"]):
-        refused(zeros(lambda m, names=names: m["root"].update(names=names)), "names of dims")
-    refused(zeros(lambda m: m["root"].update(dims=[1], names=["rows", "rows"])), "names of dims")
-    refused(zeros(lambda m: m["root"].update(dims=None)))
+        refused(named(lambda m, names=names: m["root"].update(names=names)), "names of dims")
+    refused(named(lambda m: m["root"].update(dims=[1], names=["rows", "rows"])), "names of dims")
+    refused(named(lambda m: m["root"].update(dims=None)))
 
 
 MANY_ROWS: dict[str, Callable[[Made], int]] = {

@@ -16,7 +16,6 @@ import copy
 import json
 import random
 import re
-import struct
 import tracemalloc
 import zlib
 from collections import Counter
@@ -138,6 +137,11 @@ class Made:
         self.body += raw + bytes(-len(raw) % 8)
         return at, size, len(raw) // size
 
+    def records(self, *records: Sequence[int]) -> Place:
+        """Pads of rows, each the bytes of a record."""
+        at, _, _ = self.put(byte for record in records for byte in record)
+        return at, len(records[0]), len(records)
+
     def layout(self, width: int, kind: int = 0, parent: int = 0, low: int = 0, *places: Place) -> int:
         places = (*places, NONE, NONE, NONE)[:3]
         self.layouts += [width, 0, kind, parent, low, *(number for place in places for number in place)]
@@ -152,6 +156,7 @@ class Made:
         return len(self.entries) // 16 - 1
 
     def field(self, entry: int, kind: str = "jagged", dtype: str = "uint8", pads: Place = NONE, **more: Any) -> None:
+        """A tensor; a padded one is ragged along dim 1."""
         name = f"f{len(self.fields)}"
         layout, items = self.entries[16 * entry + 1 : 16 * entry + 3]
         form: dict[str, Any] = {"path": [name], "kind": kind, "dtype": dtype, "device": "cpu"}
@@ -160,6 +165,8 @@ class Made:
             form["kind"] = "dense"
         else:
             form["layout"] = self.manifest["layouts"][layout]
+        if kind == "padded":
+            form["dim"] = 1
         self.manifest["fields"].append(form | more)
         self.fields.append(entry)
         self.pads += pads
@@ -169,7 +176,7 @@ class Made:
         table = [*counts, *self.layouts, *self.entries, *self.fields, *self.pads]
         raw = b"".join(written(number, 8) for number in table)
         arrays = [["0.table", "I64", raw], ["1.body", "U8", self.body], *self.more]
-        return Pieces({"format": "maskpack", "version": "3"}, self.manifest, arrays)
+        return Pieces({"format": "maskpack", "version": "4"}, self.manifest, arrays)
 
     def joined(self) -> bytes:
         return self.pieces().joined()
@@ -257,16 +264,29 @@ def mutate_body(pieces: Pieces, rng: random.Random) -> None:
     array[2] = bytes(raw)
 
 
-def mutate_signs(pieces: Pieces, rng: random.Random) -> None:
-    """Other sign bits of zeros, also where tokens are, as another writer may leave them; nothing else may change."""
-    layouts, entries, count, *numbers = pieces.table
-    forms = [form for form in pieces.manifest["fields"] if form["kind"] not in ("node", "object")]
-    signed = [number for number, form in enumerate(forms) if form.get("pad") == {"pad": "ANY_ZERO"}]
-    if signed:
-        at, size, rows = numbers[14 * layouts + 16 * entries + count + 3 * rng.choice(signed) :][:3]
-        body = bytearray(pieces.array(1)[2])
-        body[at : at + size * rows] = rng.randbytes(size * rows)
-        pieces.array(1)[2] = bytes(body)
+def mutate_records(pieces: Pieces, rng: random.Random) -> None:
+    """Where the pads of a tensor lie, or bytes of them, also of those that mean nothing."""
+    line, body = pieces.table, bytearray(pieces.array(1)[2])
+    places = range(len(line) - 3 * line[2], len(line), 3)
+    held = [place for place in places if line[place + 2]]
+    if not held:
+        return
+    place, way = rng.choice(held), rng.randrange(4)
+    at, size, rows = line[place : place + 3]
+    if way == 0:
+        other = rng.choice(places)
+        line[place : place + 3] = line[other : other + 3]
+    elif way == 1:
+        which = place + rng.randrange(3)
+        near = line[which] + rng.choice((1, -1, 2, 8))
+        line[which] = rng.choice((near, near, 0, 1, len(body) - size * rows + 1, rng.choice(EXTREMES)))
+    for record in range(at, at + size * rows, size) if way >= 2 else ():
+        if way == 2:
+            body[record : record + 1] = bytes([rng.choice((0, 0, 1, 1, 1, 1, 1, 2))])
+        else:
+            body[record + 1 : record + size] = rng.randbytes(size - 1)
+    pieces.table = line
+    pieces.array(1)[2] = bytes(body)
 
 
 def mutant(sources: Sequence[bytes], seed: str) -> bytes:
@@ -275,8 +295,8 @@ def mutant(sources: Sequence[bytes], seed: str) -> bytes:
     if rng.random() < 0.15:
         return byte_mutation(source, rng.choice(sources), rng)
     pieces = Pieces.of(source)
-    if rng.random() < 0.05:
-        mutate_signs(pieces, rng)
+    if rng.random() < 0.1:
+        mutate_records(pieces, rng)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         way = rng.randrange(6)
         if way <= 1:
@@ -314,11 +334,13 @@ def simple_encodings() -> Made:
     made.layout(3, 2, 0, 1)
     made.manifest["axes"] = ["l0", "l1", "l2"]
     plain = made.entry("plain", made.put(range(10)), layout=0)
-    made.field(plain, "padded", pads=made.put([1, 2, 3]), dim=1, pad={"pad": "PER_ROW"})
+    made.field(plain, "padded", pads=made.records([0, 1], [1, 0], [0, 3]))
     words = made.put([1]), NONE, made.put([0, 1, 0])
     made.field(made.entry("rle", *words, layout=1), dtype="bool")
     made.field(made.entry("rle", made.put([2, 1, 2]), made.put([1, 3]), made.put(range(5)), layout=0))
-    made.field(made.entry("plain", made.put(range(7)), layout=2), "padded", dim=1, pad=9)
+    made.field(made.entry("plain", made.put(range(7)), layout=2), "padded", pads=made.records([0, 9]))
+    halves = made.entry("plain", made.put(range(8), 2), layout=1, size=2)
+    made.field(halves, "padded", "float16", made.records([0, 0, 0, 0b00100000], [0, 0, 0, 0b10010000], [0, 0, 60, 0]))
     made.field(made.entry("delta", made.put([2, 1, 1]), made.put([1]), made.put([1, 2, 3, 4]), layout=0))
     blocks = made.put([2, 0, 3]), made.put([1, 2, 3]), made.put([0b11100100, 0o7654], 4)
     made.field(made.entry("blocks", *blocks, layout=0))
@@ -382,24 +404,9 @@ def bytes_of(x: torch.Tensor) -> bytes:
     return real.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
 
 
-def pad_bytes(entry: Any, count: int) -> Any:
-    """One padded element, as the norm says; numbers through torch."""
-    pad, dtype = entry["pad"], getattr(torch, entry["dtype"])
-    if pad == {"pad": "EDGE"}:
-        return "EDGE"
-    if isinstance(pad, dict) and "int" in pad:
-        return int(pad["int"], 16).to_bytes(dtype.itemsize, "little") * count
-    if isinstance(pad, dict) and "float" in pad:
-        (pad,) = struct.unpack("<d", bytes.fromhex(pad["float"]))
-    elif isinstance(pad, dict):
-        pad = complex(*pad["complex"])
-    wide = torch.float64 if isinstance(pad, float) else torch.complex128 if isinstance(pad, complex) else None
-    return bytes_of(torch.tensor(pad, dtype=wide).to(dtype)) * count
-
-
 def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> None:
     """Row by row: real values, and padded forms, of each tensor of a batch."""
-    for path, (entry, rows, spans, row_pads) in norm["read"](data).items():
+    for path, (entry, rows, spans, records) in norm["read"](data).items():
         x = batch.get(path)
         item = x.dtype.itemsize
         raw = [b"".join(word.to_bytes(min(item, 8), "little") for word in row) for row in rows]
@@ -411,15 +418,11 @@ def assert_as_the_norm_says(data: bytes, batch: Any, norm: dict[str, Any]) -> No
         else:
             moved = x.movedim(entry["dim"], 1)
             element = item * int(np.prod(entry["shape"], dtype=int))
-            norm["EMPTY"] = bytes(element)
             for b, row in enumerate(raw):
                 items = [row[place : place + element] for place in range(0, len(row), element or 1)]
                 items = items if element else [b""] * sum(count for _, count in spans[b])
-                if entry["pad"] == {"pad": "ANY_ZERO"}:
-                    pad = norm["any_zero"](row_pads[b], moved.shape[1], item)
-                else:
-                    pad = row_pads[b] * (element // item) if row_pads else pad_bytes(entry, element // item)
-                assert b"".join(norm["padded"](items, spans[b], moved.shape[1], pad)) == bytes_of(moved[b]), (path, b)
+                line = norm["padded"](items, spans[b], moved.shape[1], records[b], item, element)
+                assert b"".join(line) == bytes_of(moved[b]), (path, b)
 
 
 # -------------------------------------------------------------------- what must hold

@@ -124,7 +124,7 @@ def test_inspect_shows_a_table(tmp_path, capsys):
         assert len(rows[name]) <= len(rows["field"])
     for kind in ("padded", "real", "wire"):
         assert f"{found[f'maskpack/{kind}_bytes']:,}" in rows["total"].split()
-    assert rows["input_ids"].split()[-2:] == ["0", "-"]
+    assert rows["input_ids"].split()[-2:] == ["9", "68.4"]  # a concat: the record of its pad alone
     below = out.partition("Fields that stay padded:\n")[2].splitlines()
     assert below == [
         "  reward_baselines (7,) float32, 28 bytes: by design",
