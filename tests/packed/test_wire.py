@@ -1057,6 +1057,9 @@ def test_wrong_records() -> None:
         parts = under_mask(2, [0, 0, 60], [1, 0, 0])
         parts.table = [*parts.table[:-3], *place]
         refused(parts.joined(), 'field "f0"')
+    none = under_mask(0)
+    none.table = [*none.table[:-3], 0, 3, 0]
+    refused(none.joined(), 'field "f0"', "1 or 0 of")
     for record in ([0, 2], [1, 2], [0, 255], [2, 0]):
         refused(under_mask(2, record, dtype="bool").joined(), "a word or EDGE, and bools of 0 and 1 alone")
     for kind in ("flat", "jagged", "dense"):
@@ -1064,8 +1067,10 @@ def test_wrong_records() -> None:
         made.layout(1, 1, 0, 0, made.put([1]))
         made.field(made.entry("plain", made.put([7]), layout=-1 if kind == "dense" else 0), kind)
         PackedBatch.from_bytes(made.joined())
-        made.pads = [*made.records([0, 7])]
-        refused(made.joined(), 'field "f0"', "beside padded fields, and only there")
+        record = made.records([0, 7])
+        for place in (record, (-1, 1, 0), (len(made.body) + 1, 1, 0), (0, -1, 0), (0, 2**31, 0)):
+            made.pads = [*place]
+            refused(made.joined(), 'field "f0"', "records inside the body" if place[2] == 0 else "and only there")
 
 
 @pytest.mark.parametrize("dtype", words.DTYPES)
