@@ -373,12 +373,12 @@ def zstd() -> Golden:
             "mask": torch.tensor(mask),
             "rollout_log_probs": rows_under(mask, noise, torch.float32),
             "old_log_probs": rows_under(mask, close, torch.float32),
-            "ids": rows_under(mask, text, torch.int32),
+            "ids": rows_under(mask, text, torch.int32, 999),
             "scores": torch.tensor([1.0, 2.0, 3.0, 4.5]),
         },
         [4],
     )
-    specs = under_mask("rollout_log_probs", "ids")
+    specs = under_mask("rollout_log_probs") | {"ids": MaskNestingSpec("mask", 999)}
     specs["old_log_probs"] = MaskNestingSpec("mask", hints=("near:rollout_log_probs",))
     return Golden(batch, {"registry": specs, "codec": "zstd"}, kinds={"old_log_probs": "blocks"})
 
