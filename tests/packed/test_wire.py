@@ -1057,8 +1057,11 @@ def test_wrong_records() -> None:
         parts = under_mask(2, [0, 0, 60], [1, 0, 0])
         parts.table = [*parts.table[:-3], *place]
         refused(parts.joined(), 'field "f0"')
-    for record in ([0, 2], [1, 2], [0, 255], [2, 0]):
-        refused(under_mask(2, record, dtype="bool").joined(), "a word or EDGE, and bools of 0 and 1 alone")
+    for record in ([0, 2], [0, 255], [1, 1], [2, 0]):
+        refused(under_mask(2, record, dtype="bool").joined(), "a word, EDGE and zeros, bools of 0 and 1 alone")
+    for record in ([1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 16], [0, 0, 0, 8], [0, 0, 0, 1]):
+        refused(under_mask(2, [0, 0, 60, 0], record).joined(), "a word, EDGE and zeros")
+    assert padded_words(under_mask(1, [0, 0, 0, 0b01100000])) == [[0, 1, 2, 0]]  # signs of tokens mean nothing
     for kind in ("flat", "jagged", "dense"):
         made = Made(1, None if kind == "flat" else ())
         made.layout(1, 1, 0, 0, made.put([1]))

@@ -265,7 +265,7 @@ def mutate_body(pieces: Pieces, rng: random.Random) -> None:
 
 
 def mutate_records(pieces: Pieces, rng: random.Random) -> None:
-    """Where the pads of a tensor lie, or bytes of them, also of those that mean nothing."""
+    """Where the pads of a tensor lie, or what they are, also bits of signs that mean nothing."""
     line, body = pieces.table, bytearray(pieces.array(1)[2])
     places = range(len(line) - 3 * line[2], len(line), 3)
     held = [place for place in places if line[place + 2]]
@@ -281,10 +281,13 @@ def mutate_records(pieces: Pieces, rng: random.Random) -> None:
         near = line[which] + rng.choice((1, -1, 2, 8))
         line[which] = rng.choice((near, near, 0, 1, len(body) - size * rows + 1, rng.choice(EXTREMES)))
     for record in range(at, at + size * rows, size) if way >= 2 else ():
-        if way == 2:
-            body[record : record + 1] = bytes([rng.choice((0, 0, 1, 1, 1, 1, 1, 2))])
-        else:
-            body[record + 1 : record + size] = rng.randbytes(size - 1)
+        if way == 3:
+            last = rng.randrange(256) << rng.randrange(8) & 255  # perhaps no bits behind the width
+            body[record + 1 : record + size] = bytes([*rng.randbytes(size - 2), last])
+        elif rng.random() < 0.1:
+            body[record : record + 1] = bytes([rng.randrange(3)])
+        elif rng.random() < 0.5:
+            body[record : record + size] = bytes([1, *bytes(size - 1)])
     pieces.table = line
     pieces.array(1)[2] = bytes(body)
 
