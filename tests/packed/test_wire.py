@@ -756,7 +756,7 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
         (packed[:1], (), {"device": "cpu"}, whole // 4),
         (packed.take([0] * 1000), (), {}, 250 * whole),
         (packed, (), {"widths": "trim"}, whole // 50),
-        (packed, (), {"format": "nested"}, whole // 50 + 4 * (13 + 8 * 3 + 18 * 3)),
+        (packed, (), {"format": "nested"}, whole // 50 + 4 * (13 + 8 * 3 + 2 + 9 + 9)),
     ):
         decompress(some, *names, max_bytes=most, **form)
         with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
