@@ -59,7 +59,7 @@ def cat(batches: Sequence[TensorDictBase]) -> TensorDict:
     """The rows of several TensorDicts with the same fields, one after the other.
 
     `torch.cat(batches)`, for every tensordict from 0.8 on. The dims have the names of the first batch. Nested batches
-    of different padded widths are joined, but `unnest_batch_by_mask` cannot restore them.
+    of different padded widths have different masks, and are refused: join them without LAYOUTS, or packed.
 
     Raises:
         LayoutError: no batches; fields, dtypes, devices or the widths of padded fields that differ.

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from maskpack.core.arguments import said
+from maskpack.core.index import cumulated
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.prefix_tree import PrefixTree
@@ -237,10 +238,10 @@ class _Sizes(NamedTuple):
 
 def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
     """Of the bytes that are sent of each array of a compacted table. An array that several fields share counts for the
-    first of them, the pads for each in equal shares."""
+    first of them, the pads for each by its share."""
     sizes = dict(zip(table.places(), sent, strict=True))
-    padded = table.pads["count"] > 0
-    shares = np.diff(np.cumsum([0, *padded]) * (sizes.popitem()[1] if padded.any() else 0) // max(padded.sum(), 1))
+    ends = cumulated(table.pads["size"] * table.pads["count"])
+    shares = np.diff(ends * min(sizes.popitem()[1] if ends[-1] else 0, ends[-1]) // max(ends[-1], 1))
 
     def taken(places: Iterable[int]) -> int:
         return sum(sizes.pop(place, 0) for place in places)
