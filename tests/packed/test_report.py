@@ -41,9 +41,11 @@ def naive_wire(packed):
     entries = [line[14 * layouts + 16 * at :][:16] for at in range(entries)]
     line = line[14 * layouts + 16 * len(entries) :]
     places = {at: size * count for row in [*stored, *entries] for at, size, count in arrays_in(row[-9:])}
-    places |= {at: size * count for at, size, count in arrays_in(line[fields:])}
+    records = [size * count for size, count in zip(line[fields + 1 :: 3], line[fields + 2 :: 3], strict=True)]
+    sent = sum(records)
     if packed.codec is not None:
         body = [len(pieces.array(number)[2]) for number in pieces.manifest["body"]]
+        sent = min(sent, body.pop()) if sent else 0  # the pads of all tensors are one array
         places = dict(zip(sorted(places), body, strict=True))
 
     def taken(rows):
@@ -57,7 +59,8 @@ def naive_wire(packed):
     paths = [entry["path"][0] for entry in pieces.manifest["fields"] if "dtype" in entry]
     found = {"layouts": taken(row[-9:] for row in stored)}
     for number, path in enumerate(paths):
-        found[path] = taken([*own(line[number]), line[fields + 3 * number :][:3]])
+        begin, end = (sum(records[:at]) * sent // max(1, sum(records)) for at in (number, number + 1))
+        found[path] = taken(own(line[number])) + end - begin
     return found, len(data)
 
 
