@@ -5,6 +5,7 @@
     dispatch    random sequences of calls on a local Ray                         --nodes
     documents   rows that hold several documents, in a replay
     log         processes that write a RolloutLog die, disks lose power and flip bits, others read   --kind KIND ...
+    nested      nested batches whose entry LAYOUTS or fields were changed
     queue       sequences of puts and gets of TransferQueue, and its processes die while others put and get
     rows        programs of operations on rows, fields and tokens, against lists of what each row holds
     wire        broken files; what was read must decode                          --table FILE ...
@@ -36,7 +37,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("batches", "core", "dispatch", "documents", "log", "queue", "rows", "wire")
+NAMES = ("batches", "core", "dispatch", "documents", "log", "nested", "queue", "rows", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
