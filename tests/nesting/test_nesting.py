@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import assert_same_batch, assert_same_object, assert_same_tensor
-from samples import PAD, PROMPT, RESPONSE, ROWS, joined, parts_of, rollout, rows_of, under
+from samples import PAD, PROMPT, RESPONSE, ROWS, jagged, joined, parts_of, registry_of, rollout, rows_of, under
 from strategies import Case, batches, row_ops, rows_after
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
@@ -26,7 +28,6 @@ from maskpack import (
     ZERO,
     MaskNestingRegistry,
     MaskNestingSpec,
-    RowLayout,
     compress,
     decompress,
     nest_batch_by_mask,
@@ -36,21 +37,13 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
-from maskpack.core import native
-from maskpack.core.pads import SIGNED_ZERO
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
-from maskpack.layout.row_layout import core_layout, host_spans
-from maskpack.nesting import gather, take
+from maskpack.nesting import cat, gather, take
 from maskpack.nesting.coverage import dense_fields
 from maskpack.nesting.schema import LAYOUTS
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-
-
-def part_of(nested: TensorDict) -> str:
-    """The only part of LAYOUTS."""
-    (part,) = nested[LAYOUTS].keys()
-    return part
 
 
 def entry(batch: TensorDictBase, path: tuple[str, ...]) -> Any:
@@ -290,6 +283,11 @@ CASTS = {
     "double": lambda batch: batch.double(),
     "half": lambda batch: batch.half(),
     "bfloat16": lambda batch: batch.to(torch.bfloat16),
+    "int": lambda batch: batch.int(),
+    "int8": lambda batch: batch.to(torch.int8),
+    "complex64": lambda batch: batch.to(torch.complex64),
+    "complex128": lambda batch: batch.to(torch.complex128),
+    "float, then complex64": lambda batch: batch.float().to(torch.complex64),
     "cpu": lambda batch: batch.to("cpu"),
 }
 
@@ -319,84 +317,54 @@ def test_copies_restore(name: str, case: Case) -> None:
     assert_same_batch(unnest(COPIES[name](nest_batch_by_mask(case.batch, **case.options))), case.batch)
 
 
-# -------------------------------------------------------------------- span tables
+# -------------------------------------------------------------------- LAYOUTS
 
 
-def nest_under(name: str) -> tuple[TensorDict, TensorDict]:
-    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
-    batch, registry = strategies.batch_under(mask, width)
-    return batch, nest_batch_by_mask(batch, registry)
+def records_by_loops(x: torch.Tensor, mask: oracle.Mask, pad: Any) -> list[list[int]]:
+    """A byte, the word under the mask, and the signs of a row: the first position in the highest bit."""
+    rows: list[list[int]] = []
+    for row, line in enumerate(mask):
+        places = [place for place, valid in enumerate(line) if not valid]
+        word, signs = oracle.pad_cell(0 if pad in (EDGE, PER_ROW, ANY_ZERO) else pad, x.dtype), bytearray(3)
+        if pad is PER_ROW and places:
+            word = oracle.cells(x)[row, places[0]]
+        for place in places if pad is ANY_ZERO else ():
+            signs[place // 8] |= bool(torch.signbit(x[row, place])) << 7 - place % 8
+        rows.append([int(pad is EDGE), *word.tobytes(), *(signs[: -(-len(line) // 8)] if any(signs) else b"")])
+    return rows
 
 
-@pytest.mark.parametrize("name", ["alternating", "some rows", "odd width"])
-def test_a_changed_table_of_many_runs_is_refused(name: str) -> None:
-    _, nested = nest_under(name)
-    nested = rows_of(nested, slice(3, 6))
-    table = nested[LAYOUTS, part_of(nested), "spans"]
-    values, bounds = table.values(), table.offsets()
-    changes = (lambda x: x + 1, torch.zeros_like, torch.ones_like, lambda x: x.clamp(max=254), lambda x: x.bool())
-    changed = [(change(values), bounds) for change in changes]
-    others = bounds.flip(0), bounds.clamp(max=int(bounds[1])), bounds + 1, torch.zeros_like(bounds)
-    for odd in [*changed, *[(values, other) for other in others]]:
+@quiet
+@pytest.mark.parametrize("width", [1, 8, 19])
+@given(data=st.data())
+def test_layouts_are_what_plain_loops_write(width: int, data: st.DataObject) -> None:
+    """The bits of two masks, and a record a row of a field of every pad; one bit more or less in a mask is refused."""
+    masks = {"m": data.draw(strategies.patterns(width=width))}
+    masks["n"] = data.draw(strategies.patterns(rows=len(masks["m"]), width=width))
+    rng, rows = np.random.default_rng(data.draw(st.integers(0, 99))), len(masks["m"])
+    batch = TensorDict({name: oracle.mask_tensor(mask, width) for name, mask in masks.items()}, [rows])
+    registry = {name: MaskNestingSpec(name) for name in masks}
+    pads = {"e": EDGE, "c": 3, "r": PER_ROW, "z": ANY_ZERO}
+    for name, pad in pads.items():
+        mask = masks["m" if name == "z" else "n"]
+        own = strategies.values(rng, (oracle.offsets(mask)[-1],), torch.float32)
+        batch[name] = strategies.padded(rng, own, mask, width, pad)
+        registry[name] = MaskNestingSpec("m" if name == "z" else "n", pad)
+    nested = nest_batch_by_mask(batch, registry)
+    said = {tuple(map(str, json.loads(key))): value for key, value in nested[LAYOUTS].items()}
+    assert len(said) == 2 + 6 + 1
+    for name, mask in masks.items():
+        bits = np.packbits(np.array(mask, bool).reshape(rows, width), axis=1, bitorder="little")
+        assert_same_tensor(said[name, str(width), "0"], torch.from_numpy(bits))
+    for name, pad in pads.items():
+        seen = said[f"['{name}']", "padded", "m" if name == "z" else "n", "1", "torch.float32"]
+        want = records_by_loops(batch[name], masks["m" if name == "z" else "n"], pad)
+        assert [row.tolist() for row in oracle.jagged_rows(seen)] == want
+    for row, place in itertools.product(range(rows), range(width)):
         again = nested.clone()
-        again[LAYOUTS, part_of(nested)].set("spans", torch.nested.nested_tensor_from_jagged(*odd))
-        with pytest.raises(LayoutError, match=r'^unnest_batch_by_mask: the span table of layout "mask" was changed'):
+        again[LAYOUTS][json.dumps(["n", width, 0])][row, place // 8] ^= 1 << place % 8
+        with pytest.raises(LayoutError, match=r'field "n" has .* its layout has'):
             unnest_batch_by_mask(again)
-
-
-def lines_by_loops(runs: Sequence[tuple[int, int]], width: int) -> list[int | None]:
-    """The numbers of a row's lines of one layout, without the checksums, which are None."""
-    most = -(-(8 + -(-width // 8)) // 12)
-    if len(runs) > most:
-        bits = bytearray(12 * most - 8)
-        for start, count in runs:
-            for at in range(start, start + count):
-                bits[at // 8] |= 1 << at % 8
-        return [-1, None, *np.frombuffer(bits, np.int32).tolist()]
-    numbers: list[Any] = []
-    for at, (start, count) in enumerate(runs):
-        numbers += [start, count if at + 1 == len(runs) else -count, None]
-    return numbers or [0, 0, None]
-
-
-@given(st.data(), st.sampled_from([1, 7, 100]), st.booleans())
-def test_lines_there_and_back(data: st.DataObject, width: int, signed: bool) -> None:
-    """Two layouts and the signs of a field under the second: what plain loops write, and what is read again."""
-    masks = [data.draw(strategies.patterns(width=width))]
-    masks.append(data.draw(strategies.patterns(rows=len(masks[0]), width=width)))
-    layouts = [RowLayout.from_mask(oracle.mask_tensor(mask, width)) for mask in masks]
-    rows, nbytes = len(masks[0]), -(-width // 8)
-    bits = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 256, (rows, nbytes), np.uint8)
-    bits[::2] = 0
-    signs = [(-1, None), (1, bits)] if signed else []
-    lines, ends = native.write_lines(native.layout_rows([core_layout(layout) for layout in layouts]), signs)
-    for row in range(rows):
-        want = [
-            *lines_by_loops(oracle.mask_to_runs(masks[0])[row], width),
-            *lines_by_loops(oracle.mask_to_runs(masks[1])[row], width),
-        ]
-        if signed and bits[row].any():
-            raw = bits[row].tobytes().ljust(12 * -(-(8 + nbytes) // 12) - 8, b"\0")
-            want += [-3, None, *np.frombuffer(raw, np.int32).tolist()]
-        seen = lines[ends[row] : ends[row + 1]].reshape(-1).view(np.int32).tolist()
-        assert [number for number, known in zip(seen, want, strict=True) if known is not None] == [
-            known for known in want if known is not None
-        ]
-
-    def read(changed: Any) -> Any:
-        again = np.zeros_like(bits)
-        found = native.read_lines(changed, ends, [width, width], [(-1, None), (1, again)] if signed else [])
-        return found if isinstance(found, int) else (found, again)
-
-    found, again = read(lines)
-    assert np.array_equal(again, bits if signed else np.zeros_like(bits))
-    for own, layout in zip(found, layouts, strict=True):
-        assert all(map(np.array_equal, own.table, host_spans(layout)))
-        assert np.array_equal(own.bounds, layout.row_offsets)
-    if lines.size:
-        at, bit = data.draw(st.integers(0, lines.size - 1)), data.draw(st.integers(0, 7))
-        lines.reshape(-1)[at] ^= 1 << bit
-        assert read(lines) in (0, 1)
 
 
 # -------------------------------------------------------------------- never in silence
@@ -424,42 +392,63 @@ def reordered(batch: TensorDict) -> TensorDict:
     return batch
 
 
-def without(*names: str) -> Any:
-    """Drops an entry of the only part of LAYOUTS."""
+def layouts(change: Any) -> Any:
+    """Changes the entries of LAYOUTS, by their keys."""
 
-    def change(batch: TensorDict) -> TensorDict:
-        batch = batch.clone()
-        batch[LAYOUTS] = batch[LAYOUTS].exclude((part_of(batch), *names))
-        return batch
+    def changed(batch: TensorDict) -> TensorDict:
+        entries = change(dict(batch[LAYOUTS].items()))
+        return batch.clone().set(LAYOUTS, TensorDict(entries, batch.batch_size))
 
-    return change
+    return changed
+
+
+def without(key: Sequence[Any]) -> Any:
+    return layouts(lambda entries: {name: value for name, value in entries.items() if name != json.dumps(key)})
+
+
+def with_entry(key: Sequence[Any], change: Any) -> Any:
+    return layouts(lambda entries: entries | {json.dumps(key): change(entries.get(json.dumps(key)))})
 
 
 def as_object(batch: TensorDict) -> TensorDict:
     return batch.clone().set("advantages", NonTensorData("gone", batch_size=[len(batch)]))
 
 
-def wider(batch: TensorDict) -> TensorDict:
-    return joined([batch, nest_batch_by_mask(rollout(response=RESPONSE + 1), pad_token_id=PAD)])
-
-
-NOT_RESTORABLE = {
+MASK, RECORD, ROOT = ["prompt", PROMPT, PROMPT], [["prompts"], "padded", "prompt", 1, "torch.int64"], [[], "node", []]
+CHANGED_LAYOUTS = {
+    "integer index": (lambda batch: batch[0], "maskpack.nesting.take(batch, [i])"),
+    "unbind": (lambda batch: batch.unbind(0)[1], "maskpack.nesting.take(batch, [i])"),
+    "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
+    "zeros": (lambda batch: batch.apply(torch.zeros_like), "rows"),
+    "clamp": (lambda batch: batch.apply(lambda x: x.clamp(max=1)), "rows"),
+    "bool": (lambda batch: batch.bool(), "a cast that loses bytes"),
+    "float8": (lambda batch: batch.to(torch.float8_e5m2), "a cast that loses bytes"),
+    "other row lengths": (replaced, '"advantages"'),
+    "other row order": (reordered, '"advantages"'),
+    "no mask": (without(MASK), 'the mask of layout "prompt" is missing'),
+    "no root": (without(ROOT), '"_maskpack" was not written by nest_batch_by_mask'),
+    "a key more": (with_entry(["more"], lambda _: torch.ones(len(ROWS))), "was not written by nest_batch_by_mask"),
+    "another entry": (lambda batch: batch.clone().set(LAYOUTS, torch.ones(len(ROWS))), "was not written by"),
+    "an object": (lambda batch: batch.clone().set(LAYOUTS, NonTensorData(1, batch_size=[len(ROWS)])), "was not writ"),
+    "a mask of no bits": (with_entry(MASK, lambda bits: bits[:, :0]), 'the mask of layout "prompt" has 7 rows of 0'),
+    "a mask of other rows": (with_entry(MASK, lambda bits: bits.flip(0)), '"prompts" has'),
+    "a record that is an object": (with_entry(RECORD, lambda _: NonTensorData(1, batch_size=[len(ROWS)])), "changed"),
+    "a record of no rows": (with_entry(RECORD, lambda line: line[:, 0]), "no longer one line a row"),
+    "a record that is cut": (with_entry(RECORD, lambda line: line[:, 1:]), 'record of field "prompts" has 7 rows of 8'),
+    "a record of fractions": (with_entry(RECORD, lambda line: line + 0.5), 'record of field "prompts" was changed'),
+    "a record of another kind": (with_entry(RECORD, lambda line: line + 2), 'record of field "prompts" was changed'),
+    "a field of two forms": (
+        with_entry([["prompts"], "padded", "prompt", 1, "torch.int32"], lambda _: torch.zeros(len(ROWS), 5).byte()),
+        '"prompts" was nested twice, as torch.int64 under "prompt" and as torch.int32 under "prompt"',
+    ),
+}
+NOT_RESTORABLE = CHANGED_LAYOUTS | {
     "select drops LAYOUTS": (lambda batch: batch.select("responses"), LAYOUTS),
     "exclude drops LAYOUTS": (lambda batch: batch.exclude(LAYOUTS), LAYOUTS),
     "never nested": (lambda batch: rollout(), "not nested"),
-    "integer index": (lambda batch: batch[0], "maskpack.nesting.take(batch, [i])"),
-    "unbind": (lambda batch: batch.unbind(0)[1], "maskpack.nesting.take(batch, [i])"),
-    "cat of different widths": (wider, "different widths"),
-    "add": (lambda batch: batch.apply(lambda x: x + 1), "changed"),
-    "clamp": (lambda batch: batch.apply(lambda x: x.clamp(max=1)), "changed"),
-    "bool": (lambda batch: batch.bool(), "changed"),
-    "other row lengths": (replaced, '"advantages"'),
-    "other row order": (reordered, '"advantages"'),
-    "jagged field added later": (added, '"new"'),
     "field that became an object": (as_object, '"advantages" is no longer a tensor; expected a jagged tensor'),
-    "schema lost": (without("schema"), "schema"),
-    "span tables lost": (without("spans"), "span table"),
-    "row pads lost": (lambda batch: without("pads")(nest_batch_by_mask(signed_zeros(), pad_token_id=PAD)), "row pads"),
+    "jagged field added later": (added, '"new"'),
+    "no pads": (without(RECORD), '"prompts" is jagged and was added after nesting'),
 }
 
 
@@ -478,7 +467,6 @@ def test_update_with_results_of_the_same_rows(pad: float) -> None:
     batch["values"], batch["advantages"] = values, batch["advantages"] * 0.5
     assert_same_batch(unnest(nested), batch)
     nested.update(result_of(nested, values=values * 3, advantages=batch["advantages"] * 2))  # the same fields
-    assert len(nested[LAYOUTS].keys()) == 2
     nested.update(result_of(nested, entropys=values * 5))
     batch["values"], batch["advantages"], batch["entropys"] = values * 3, batch["advantages"] * 2, values * 5
     order = torch.tensor([2, 0, 3, 3])
@@ -496,54 +484,80 @@ def test_update_with_results_of_the_same_rows(pad: float) -> None:
     assert_same_batch(select_and_pad_to_response(nested, "values"), batch.select("values"))
 
 
-@pytest.mark.parametrize("other", ["lengths", "places", "width"])
+M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def one_field(x: torch.Tensor, pad: Any, mask: torch.Tensor = M, **more: torch.Tensor) -> tuple[TensorDict, TensorDict]:
+    """A batch of "x" under "m", and the same nested. Without a pad, "x" has no mask."""
+    spec = MaskNestingSpec(None) if pad is None else MaskNestingSpec("m", pad)
+    batch = TensorDict({"x": x, "m": mask, **more}, [len(x)])
+    return batch, nest_batch_by_mask(batch, {"x": spec, "m": MaskNestingSpec("m"), "y": MaskNestingSpec("m")})
+
+
+@pytest.mark.parametrize("other", ["lengths", "width", "form", "jagged"])
 def test_update_with_results_of_other_rows(other: str) -> None:
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
-    wrong = {
-        "lengths": torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),
-        "places": torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]),  # the same lengths
-        "width": torch.tensor([[1, 1, 0], [1, 0, 0]]),
+    _, nested = one_field(M * 3, 0)
+    x, mask, said = {
+        "lengths": (M.flip(0), M.flip(0), r'"x" has 2 rows of 3 tokens; its layout has 2 .*rows differ in length'),
+        "width": (M[:, :3], M[:, :3], r'layout "m" of another batch, of another width.*update\(\).*\(batch\).update'),
+        "form": (M * 4.0, M, r'"x" was nested twice, as torch.int64 .* as torch.float32 .*update\(\).*Restore both'),
+        "jagged": (jagged([M[0], M[1]]), M, r'"x" was nested twice, as .*Restore both first'),
     }[other]
-    registry = {name: MaskNestingSpec("mask") for name in ("mask", "a", "b")}
-    nested = nest_batch_by_mask(TensorDict({"a": mask * 3, "mask": mask}, [2]), registry)
-    result = nest_batch_by_mask(TensorDict({"b": wrong * 4, "mask": wrong}, [2]), registry).exclude("mask")
-    nested.update(result)
-    said = r'layout "mask" of another batch.*update\(\).*unnest_batch_by_mask\(batch\).update'
-    for call in (unnest, lambda batch: nest_batch_by_mask(batch, registry)):
-        with pytest.raises(LayoutError, match=said) as caught:
+    result = one_field(x, 0 if other != "jagged" else None, mask)[1]
+    nested.update(result.exclude("x") if other == "lengths" else result)
+    for call in (unnest, nest_batch_by_mask, compress):
+        with pytest.raises(LayoutError, match=said):
             call(nested)
-        assert '"a"' not in str(caught.value)
 
 
-@pytest.mark.parametrize("pads", [(0, -1), (PER_ROW, 0), (0, PER_ROW), (PER_ROW, PER_ROW)])
-def test_update_with_a_field_of_another_pad(pads: tuple[Any, Any]) -> None:
-    """Which of the two came last nothing tells, so nothing is guessed."""
-    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
-    parts = []
-    for number, pad in enumerate(pads):
-        under = torch.tensor([[5 + number], [6 - number]]) if pad is PER_ROW else torch.tensor([[pad], [pad]])
-        x = torch.where(mask.bool(), torch.full_like(mask, 3 + number), under)
-        fields = TensorDict({"x": x, "mask": mask, f"y{number}": mask}, [2])
-        registry = {
-            "mask": MaskNestingSpec("mask"),
-            "x": MaskNestingSpec("mask", pad),
-            f"y{number}": MaskNestingSpec(None),
-        }
-        parts.append(nest_batch_by_mask(fields, registry))
-    nested = parts[0].update(parts[1])
-    with pytest.raises(
-        LayoutError, match=r'field "x" was nested twice, as .* with the pads .* and update\(\) replaced one'
-    ):
-        unnest(nested)
+def under_m(*pads: float) -> torch.Tensor:
+    return torch.where(M.bool(), 9.0, torch.tensor(pads)[:, None])
 
 
-@quiet
-def test_update_with_a_field_that_stayed_padded_is_refused() -> None:
-    batch, stray = rollout(), stray_batch()
-    nested = nest_batch_by_mask(stray, pad_token_id=PAD)
-    nested.update(result_of(nest_batch_by_mask(batch, pad_token_id=PAD), advantages=batch["advantages"]))
-    with pytest.raises(LayoutError, match=r'"advantages" was nested twice, .*Restore both first'):
-        unnest(nested)
+PADDED = [
+    (under_m(0.0, 0.0), 0),
+    (under_m(-1.0, -1.0), -1),
+    (under_m(2.0, 3.0), PER_ROW),
+    (under_m(float("nan"), -0.0), PER_ROW),
+    (torch.tensor([[9.0, 8.0, -0.0, 0.0], [7.0, 0.0, 0.0, -0.0]]), ANY_ZERO),
+    (torch.tensor([[9.0, 8.0, 8.0, 8.0], [7.0, 7.0, 7.0, 7.0]]), EDGE),
+    (torch.ones(2, 4), None),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(PADDED, 2)))
+def test_update_takes_the_pads_of_the_newer_field(before: Any, after: Any) -> None:
+    """Also of one that stays padded, which becomes a field under its mask or was one."""
+    batch, nested = one_field(*before)
+    other, result = one_field(*after, y=M * 5)
+    nested.update(result)
+    batch.update(other)
+    registry = registry_of(x=[EDGE, 0, -1, ANY_ZERO, PER_ROW], y=0)
+    again = nest_batch_by_mask(nested, registry), decompress(compress(nested, registry=registry), format="nested")
+    for way in (nested, pickle.loads(pickle.dumps(nested)), *again):
+        assert_same_batch(unnest(way), batch)
+    order = [1, 0, 1]
+    assert_same_batch(unnest(rows_of(joined([nested, nested]), order)), oracle.take_rows(batch, order))
+
+
+def test_update_with_all_fields_in_another_order_replaces_them() -> None:
+    registry, mask = {name: MaskNestingSpec("m") for name in "mxy"}, M.flip(0)
+    batch = TensorDict({"x": M * 2, "y": M * 3, "m": M}, [2])
+    other = TensorDict({"y": mask * 4, "m": mask, "x": mask * 5}, [2])
+    nested = nest_batch_by_mask(batch, registry)
+    nested.update(nest_batch_by_mask(other, registry))
+    assert_same_batch(unnest(nested), batch.update(other))
+
+
+def test_a_field_that_was_cast_has_its_pad_in_the_new_dtype() -> None:
+    """300 is 44 in eight bits, as for a padded tensor that is cast."""
+    batch, nested = one_field(torch.where(M.bool(), M * 7, 300), 300)
+    for own in (batch, nested):
+        own["x"] = own["x"].to(torch.int8)
+    registry = registry_of(x=300)
+    assert_same_batch(unnest(nested), batch)
+    assert_same_batch(unnest(nest_batch_by_mask(nested, registry)), batch)
+    assert_same_batch(decompress(compress(nested, registry=registry)), batch)
 
 
 @pytest.mark.parametrize("row", [0, 2, -1, -4])
@@ -564,6 +578,9 @@ def test_what_cannot_be_restored_is_named(name: str) -> None:
     message = str(caught.value)
     assert message.startswith("unnest_batch_by_mask: ")
     assert part in message
+    for call in (nest_batch_by_mask, compress) if name in CHANGED_LAYOUTS else ():
+        with pytest.raises(LayoutError):
+            call(batch, pad_token_id=PAD)
     assert oracle.snapshot(batch) == tree
 
 
@@ -620,57 +637,66 @@ def test_pads_that_are_not_checked_are_the_first_of_the_registry(call: str) -> N
         assert restored["x"].tolist() == [[7, 8, pad], [9, pad, pad]]
 
 
-def advantages_of(sign: float, edge: bool, response: int = 4) -> TensorDict:
-    """What one rollout of GRPO gives: signed zeros by the sign of a row, positions padded either way."""
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]])
-    count = (mask.cumsum(1) - 1).clamp(min=0)
-    tail = mask[:, 2:]
-    advantages = torch.tensor([[sign], [-sign]]) * tail.float()
-    fields = {"attention_mask": mask, "responses": tail * 5, "advantages": advantages}
-    return TensorDict(fields | {"position_ids": count if edge else count * mask}, [2])
+JOINS = {"torch": joined, "maskpack": cat}
 
 
 @quiet
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 1], [2], [1, 1, 2]], ids=str)
-@pytest.mark.parametrize("edges", [(False, False), (False, True), (True, True)])
-def test_nested_batches_join_whatever_pads_they_found(edges: tuple[bool, bool], rows: list[int]) -> None:
-    parts = [advantages_of(1.0, edges[0]), advantages_of(0.0, edges[1])]
-    whole = rows_of(joined([nest_batch_by_mask(part, pad_token_id=PAD) for part in parts]), rows)
-    want = oracle.take_rows(torch.cat(parts), rows)
-    assert_same_batch(unnest(whole), want)
-    for again in (pickle.loads(pickle.dumps(whole)), nest_batch_by_mask(whole, pad_token_id=PAD)):
-        assert_same_batch(unnest(again), want)
-    out = select_and_pad_to_response(whole)
-    assert_same_tensor(out["advantages"], want["advantages"])
-    assert_same_batch(decompress(compress(whole, pad_token_id=PAD)), want)
-    halved = unnest(whole.to(torch.float16))
-    assert_same_tensor(halved["advantages"], want["advantages"].half())
-
-
+@pytest.mark.parametrize("join", JOINS)
 @pytest.mark.parametrize(
-    "dtype", [torch.float8_e5m2, torch.int16, torch.complex128, torch.bool, torch.bfloat16], ids=str
+    "dtype", [*strategies.FLOATS, torch.int64, torch.bool, torch.complex128, torch.uint16, torch.float8_e5m2], ids=str
 )
-def test_pads_of_every_size_join(dtype: torch.dtype) -> None:
-    registry = {"x": MaskNestingSpec("m", [0, 1, PER_ROW]), "m": MaskNestingSpec("m")}
-    parts = [
-        TensorDict({"m": torch.tensor([[1, 0, 0]]), "x": torch.tensor([[1, pad, pad]]).to(dtype)}, batch_size=[1])
-        for pad in (0, 1)
-    ]
-    whole = joined([nest_batch_by_mask(part, registry) for part in parts])
-    assert_same_batch(unnest(rows_of(whole, [1, 0])), oracle.take_rows(torch.cat(parts), [1, 0]))
+@given(data=st.data())
+def test_batches_of_other_pads_join(dtype: torch.dtype, join: str, data: st.DataObject) -> None:
+    """A constant, EDGE, a constant a row, signs of zero, empty rows, no rows, no width, one number a token or more."""
+    rng, width = data.draw(strategies.generators()), data.draw(st.integers(0, 9))
+    more = data.draw(st.sampled_from([(), (), (2,)]))
+    pads = [0, 1, EDGE, *([SIGNED_ZERO, ANY_ZERO] if dtype in strategies.FLOATS else []), PER_ROW]
+    registry, parts = registry_of(x=pads), list[TensorDict]()
+    for _ in range(data.draw(st.integers(1, 3))):
+        mask = data.draw(strategies.patterns(rows=data.draw(st.integers(0, 3)), width=width))
+        values = strategies.values(rng, (oracle.offsets(mask)[-1], *more), dtype)
+        x = strategies.padded(rng, values, mask, width, data.draw(st.sampled_from(pads)))
+        parts.append(TensorDict({"m": oracle.mask_tensor(mask, width), "x": x}, [len(mask)]))
+    nested = [nest_batch_by_mask(part, registry, strict_mask_nesting=True) for part in parts]
+    fields = [np.concatenate([oracle.cells(part[name]) for part in parts]) for name in ("m", "x")]
+    whole = TensorDict({"m": oracle.from_cells(fields[0], torch.bool), "x": oracle.from_cells(fields[1], dtype)})
+    whole.batch_size = [len(fields[0])]
+    seen = JOINS[join](nested)
+    assert_same_batch(unnest(seen), whole)
+    order = rng.integers(0, len(whole), 4 if len(whole) else 0).tolist()
+    want = oracle.take_rows(whole, order)
+    taken = take(seen, order)
+    packed = compress(taken, registry=registry)
+    for way in (taken, nest_batch_by_mask(taken, registry), decompress(packed, format="nested")):
+        assert_same_batch(unnest(way), want)
+    if dtype.itemsize > 1 and not dtype.is_complex:
+        assert_same_batch(unnest(taken.half()), want.half())
 
 
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-@pytest.mark.parametrize("dtype", [torch.int16, torch.complex128], ids=str)
-def test_rows_without_a_valid_token_of_two_pads_join(dtype: torch.dtype) -> None:
-    registry = {"x": MaskNestingSpec("m", [EDGE, 5]), "m": MaskNestingSpec("m")}
-    fields = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[5, 5], [1, 5]])
-    mask = torch.tensor([[0, 0], [1, 0]])
-    parts = [TensorDict({"m": mask, "x": x.to(dtype)}, batch_size=[2]) for x in fields]
-    whole = rows_of(joined([nest_batch_by_mask(part, registry) for part in parts]), [0, 2])
-    want = oracle.take_rows(torch.cat(parts), [0, 2])
-    assert_same_batch(unnest(nest_batch_by_mask(whole, registry)), want)
-    assert_same_batch(decompress(compress(whole, registry=registry)), want)
+@pytest.mark.parametrize("sizes", [(PROMPT, RESPONSE + 1), (PROMPT + 1, RESPONSE), (PROMPT + 1, RESPONSE - 1)], ids=str)
+def test_batches_of_other_widths_do_not_join(sizes: tuple[int, int]) -> None:
+    parts = [rollout(((2, 3), (1, 1)), *own, objects=False) for own in ((PROMPT, RESPONSE), sizes)]
+    with pytest.raises(LayoutError, match=r"cat: fields .*_maskpack.* are not in every batch"):
+        cat([nest_batch_by_mask(part, pad_token_id=PAD) for part in parts])
+
+
+@quiet
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("names", [(None, None), ("rows", None), (None, "turn"), ("rows", "turn")], ids=str)
+def test_names_of_dims_are_those_of_the_first_batch(names: tuple[Any, Any], join: str) -> None:
+    def batch(*names: Any) -> TensorDict:
+        sub = TensorDict({"y": torch.ones(2, 4, 3)}, [2, 4, 3], names=[*names, names[1] and "last"])
+        return TensorDict({"m": M, "x": M * 3, "sub": sub}, [2, 4], names=list(names))
+
+    def names_of(batch: TensorDict) -> list[Any]:
+        return [batch.names, batch["sub"].names]
+
+    registry = registry_of(x=0)
+    for parts in ([batch(*names)], [batch(*names), batch(None, None)], [batch(*names), batch("a", "b")]):
+        seen = unnest(JOINS[join]([nest_batch_by_mask(part, registry) for part in parts]))
+        assert names_of(seen) == names_of(parts[0])
+        assert_same_batch(seen, torch.cat([part.clone() for part in parts]))
+        assert names_of(unnest(take(nest_batch_by_mask(parts[0], registry), [1]))) == names_of(parts[0])
 
 
 def test_a_sub_batch_of_a_batch_without_batch_dims() -> None:

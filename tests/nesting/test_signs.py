@@ -29,6 +29,19 @@ def test_a_field_of_no_width(rows: int, pads: Any, dtype: torch.dtype) -> None:
         assert_same_batch(mp.unnest_batch_by_mask(mp.decompress(one, format="nested")), batch)
 
 
+def records(signs: torch.Tensor) -> bytes:
+    """Those of rows whose word is 0.0: a byte, four bytes, and the signs."""
+    return b"".join(bytes(5) + line.tobytes() for line in np.packbits(signs.numpy(), axis=1))
+
+
+@pytest.mark.parametrize("pads", [[0.0, -0.0], [-0.0, 0.0]], ids=str)
+@pytest.mark.parametrize("pad", [0.0, -0.0])
+def test_of_two_zeros_the_one_under_the_mask_is_the_pad(pads: list[float], pad: float) -> None:
+    batch = TensorDict({"m": torch.tensor([[1, 0]]), "x": torch.tensor([[9.0, pad]])}, [1])
+    nested = mp.nest_batch_by_mask(batch, {"m": ("m", 0), "x": ("m", pads)})
+    assert_same_batch(mp.unnest_batch_by_mask(nested), batch)
+
+
 def by_another_writer() -> tuple[mp.PackedBatch, TensorDict]:
     """A message in which the bits of tokens are set, too."""
     mask = torch.zeros(2, 8).long()
@@ -37,8 +50,7 @@ def by_another_writer() -> tuple[mp.PackedBatch, TensorDict]:
     x = torch.where(mask.bool(), torch.arange(16.0).reshape(2, 8) + 1, torch.where(minus, -0.0, 0.0))
     batch = TensorDict({"m": mask, "x": x}, [2])
     packed = mp.compress(batch, registry=ZEROS)
-    own = np.packbits(minus.numpy(), axis=1).tobytes()
-    theirs = np.packbits((minus | mask.bool()).numpy(), axis=1).tobytes()
+    own, theirs = (records(signs) for signs in (minus, minus | mask.bool()))
     data = packed.to_bytes()
     assert data.count(own) == 1
     return mp.PackedBatch.from_bytes(data.replace(own, theirs)), batch

@@ -1,4 +1,4 @@
-"""Nested batches whose entry LAYOUTS or fields were changed: each call restores them soundly, or raises a MaskpackError.
+"""Nested batches whose entry LAYOUTS or fields were changed: calls restore them soundly, or raise a MaskpackError.
 
 Changes are flipped bytes, casts, cuts, other tensors, objects, removed entries and edited keys of LAYOUTS, and fields
 that are replaced, cast, cut or swapped. What `unnest_batch_by_mask` gives is compared with plain loops: the valid
