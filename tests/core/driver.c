@@ -67,6 +67,7 @@ static void pad_words(u8 *padded, const u8 *values, const u8 *mask, const i64 *b
             i64 valid = mask[row * width + column], edge = at > bounds[row] ? at - 1 : at;
             if (valid) memcpy(to, values + at++ * element, (size_t)element);
             else if (mode == BY_EDGE && bounds[row] < bounds[row + 1]) memcpy(to, values + edge * element, (size_t)element);
+            else if (mode == BY_SIGNS) put_word(to, (i64)((u64)draw(2) << (8 * size - 1)), size);
             else if (mode != BY_EDGE)
                 for (i64 i = 0; i < element; i += size) put_word(to + i, mode == BY_ROW ? row : (i64)pad, size);
         }
@@ -74,7 +75,7 @@ static void pad_words(u8 *padded, const u8 *values, const u8 *mask, const i64 *b
 }
 
 static void run(u64 seed) {
-    static const i64 widths[] = {1, 5, 40, 300, 700}, sizes[] = {1, 2, 4, 8}, modes[] = {CONSTANT, BY_EDGE, BY_ROW};
+    static const i64 widths[] = {1, 5, 40, 300, 700}, sizes[] = {1, 2, 4, 8}, modes[] = {CONSTANT, BY_EDGE, BY_ROW, BY_SIGNS};
     state = seed;
     i64 rows = draw(9), width = widths[draw(5)], kind = draw(3), alike[2], num_entries = 0, n = 1 + draw(MOST_FIELDS);
     u8 *mask = room(rows * width), *body = room(ROOM);
@@ -97,7 +98,7 @@ static void run(u64 seed) {
     for (i64 at = 0; at < n; at++) {
         Job *job = jobs + at;
         i64 near = at && draw(2), size = near ? jobs[at - 1].size : sizes[draw(4)];
-        i64 items = near ? jobs[at - 1].items : 1 + draw(5) / 3, mode = modes[draw(3)];
+        i64 items = near ? jobs[at - 1].items : 1 + draw(5) / 3, mode = modes[draw(items == 1 && size > 1 ? 4 : 3)];
         u64 pad = (u64)draw(5);
         values[at] = room(bounds[rows] * items * size);
         padded[at] = room(rows * width * items * size);
@@ -141,10 +142,9 @@ static void run(u64 seed) {
         target[0].field.packed = room(bounds[rows] * jobs[at].items * jobs[at].size);
         target[1].field.padded = room(rows * width * jobs[at].items * jobs[at].size);
         target[1].padded = 1;
-        target[1].field.mode = jobs[at].pads[0].mode;
-        target[1].field.pad[0] = jobs[at].pads[0].pad[0];
-        target[1].field.row_pads = room(8 * rows);
-        for (i64 row = 0; row < rows; row++) put_word(target[1].field.row_pads + row * jobs[at].size, row, jobs[at].size);
+        target[1].field.pads = body + jobs[at].under_mask.at;
+        target[1].field.pads_size = jobs[at].under_mask.size;
+        target[1].field.pads_step = jobs[at].under_mask.count == 1 ? 0 : jobs[at].under_mask.size;
     }
     Given part = {{entries, &layout, body, rows, rows, NULL}, NULL, NULL, rows};
     expect(!maskpack_decode(targets, 2 * n, &part, 1, &layout, rows, draw(2), 1 + draw(2)), "decode");
