@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+import fuzz_nested
 import numpy as np
 import oracle
 import pytest
@@ -582,6 +583,30 @@ def test_what_cannot_be_restored_is_named(name: str) -> None:
         with pytest.raises(LayoutError):
             call(batch, pad_token_id=PAD)
     assert oracle.snapshot(batch) == tree
+
+
+J = torch.nested.nested_tensor_from_jagged
+NO_FIELD = {
+    "fewer values": lambda x: J(x.values()[:-1].clone(), x.offsets()),
+    "more dims": lambda x: J(x.values()[:, None].repeat(1, 2), x.offsets()),
+    "complex of more dims": lambda x: J(x.values()[:, None].repeat(1, 2).to(torch.complex64), x.offsets()),
+}
+
+
+@pytest.mark.parametrize("change", NO_FIELD)
+def test_values_that_do_not_fit_their_pads_are_refused(change: str) -> None:
+    """The signs of zeros are of one number a token."""
+    _, nested = one_field(torch.tensor([[9.0, 8.0, -0.0, 0.0], [7.0, 0.0, 0.0, -0.0]]), ANY_ZERO)
+    nested["x"] = NO_FIELD[change](nested["x"])
+    for call in (unnest, nest_batch_by_mask, compress):
+        with pytest.raises(LayoutError, match='"x"'):
+            call(nested, **({} if call is unnest else {"registry": registry_of(x=0)}))
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 100))
+def test_changed_batches_are_restored_soundly_or_refused(seed: int) -> None:
+    for own in range(seed, seed + 100):
+        fuzz_nested.play(own)
 
 
 def test_added_dense_field_comes_back_as_it_is() -> None:
