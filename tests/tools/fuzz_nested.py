@@ -1,14 +1,14 @@
 """Nested batches whose entry LAYOUTS or fields were changed: calls restore them soundly, or raise a MaskpackError.
 
-Entries of LAYOUTS are flipped, cast, cut, replaced or removed, their keys edited or swapped, and fields replaced. What
-`unnest_batch_by_mask` gives has the valid tokens at the bits of their mask, twice the same; others give the same bits.
+Entries of LAYOUTS are flipped, cast, cut, replaced or removed, their keys edited or swapped, those of another batch put
+beside them, and fields replaced. What `unnest_batch_by_mask` gives has the valid tokens at the bits of their mask, and
+twice the same bits, as have others.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import numpy as np
 import oracle
 import samples
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 import maskpack as mp
@@ -28,8 +28,6 @@ from maskpack.nesting.schema import LAYOUTS
 
 COUNT = 50_000
 DTYPES = ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float32", "float8_e5m2", "complex64", "uint16"]
-PARTS = ("padded", "node", "flat", "jagged", "torch.int64", "torch.bool", "response", "m", "", None, [], {}, True, 1.5)
-NUMBERS = (-9, -1, 0, 1, 2, 8, 63, 1 << 31, 1 << 63, 1 << 200)
 
 
 @functools.cache
@@ -90,25 +88,23 @@ class Changes:
         return raw.view(x.dtype).view(x.shape)
 
     def key(self, key: str) -> str:
-        if self.rng.random() < 0.3:
-            at = int(self.rng.integers(len(key)))
-            return key[:at] + self.one('"[]{},0a-') + key[at + int(self.rng.integers(2)) :]
-        said = json.loads(key)
-        at = int(self.rng.integers(len(said)))
-        said[at] = self.one((*PARTS, *NUMBERS, said[at - 1]))
-        return json.dumps(said if self.rng.random() < 0.9 else said[1:])
+        at = int(self.rng.integers(len(key)))
+        kind = key if self.rng.random() < 0.5 else self.one(("mask ", "pads ", "signs ", "types ")) + key[5:].strip()
+        return kind if self.rng.random() < 0.5 else key[:at] + self.one("0a ms") + key[at + int(self.rng.integers(2)) :]
 
     def change(self) -> None:
         held, way = self.batch.get(LAYOUTS), self.rng.random()
         names = [*held.keys()] if type(held) is TensorDict else []
         if not names or way < 0.02:
             self.batch.set(LAYOUTS, self.other(None))
+        elif way < 0.05:
+            self.batch.set(LAYOUTS, held.update(self.one(originals())[1][LAYOUTS]))
         elif way < 0.6:
             name = self.one(names)
             new = self.other(held.get(name)) if way < 0.4 else held.get(name if way < 0.55 else self.one(names))
             key = self.key(name) if 0.4 < way < 0.55 else name
             entries = {other: held.get(other) for other in names if other != name}
-            self.batch.set(LAYOUTS, TensorDict(entries | ({} if way < 0.05 else {key: new}), self.batch.batch_size))
+            self.batch.set(LAYOUTS, TensorDict(entries | ({} if way < 0.1 else {key: new}), self.batch.batch_size))
         else:
             fields = [name for name in self.batch.keys() if name != LAYOUTS]  # noqa: SIM118
             new = self.other(self.batch.get(self.one(fields))) if way < 0.9 else self.batch.get(self.one(fields))
@@ -118,20 +114,23 @@ class Changes:
 
 def padded_fields(nested: TensorDict, padded: TensorDict) -> list[tuple[str, ...]]:
     """The jagged fields that are padded again, whose valid tokens are at the bits of their mask."""
-    said, fields = {key: json.loads(key) for key in nested[LAYOUTS].keys()}, list[tuple[str, ...]]()  # noqa: SIM118
-    masks = {name: (key, more[0]) for key, (name, *more) in said.items() if isinstance(name, str)}
-    for path, kind, *more in said.values():
-        x = nested.get(tuple(path), None) if kind == "padded" else None
-        if isinstance(x, Tensor) and x.is_nested:
-            key, width = masks[more[0]]
-            bits = nested[LAYOUTS][key]
-            bits = (bits.real if bits.is_complex() else bits).to(torch.uint8).contiguous().numpy()
-            on = torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little")[:, :width]).bool()
-            whole = padded.get(tuple(path)).movedim(more[1], 1)
-            assert whole.shape[:2] == on.shape, path
-            for row, want in enumerate(oracle.jagged_rows(x)):
-                oracle.assert_same_tensor(whole[row][on[row]], want)
-            fields.append(tuple(path))
+    held, fields = dict(nested[LAYOUTS].items()), list[tuple[str, ...]]()
+    for value in [value for key, value in held.items() if key.startswith("types ")]:
+        types = value.tolist()[0] if isinstance(value, NonTensorStack) else value.data
+        parts = {name: (whole, low) for name, whole, low in types.parts}
+        widths = {name: width for name, width, _ in types.schema.axes}
+        for form in types.schema.forms:
+            x = nested.get(form.path, None) if form.kind == "padded" else None
+            if isinstance(x, Tensor) and x.is_nested:
+                name, low = parts.get(form.layout, (form.layout, 0))
+                bits = held[f"mask {name}"]
+                bits = (bits.real if bits.is_complex() else bits).to(torch.uint8).contiguous().numpy()
+                on = np.unpackbits(bits, axis=1, bitorder="little")[:, low : low + widths[form.layout]]
+                whole = padded.get(form.path).movedim(form.ragged_dim, 1)
+                assert whole.shape[:2] == on.shape, form.path
+                for row, want in enumerate(oracle.jagged_rows(x)):
+                    oracle.assert_same_tensor(whole[row][torch.from_numpy(on[row]).bool()], want)
+                fields.append(form.path)
     return fields
 
 
