@@ -32,8 +32,7 @@ DTYPES = ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float32", "f
 
 @functools.cache
 def originals() -> list[tuple[dict[str, Any], TensorDict]]:
-    """Options and nested batches: joined pads of all kinds, no rows, no width, flat and jagged fields, sub-batches, a
-    rollout, its rows, and fields of more dims."""
+    """Joined pads of all kinds, no rows, no width, flat and jagged fields, sub-batches, more dims, rows of a rollout."""
     rl: dict[str, Any] = {"registry": mp.RL_FIELDS, "pad_token_id": samples.PAD}
     own = {"registry": samples.registry_of(e=mp.EDGE, z=[0, ANY_ZERO], r=mp.PER_ROW, c=0)}
     cu = {"registry": mp.MaskNestingRegistry({"x": ("rows", 0)}, {"rows": mp.MaskAxis("cu", "cu_seqlens")})}
@@ -50,66 +49,54 @@ def originals() -> list[tuple[dict[str, Any], TensorDict]]:
     turns = TensorDict({"y": torch.ones(3, 2)}, [3, 2], names=[None, "turn"])
     deep = TensorDict({"j": samples.filled([2, 0, 1]), "s": samples.rollout(samples.ROWS[:3]), "t": turns}, [3])
     joined = mp.nesting.cat([small(3, 9), small(3, 9, -0.0)])
+    given = [(cu, flat), (rl, deep), (rl, samples.workload("m-rope", 4)), (rl, samples.rollout(holes=True))]
     batches = [(own, batch) for batch in (joined, small(3, 9, -0.0), small(0, 4), small(3, 0))]
-    batches += [(cu, mp.nest_batch_by_mask(flat, **cu))]
-    for batch in (deep, samples.rollout(holes=True), samples.workload("m-rope", 4)):
-        batches.append((rl, mp.nest_batch_by_mask(batch, **rl)))
-    return [*batches, (rl, mp.nesting.take(batches[-2][1], [4, 0, 0]))]
+    batches += [(options, mp.nest_batch_by_mask(batch, **options)) for options, batch in given]
+    return [*batches, (rl, mp.nesting.take(batches[-1][1], [4, 0, 0]))]
 
 
-class Changes:
-    def __init__(self, rng: np.random.Generator, batch: TensorDict) -> None:
-        self.rng, self.batch = rng, batch
+def bit(rng: np.random.Generator, x: Tensor) -> Tensor:
+    raw = x.contiguous().clone().view(-1).view(torch.uint8)
+    if raw.numel() and x.dtype != torch.bool:
+        raw[rng.integers(raw.numel())] ^= 1 << int(rng.integers(8))
+    return raw.view(x.dtype).view(x.shape)
 
-    def one(self, items: Any) -> Any:
-        return items[int(self.rng.integers(len(items)))]
 
-    def other(self, x: Any) -> Any:
-        """A tensor with other bytes, dtype or shape, or something else."""
-        if not isinstance(x, Tensor) or self.rng.random() < 0.1:
-            size = self.batch.batch_size
-            return self.one((NonTensorData("o", batch_size=size), TensorDict({}, size), torch.zeros(*size, 3, 2)))
-        if x.is_nested:
-            parts = [x.values(), x.offsets().clone()]
-            at = int(self.rng.random() < 0.3)
-            parts[at] = self.other(parts[at])
-            if not isinstance(parts[0], Tensor) or getattr(parts[1], "dtype", None) != torch.int64:
-                raise TypeError("neither values nor offsets")
-            return torch.nested.nested_tensor_from_jagged(*parts)
-        ways: list[Callable[[Tensor], Any]] = [lambda x: x.to(getattr(torch, self.one(DTYPES))), lambda x: x.flip(0)]
-        ways += [lambda x: x[:-1], lambda x: x[..., :-1], lambda x: torch.cat([x, x]), lambda x: x[..., None]]
-        ways += [lambda x: x.mT if x.dim() > 1 else x[::2], torch.zeros_like, self.bit, self.bit, self.bit]
-        return self.one(ways)(x)
+def other(rng: np.random.Generator, x: Any, size: torch.Size) -> Any:
+    """A tensor with other bytes, dtype or shape, or something else."""
+    if not isinstance(x, Tensor) or rng.random() < 0.1:
+        return (NonTensorData("o", batch_size=size), TensorDict({}, size), torch.zeros(*size, 3, 2))[rng.integers(3)]
+    if x.is_nested:
+        parts, at = [x.values(), x.offsets().clone()], int(rng.random() < 0.3)
+        parts[at] = other(rng, parts[at], size)
+        if not isinstance(parts[0], Tensor) or getattr(parts[1], "dtype", None) != torch.int64:
+            raise TypeError("neither values nor offsets")
+        return torch.nested.nested_tensor_from_jagged(*parts)
+    ways: list[Callable[[Tensor], Any]] = [lambda x: x.to(getattr(torch, rng.choice(DTYPES))), lambda x: x.flip(0)]
+    ways += [lambda x: x[:-1], lambda x: x[..., :-1], lambda x: torch.cat([x, x]), lambda x: x[..., None]]
+    ways += [lambda x: x.mT if x.dim() > 1 else x[::2], torch.zeros_like, *[lambda x: bit(rng, x)] * 3]
+    return ways[rng.integers(len(ways))](x)
 
-    def bit(self, x: Tensor) -> Tensor:
-        raw = x.contiguous().clone().view(-1).view(torch.uint8)
-        if raw.numel() and x.dtype != torch.bool:
-            raw[self.rng.integers(raw.numel())] ^= 1 << int(self.rng.integers(8))
-        return raw.view(x.dtype).view(x.shape)
 
-    def key(self, key: str) -> str:
-        at = int(self.rng.integers(len(key)))
-        kind = key if self.rng.random() < 0.5 else self.one(("mask ", "pads ", "signs ", "types ")) + key[5:].strip()
-        return kind if self.rng.random() < 0.5 else key[:at] + self.one("0a ms") + key[at + int(self.rng.integers(2)) :]
-
-    def change(self) -> None:
-        held, way = self.batch.get(LAYOUTS), self.rng.random()
-        names = [*held.keys()] if type(held) is TensorDict else []
-        if not names or way < 0.02:
-            self.batch.set(LAYOUTS, self.other(None))
-        elif way < 0.05:
-            self.batch.set(LAYOUTS, held.update(self.one(originals())[1][LAYOUTS]))
-        elif way < 0.6:
-            name = self.one(names)
-            new = self.other(held.get(name)) if way < 0.4 else held.get(name if way < 0.55 else self.one(names))
-            key = self.key(name) if 0.4 < way < 0.55 else name
-            entries = {other: held.get(other) for other in names if other != name}
-            self.batch.set(LAYOUTS, TensorDict(entries | ({} if way < 0.1 else {key: new}), self.batch.batch_size))
-        else:
-            fields = [name for name in self.batch.keys() if name != LAYOUTS]  # noqa: SIM118
-            new = self.other(self.batch.get(self.one(fields))) if way < 0.9 else self.batch.get(self.one(fields))
-            entries = dict(self.batch.items()) | {self.one(fields): new}
-            self.batch = TensorDict(entries, self.batch.batch_size)
+def changed(rng: np.random.Generator, batch: TensorDict) -> TensorDict:
+    """A batch with one change."""
+    held, size, way = batch.get(LAYOUTS), batch.batch_size, rng.random()
+    entries, fields = dict(held.items()) if type(held) is TensorDict else {}, dict(batch.exclude(LAYOUTS).items())
+    if not entries or way < 0.02:
+        return batch.set(LAYOUTS, other(rng, None, size))
+    if way < 0.05:
+        return batch.set(LAYOUTS, held.update(originals()[rng.integers(len(originals()))][1][LAYOUTS]))
+    if way > 0.6:
+        name, value = rng.choice([*fields]), fields[rng.choice([*fields])]
+        return TensorDict({**fields, LAYOUTS: held, name: other(rng, value, size) if way < 0.9 else value}, size)
+    key, at = str(rng.choice([*entries])), int(rng.integers(6))
+    value = entries[rng.choice([*entries])] if way > 0.55 else entries.pop(key)
+    if way > 0.4 and rng.random() < 0.5:
+        key = rng.choice(["mask ", "pads ", "signs ", "types "]) + key[5:].strip()
+    elif way > 0.4:
+        key = key[:at] + rng.choice([*"0a ms"]) + key[at + int(rng.integers(2)) :]
+    entries |= {} if way < 0.1 else {key: other(rng, value, size) if way < 0.4 else value}
+    return batch.set(LAYOUTS, TensorDict(entries, size))
 
 
 def padded_fields(nested: TensorDict, padded: TensorDict) -> list[tuple[str, ...]]:
@@ -137,13 +124,12 @@ def padded_fields(nested: TensorDict, padded: TensorDict) -> list[tuple[str, ...
 def play(seed: int) -> Counter[str]:
     rng, done, out = np.random.default_rng(seed), Counter[str](), dict[str, Any]()
     options, original = originals()[seed % len(originals())]
-    changes = Changes(rng, original.clone())
+    batch = original.clone()
     for _ in range(int(rng.integers(1, 4))):
         try:
-            changes.change()
+            batch = changed(rng, batch)
         except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):  # torch cannot do this
             done["no change"] += 1
-    batch = changes.batch
     calls: dict[str, Callable[[], Any]] = {
         "unnest": lambda: mp.unnest_batch_by_mask(batch),
         "again": lambda: mp.unnest_batch_by_mask(batch),
