@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from typing import Any
 
+import fuzz_batches
 import pytest
 import torch
 from oracle import assert_same_batch, assert_same_tensor
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
-from maskpack.core.pads import ANY_ZERO
+from maskpack import EDGE, PER_ROW, ZERO, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import unnest_batch_by_mask as unnest
 from maskpack.packed.join import merged
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
@@ -28,19 +27,39 @@ def padded(mask: Tensor, x: Tensor | list[list[int]]) -> TensorDict:
     return TensorDict({"m": mask, "x": torch.as_tensor(x)}, [len(mask)])
 
 
-def constant(pad: int, mask: Tensor = M) -> TensorDict:
-    return padded(mask, torch.where(mask.bool(), 9, pad))
+@pytest.mark.parametrize("seed", range(0, 120, 40))
+def test_programs_of_operations_on_padded_rows(seed: int) -> None:
+    """Rows of other pads, widths and anchors join packed and nested, and each keeps its own pad."""
+    for own in range(seed, seed + 40):
+        fuzz_batches.Program(own).run()
 
 
-def assert_joins(parts: list[TensorDict], pads: list[Any]) -> PackedBatch:
-    """In both orders, whole and in each row. Returns them joined."""
-    packed = [compress(part, registry=under(pad)) for part, pad in zip(parts, pads, strict=True)]
+def test_rows_that_grow_have_more_of_their_own_pad() -> None:
+    parts: list[tuple[Any, list[list[float]], list[list[float]]]] = [
+        (EDGE, [[1, 1, 0], [0, 0, 0]], [[4, 5, 5], [0, 0, 0]]),
+        (7, [[1, 0, 0], [0, 0, 0]], [[4, 7, 7], [7, 7, 7]]),
+        (-0.0, [[1, 1, 1], [0, 1, 0]], [[4, 5, 6], [-0.0, 5, -0.0]]),
+        (PER_ROW, [[1, 0], [0, 1], [1, 1]], [[4, 8], [9, 5], [4, 5]]),
+        (ZERO, [[1, 0], [0, 1]], [[4, -0.0], [0.0, 5]]),
+        (ZERO, [[1, 0, 0], [0, 0, 0]], [[4, -0.0, 0.0], [0.0, -0.0, -0.0]]),
+        ([8, EDGE], [[1, 1, 1]], [[4, 5, 6]]),
+        ([EDGE, 8], [[1, 1, 1]], [[4, 5, 6]]),
+        (1, [[1, 1, 1, 1, 0]], [[4, 5, 6, 7, 1]]),
+    ]
+    more = [[5, 0], [7, 7], [-0.0, -0.0], [8, 9, 0.0], [-0.0, 0.0], [0.0, 0.0], [8], [6], [None]]
     for order in (1, -1):
-        joined, want = PackedBatch.cat(packed[::order]), torch.cat(parts[::order])
-        assert_same_batch(decompress(joined), want)
-        for row in range(len(want)):
-            assert_same_batch(decompress(joined[[row]]), want[row : row + 1])
-    return PackedBatch.cat(packed)
+        packed, want, masks = list[PackedBatch](), list[list[Any]](), list[list[Any]]()
+        for (pad, mask, x), pads in list(zip(parts, more, strict=True))[::order]:
+            packed.append(
+                compress(padded(torch.tensor(mask), torch.tensor(x, dtype=torch.float32)), registry=under(pad))
+            )
+            want += [[*row, *[new] * (5 - len(row))] for row, new in zip(x, pads, strict=True)]
+            masks += [[*row, *[0] * (5 - len(row))] for row in mask]
+        joined = PackedBatch.cat(packed)
+        assert (joined.forms["x",].kind, joined.forms["x",].reason) == ("padded", None)
+        for seen in (decompress(joined), unnest(decompress(joined, format="nested"))):
+            assert_same_tensor(seen["x"], torch.tensor(want, dtype=torch.float32))
+            assert seen["m"].tolist() == masks
 
 
 def test_a_width_in_another_dim() -> None:
@@ -53,68 +72,16 @@ def test_a_width_in_another_dim() -> None:
         assert_same_batch(decompress(PackedBatch.cat(packed[::order])), torch.cat(parts[::order]))
 
 
-def test_a_row_as_long_as_a_narrower_batch_is_wide() -> None:
-    packed = [
-        compress(padded(M[:1], [[1, 2, 0, 0]]), registry=under(0)),
-        compress(padded(torch.tensor([[1, 1, 1, 1, 0, 0]]), [[1, 2, 3, 4, 4, 4]]), registry=under(EDGE)),
-    ]
-    for order in (1, -1):
-        rows = decompress(PackedBatch.cat(packed[::order]))["x"].tolist()
-        assert rows[::order] == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 4, 4]]
-
-
-def test_an_edge_that_is_one_of_two_constants() -> None:
-    edge = padded(M[:1], [[7, 1, 1, 1]])
-    joined = assert_joins([constant(1), constant(2), edge], [1, 2, EDGE])
-    assert joined.forms["x",].kind == "padded"
-
-
-@pytest.mark.parametrize("edges", [[7, 7, 8, 8], [7, 7, 9, 9], [9, 9, 7, 7]])
-def test_a_constant_that_is_one_of_two_edges(edges: list[int]) -> None:
-    mask = torch.tensor([[0, 1, 1, 0]])
-    assert_joins([padded(mask, [[9, 5, 9, 9]]), padded(mask, [edges])], [9, EDGE])
-
-
-def test_no_padding_and_a_pad_that_is_no_zero_beside_zeros() -> None:
-    full = padded(torch.ones(2, 3), torch.ones(2, 3))
-    zeros = padded(torch.tensor([[1.0, 0, 0, 0]]), torch.tensor([[7.0, 0.0, -0.0, 0.0]]))
-    packed = [compress(part, registry=under([5, ANY_ZERO])) for part in (full, zeros)]
-    assert packed[0].forms["x",].pads == (5,)
-    for order in (1, -1):
-        joined = PackedBatch.cat(packed[::order])
-        assert joined.forms["x",].pads == (ANY_ZERO,)
-        assert_same_tensor(decompress(joined[[1 - order]])["x"], torch.tensor([[1.0, 1.0, 1.0, 0.0]]))
-        assert_same_tensor(decompress(joined[[1 + order]])["x"], zeros["x"])
-
-
-WAYS: dict[str, Callable[[PackedBatch], PackedBatch]] = {
-    "pickle": lambda packed: pickle.loads(pickle.dumps(packed)),
-    "bytes": lambda packed: PackedBatch.from_bytes(packed.to_bytes()),
-    "own": lambda packed: packed.own(),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_one_part_whose_pads_came_with_the_other(way: str) -> None:
-    joined = assert_joins([constant(1), constant(2)], [1, 2])
-    assert joined.forms["x",].pads == (PER_ROW,)
-    for begin, pad in ((0, 1), (2, 2)):
-        assert_same_batch(decompress(WAYS[way](joined[begin : begin + 2])), constant(pad))
-
-
 def test_pads_of_joined_rows_beside_other_fields() -> None:
+    def of(name: str, pad: int) -> TensorDict:
+        return padded(M, torch.where(M.bool(), 9, pad)).rename_key_("x", name)
+
     def joined(name: str) -> PackedBatch:
-        batches = [(constant(pad).rename_key_("x", name), {name: MaskNestingSpec("m", pad)}) for pad in (1, 2)]
         more = {"m": MaskNestingSpec("m")}
-        return PackedBatch.cat([compress(batch, registry=own | more) for batch, own in batches])
+        return PackedBatch.cat(
+            [compress(of(name, pad), registry=more | {name: MaskNestingSpec("m", pad)}) for pad in (1, 2)]
+        )
 
     both = merged([joined("x"), joined("y").select("y")], [("m",), ("x",), ("y",)])
-    want = torch.cat([constant(1), constant(2)])
+    want = torch.cat([of("x", 1), of("x", 2)])
     assert_same_batch(decompress(both), want.set("y", want["x"]))
-
-
-def test_rows_without_padding_take_the_pad_of_the_others() -> None:
-    full = torch.ones_like(M)
-    for pad in (5, PER_ROW):
-        joined = assert_joins([constant(5, full), constant(7)], [pad, 7])
-        assert joined.forms["x",].pads == (7,)

@@ -79,3 +79,14 @@ def test_signs_of_zeros_move_with_their_columns():
         mp.decompress(packed[:], widths="trim"),
     ):
         assert_same(seen["x"], x[:, 2:10].contiguous())
+
+
+def test_columns_that_were_trimmed_have_no_signs_once_they_are_there_again():
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0]])
+    x = torch.where(mask.bool(), 1.0, torch.tensor([0.0, 0.0, -0.0, 0.0, -0.0, -0.0, 0.0]))
+    registry = {"m": ("m", 0), "x": ("m", [0, ANY_ZERO])}
+    packed = mp.compress(TensorDict({"m": mask, "x": x}, [2]), registry=registry)
+    nested = mp.decompress(packed, format="nested", widths="trim")
+    wide = TensorDict({"m": torch.ones(1, 8, dtype=torch.int64), "x": torch.ones(1, 8)}, [1])
+    joined = mp.PackedBatch.cat([mp.compress(nested), mp.compress(wide, registry=registry)])
+    assert_same(mp.decompress(joined)["x"][:2], torch.cat([x[:, :3], torch.zeros(2, 5)], 1))

@@ -36,7 +36,7 @@ from maskpack.packed import table
 
 COUNT = 500
 PAD = 7
-KINDS, BATCHES, PROGRAMS, STEPS = 4, 30, 20, 8
+KINDS, BATCHES, PROGRAMS, STEPS = 4, 30, 20, 10
 FORMS = ("padded", "jagged", "nested", "mixed", "result", "result under nested")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
 
@@ -45,7 +45,7 @@ def spec_of(rng: np.random.Generator, dtype: torch.dtype) -> list[Any]:
     """Pads that a field may have."""
     one = int(rng.integers(2)) if dtype is torch.bool else int(rng.integers(9))
     kinds: list[list[Any]] = [[one], [mp.EDGE], [mp.PER_ROW], [0, 1], [mp.EDGE, one], [one, mp.EDGE, mp.PER_ROW]]
-    kinds += [[*ZEROS], [*ZEROS, mp.PER_ROW], [-0.0, mp.EDGE]] if dtype in strategies.FLOATS else []
+    kinds += [*3 * [[*ZEROS]], [*ZEROS, mp.PER_ROW], [-0.0, mp.EDGE]] if dtype in strategies.FLOATS else []
     return kinds[rng.integers(len(kinds))]
 
 
@@ -270,7 +270,7 @@ class Program:
         dtypes = strategies.PLAIN_DTYPES if self.plain else strategies.DTYPES
         for at in range(3):
             more = self.one(((), (), (2,), (3,)))
-            dtype = self.one((*dtypes, *strategies.FLOATS))
+            dtype = self.one((*dtypes, *3 * strategies.FLOATS))
             self.fields[f"x{at}"] = Field(
                 self.one(("sequence", "prompt", "response")), dtype, more, self.one((1, 1 + len(more)))
             )
@@ -282,7 +282,7 @@ class Program:
     # ---------------------------------------------------------------- batches
 
     def new(self) -> Held:
-        prompt, response, count = self.one((0, 1, 3, 6)), self.one((1, 4, 9, 17)), self.one((0, 1, 1, 2, 3, 5))
+        prompt, response, count = self.one((0, 1, 3, 6)), self.one((1, 4, 7, 16)), self.one((0, 1, 1, 2, 3, 5))
         ways: list[Callable[[int], Any]] = [np.zeros, np.ones, lambda n: self.rng.random(n) < 0.5]
         ways += [lambda n: np.arange(n) >= self.rng.integers(n + 1), lambda n: np.arange(n) < self.rng.integers(n + 1)]
         mask = np.zeros((count, prompt + response), bool)
@@ -341,10 +341,10 @@ class Program:
         return mp.PackedBatch.cat(parts) if isinstance(parts[0], mp.PackedBatch) else samples.joined(parts)
 
     def cat(self, own: Held) -> Held:
-        like = [other for other in self.held if other.rows.fields.keys() == own.rows.fields.keys()]
+        like = [other for other in (own, *self.held) if other.rows.fields.keys() == own.rows.fields.keys()]
         like = [other for other in like if type(other.batch) is type(own.batch)]
-        if not isinstance(own.batch, mp.PackedBatch):  # nested batches have one width
-            like = [other for other in like if other.rows.frames == own.rows.frames]
+        if not isinstance(own.batch, mp.PackedBatch):  # nested batches have one width, and were selected alike
+            like = [other for other in like if set(other.batch[LAYOUTS].keys()) == set(own.batch[LAYOUTS].keys())]
         parts = [own, *(self.one(like) for _ in range(int(self.rng.integers(1, 4))))]
         if sum(len(part.rows.index) for part in parts) > 40:
             return own
@@ -410,7 +410,7 @@ class Program:
     def run(self) -> Counter[str]:
         for _ in range(STEPS):
             step = self.one(self.STEPS)
-            own = self.one(self.held)
+            own = self.held[-1] if self.rng.random() < 0.5 else self.one(self.held)
             made = step(self, own if self.plain or isinstance(own.batch, mp.PackedBatch) else self.nest(own))
             self.check(made)
             self.held.append(made)

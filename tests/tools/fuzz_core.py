@@ -23,6 +23,7 @@ CORE = Path(__file__).parents[2] / "maskpack/core/_core.so"
 abi = runpy.run_path(str(CORE.with_name("abi.py")))  # an import of the package would load torch
 ENTRY, STORED, JOB, TARGET = (abi[name] for name in ("ENTRY", "STORED", "JOB", "TARGET"))
 CONSTANT, BY_EDGE, BY_ROW = (abi[name] for name in ("CONSTANT", "BY_EDGE", "BY_ROW"))
+WORD, EDGE = abi["WORD"], abi["EDGE"]
 OF_MASK, OF_LAYOUT, KEPT = (abi[name] for name in ("OF_MASK", "OF_LAYOUT", "KEPT"))
 OF_ROWS = [
     (abi[name], number, *[0] * 4) for name, number in (("DICTIONARY", 0), ("PIECES", 0), ("SPARSE", 0), ("SPARSE", 1))
@@ -251,7 +252,7 @@ def run(core: Core, seed: int) -> None:
     jobs["form"]["kind"] = jobs["form"]["inner_kind"] = -1
     truth: list[np.ndarray] = []
     padded: list[np.ndarray] = []
-    held: list[Any] = []
+    pads: list[np.ndarray] = []
     for at, job in enumerate(jobs):
         dtype = np.dtype(f"i{rng.choice([1, 2, 4, 8])}")
         outer, inner = int(rng.choice([1, 1, 3])), int(rng.choice([0, 1, 1, 1, 2, 2, 20, 136]))
@@ -284,6 +285,13 @@ def run(core: Core, seed: int) -> None:
         trials = [(mode, (pad, 0))] if rng.random() < 0.7 else [(CONSTANT, (77, 0)), (mode, (pad, 0))]
         job["num_pads"] = len(trials)
         job["pads"][: len(trials)] = trials
+        word = np.full(rows, pad, dtype)
+        if mode == BY_ROW:
+            seen = (~mask.mask).any(1) & (outer * inner > 0)
+            word = np.where(seen, np.arange(rows), 0).astype(dtype)
+        pads.append(records(word, mode == BY_EDGE, not job["padded"] and rng.random() < 0.3))
+        if not job["padded"]:
+            job["given"], (job["given_count"], job["given_size"]) = address(pads[-1]), pads[-1].shape
     for threads in (1, 3, 2):  # then in the forms that were chosen before, then in others, which may not fit
         if threads == 2:
             jobs["form"] = OF_ROWS[rng.integers(4)]
@@ -300,11 +308,13 @@ def run(core: Core, seed: int) -> None:
             target, out = targets[at : at + 1], np.full(padded[at].size + MARGIN, 0x55, padded[at].dtype)
             outs.append(out)
             target["field"] = job["field"]
-            mode = job["pads"][int(job["pad"])] if job["padded"] else job["pads"][int(job["num_pads"]) - 1]
-            pads = np.arange(rows, dtype=out.dtype)
-            held.append(pads)
-            target["field"]["padded"], target["field"]["row_pads"] = address(out[:-MARGIN]), address(pads)
-            target["field"]["mode"], target["field"]["pad"] = mode[0], mode[1]
+            if rows and not (job["padded"] and int(job["pad"]) < job["num_pads"] - 1):
+                place = job["under_mask"]
+                own = table.body[int(place["at"]) :][: int(place["size"] * place["count"])]
+                want = pads[at][:1] if (pads[at] == pads[at][:1]).all() else pads[at]
+                assert (own.reshape(-1, want.shape[1]) == want).all()
+                assert place["count"] == len(want)
+            put_pads(target, out, pads[at][:, : 1 + out.itemsize])
             target["padded"], target["entry"] = 1, fields[at]
         core.decode(targets, table, core.layout(table, width, rows) if rng.random() < 0.5 else mask, threads)
         for out, full in zip(outs, padded, strict=True):
@@ -320,6 +330,21 @@ def run(core: Core, seed: int) -> None:
         for _ in range(4):
             written_to(core, rng, table, mask, jobs)
     stay_padded(core, mask, jobs, truth, padded)
+
+
+def records(words: np.ndarray, edges: Any, signs: bool = False) -> np.ndarray:
+    """The pads of rows, with bits of a few positions."""
+    own = np.zeros((words.size, 1 + words.itemsize + signs), np.uint8)
+    own[:, 0] = np.where(edges, EDGE, WORD)
+    own[:, 1 : 1 + words.itemsize] = words.view(np.uint8).reshape(-1, words.itemsize)
+    own[:, 1 + words.itemsize :] = 0b10110010
+    return own
+
+
+def put_pads(target: np.ndarray, out: np.ndarray, pads: np.ndarray) -> None:
+    """Where a target is written to, and the pads of its rows."""
+    target["field"]["padded"], target["field"]["pads"] = address(out[:-MARGIN]), address(pads)
+    target["field"]["pads_size"], target["field"]["pads_step"] = pads.shape[1], pads.strides[0]
 
 
 def stay_padded(core: Core, mask: Mask, jobs: np.ndarray, truth: list[np.ndarray], padded: list[np.ndarray]) -> None:
@@ -364,10 +389,10 @@ def written_to(core: Core, rng: np.random.Generator, table: Table, mask: Mask, j
                     int(table.fields[at]), own, spans, np.zeros(size * int(job["items"]), f"i{job['size']}"), rows
                 )
             full = np.full(spans.rows * mask.width * int(job["items"]) + MARGIN, 0x55, f"i{job['size']}")
-            target, pads = np.zeros(1, TARGET), np.zeros(spans.rows, full.dtype)
+            target = np.zeros(1, TARGET)
+            pads = records(np.zeros(spans.rows, full.dtype), rng.random(spans.rows) < 0.5, bool(rng.random() < 0.5))
             target["field"] = job["field"]
-            target["field"]["padded"], target["field"]["row_pads"] = address(full[:-MARGIN]), address(pads)
-            target["field"]["mode"] = rng.choice([CONSTANT, BY_EDGE, BY_ROW])
+            put_pads(target, full, pads)
             target["padded"], target["entry"] = 1, table.fields[at]
             core.decode(target, own, spans)
             assert (full[-MARGIN:] == np.full(MARGIN, 0x55, full.dtype)).all()
