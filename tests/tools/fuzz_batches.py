@@ -134,7 +134,8 @@ def check(rng: np.random.Generator, kind: Kind) -> str:
     """One batch of a kind; how it was sent."""
     options: dict[str, Any] = {"registry": kind.registry, "pad_token_id": PAD}
     verify = bool(rng.random() < 0.7)
-    whole = padded(rng, kind, verify and bool(rng.random() < 0.15), not verify)
+    lossy = verify and bool(rng.random() < 0.15)
+    whole = padded(rng, kind, lossy, not verify)
     options["verify"] = verify
     want: Any = whole
     given: Any = whole
@@ -146,6 +147,10 @@ def check(rng: np.random.Generator, kind: Kind) -> str:
             given = want = whole.select("responses", *(name for name, *_ in kind.fields))
         elif kind.form == "nested":
             given = nested
+            if not lossy and not kind.objects and rng.random() < 0.5:
+                more = padded(rng, kind, False, not verify)
+                given = samples.joined([nested, mp.nest_batch_by_mask(more, **options)])
+                want = torch.cat([whole, more])
         elif kind.form in ("jagged", "mixed"):
             given = want = jagged(nested)
             if kind.form == "mixed":
