@@ -274,7 +274,7 @@ class Program:
         """Whether tensordict takes and joins rows of all fields."""
         dtypes = strategies.PLAIN_DTYPES if self.plain else strategies.DTYPES
         for at in range(3):
-            more = self.one(((), (), (2,), (3,)))
+            more = self.one(((), (), (), (2,), (3,)))
             dtype = self.one((*dtypes, *3 * strategies.FLOATS))
             self.fields[f"x{at}"] = Field(
                 self.one(("sequence", "prompt", "response")), dtype, more, self.one((1, 1 + len(more)))
@@ -313,7 +313,7 @@ class Program:
                 spec = spec_of(self.rng, own.dtype)
                 registry = registry | {name: mp.MaskNestingSpec(own.axis, spec, own.dim)}
                 values = strategies.values(self.rng, (int(mask.sum()), *own.more), own.dtype)
-                chosen = self.one(spec if verify else spec[:1])
+                chosen = self.one([*spec, spec[-1], spec[-1]] if verify else spec[:1])
                 x = strategies.padded(self.rng, values, mask.tolist(), mask.shape[1], chosen)
             cells[name] = oracle.cells(x)
             pads[name] = pads_of(x, mask, spec)
@@ -349,7 +349,7 @@ class Program:
         like = [other for other in (own, *self.held) if other.rows.fields.keys() == own.rows.fields.keys()]
         like = [other for other in like if type(other.batch) is type(own.batch)]
         if not isinstance(own.batch, mp.PackedBatch):  # nested batches have one width, and were selected alike
-            like = [other for other in like if set(other.batch[LAYOUTS].keys()) == set(own.batch[LAYOUTS].keys())]
+            like = [other for other in like if kind_of_nested(other) == kind_of_nested(own)]
         parts = [own, *(self.one(like) for _ in range(int(self.rng.integers(1, 4))))]
         if sum(len(part.rows.index) for part in parts) > 40:
             return own
@@ -390,6 +390,8 @@ class Program:
         if isinstance(own.batch, mp.PackedBatch) or names != self.fields.keys() or not plain:
             return own
         other = self.filled(own.rows, nested=True)
+        if kind_of_nested(other) != kind_of_nested(own):  # its masks were trimmed each by itself
+            return own
         return Held(own.batch.clone(recurse=False).update(other.batch), other.rows)
 
     STEPS: tuple[Callable[..., Held], ...] = (take, slice, split, cat, cat, cat, select, sent, nest, nest, trim, update)
@@ -421,6 +423,11 @@ class Program:
             self.held.append(made)
             self.done[step.__name__] += 1
         return self.done
+
+
+def kind_of_nested(own: Held) -> set[str]:
+    """Equal for nested batches that tensordict joins, and of which one takes the pads of the other by `update`."""
+    return set(own.batch[LAYOUTS].keys())
 
 
 def pads_of(x: torch.Tensor, mask: np.ndarray, spec: list[Any]) -> list[Any]:
