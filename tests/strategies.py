@@ -481,7 +481,9 @@ def batches(
     if "prompts" in splitters:
         maker.padded("prompts", "prompt", prompt, torch.int64, case.pad_token_id)
     elif home_jagged and draw(st.integers(0, 5)) == 0:
-        maker.dense("prompts", jagged(rng, rows, torch.int64))
+        own = jagged(rng, rows, torch.int64)
+        off = "prompt" in axes and own.offsets().diff().tolist() != oracle.lengths(axes["prompt"][0])
+        maker.dense("prompts", own, loose=off)
     for name, number in (("max_prompt_length", prompt), ("max_response_length", response)):
         if name in splitters:
             maker.entries[name] = NonTensorData(number, batch_size=[rows])
