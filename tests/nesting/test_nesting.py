@@ -541,9 +541,7 @@ def test_update_with_a_field_of_the_same_rows(before: Any, after: Any, more: dic
     registry = registry_of(x=[EDGE, 0, -1, ANY_ZERO, PER_ROW], y=0)
     if more and before is not after and None not in (before[1], after[1]):
         for call in (unnest, nest_batch_by_mask, compress):
-            with pytest.raises(
-                LayoutError, match=r'"x" was nested twice, .* update\(\) replaced .* equal pads'
-            ):
+            with pytest.raises(LayoutError, match=r'"x" was nested twice, .* update\(\) replaced .* equal pads'):
                 call(nested)
         return
     again = nest_batch_by_mask(nested, registry), decompress(compress(nested, registry=registry), format="nested")
