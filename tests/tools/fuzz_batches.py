@@ -193,6 +193,7 @@ class Rows:
         cells: [B, width, *more] of each field.
         pads: of each field and row, the cell that new columns hold; None for EDGE.
         index: int64 [B], a field without a mask.
+        told: the fields that LAYOUTS has, and whether their masks were trimmed, each by itself.
     """
 
     fields: dict[str, Field]
@@ -201,6 +202,7 @@ class Rows:
     cells: dict[str, np.ndarray]
     pads: dict[str, list[Any]]
     index: np.ndarray
+    told: tuple[tuple[str, ...], bool] = ((), False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         out = {name: oracle.from_cells(self.cells[name], own.dtype) for name, own in self.fields.items()}
@@ -245,7 +247,17 @@ class Rows:
         masks = {axis: np.concatenate([own.masks[axis] for own in wide]) for axis in frames}
         cells = {name: np.concatenate([own.cells[name] for own in wide]) for name in parts[0].fields}
         pads = {name: [pad for own in wide for pad in own.pads[name]] for name in parts[0].fields}
-        return Rows(parts[0].fields, frames, masks, cells, pads, np.concatenate([own.index for own in wide]))
+        index = np.concatenate([own.index for own in wide])
+        told = parts[0].told[0], any(own.told[1] for own in parts)
+        return Rows(parts[0].fields, frames, masks, cells, pads, index, told)
+
+    def nested(self) -> Rows:
+        return replace(self, told=(tuple(self.fields), self.told[1]))
+
+    @property
+    def kind(self) -> Any:
+        """Equal for nested batches that tensordict joins, and of which one takes the pads of the other by `update`."""
+        return self.frames, self.told, id(self.masks) if self.told[1] else None
 
     def trimmed(self) -> Rows:
         frames, kept = dict[str, tuple[int, int]](), dict[str, slice]()
@@ -255,7 +267,7 @@ class Rows:
             frames[axis], kept[axis] = (end - begin, min(max(anchor - begin, 0), end - begin)), slice(begin, end)
         masks = {axis: mask[:, kept[axis]] for axis, mask in self.masks.items()}
         cells = {name: self.cells[name][:, kept[own.axis]] for name, own in self.fields.items()}
-        return replace(self, frames=frames, masks=masks, cells=cells)
+        return replace(self, frames=frames, masks=masks, cells=cells, told=(tuple(self.fields), True))
 
 
 class Held(NamedTuple):
@@ -317,7 +329,7 @@ class Program:
                 x = strategies.padded(self.rng, values, mask.tolist(), mask.shape[1], chosen)
             cells[name] = oracle.cells(x)
             pads[name] = pads_of(x, mask, spec)
-        rows = replace(rows, cells=cells, pads=pads)
+        rows = replace(rows, cells=cells, pads=pads, told=(tuple(rows.fields), False))
         batch = TensorDict(rows.tensors(), [len(rows.index)])
         call = mp.nest_batch_by_mask if nested or self.rng.random() < 0.3 else mp.compress
         return Held(call(batch, registry=registry, pad_token_id=PAD, verify=verify), rows)
@@ -349,7 +361,7 @@ class Program:
         like = [other for other in (own, *self.held) if other.rows.fields.keys() == own.rows.fields.keys()]
         like = [other for other in like if type(other.batch) is type(own.batch)]
         if not isinstance(own.batch, mp.PackedBatch):  # nested batches have one width, and were selected alike
-            like = [other for other in like if kind_of_nested(other) == kind_of_nested(own)]
+            like = [other for other in like if other.rows.kind == own.rows.kind]
         parts = [own, *(self.one(like) for _ in range(int(self.rng.integers(1, 4))))]
         if sum(len(part.rows.index) for part in parts) > 40:
             return own
@@ -375,7 +387,7 @@ class Program:
     def nest(self, own: Held) -> Held:
         if not isinstance(own.batch, mp.PackedBatch):
             return Held(mp.compress(own.batch, pad_token_id=PAD), own.rows)
-        return Held(mp.decompress(own.batch, format="nested"), own.rows)
+        return Held(mp.decompress(own.batch, format="nested"), own.rows.nested())
 
     def trim(self, own: Held) -> Held:
         packed = own.batch if isinstance(own.batch, mp.PackedBatch) else mp.compress(own.batch, pad_token_id=PAD)
@@ -390,7 +402,7 @@ class Program:
         if isinstance(own.batch, mp.PackedBatch) or names != self.fields.keys() or not plain:
             return own
         other = self.filled(own.rows, nested=True)
-        if kind_of_nested(other) != kind_of_nested(own):  # its masks were trimmed each by itself
+        if other.rows.kind != own.rows.kind:  # its masks were trimmed each by itself
             return own
         return Held(own.batch.clone(recurse=False).update(other.batch), other.rows)
 
@@ -423,11 +435,6 @@ class Program:
             self.held.append(made)
             self.done[step.__name__] += 1
         return self.done
-
-
-def kind_of_nested(own: Held) -> set[str]:
-    """Equal for nested batches that tensordict joins, and of which one takes the pads of the other by `update`."""
-    return set(own.batch[LAYOUTS].keys())
 
 
 def pads_of(x: torch.Tensor, mask: np.ndarray, spec: list[Any]) -> list[Any]:
