@@ -248,10 +248,11 @@ static i64 record_size(i64 mode, i64 size, const Layout *layout) {
     return 1 + size + ((mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
 }
 
-/* Stores `count` records behind the entries of a job; equal ones once, and then without signs if all their bytes but the
+/* Stores `count` records behind the entries of a job with rows; equal ones once, and then without signs if all their bytes but the
    first `least` are 0. */
 static int store_pads(Job *job, const u8 *pads, i64 size, i64 count, i64 least, Out *out) {
     i64 equal = 1;
+    if (!job->rows) return FITS;
     for (i64 row = 1; row < count && equal; row++) equal = !memcmp(pads, pads + row * size, (size_t)size);
     count = equal ? 1 : count;
     i64 kept = equal && equal_bytes(pads + least, size - least, ZEROS) == size - least ? least : size;

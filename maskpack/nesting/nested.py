@@ -77,11 +77,22 @@ NOTHING = Nested(Node((), None), {}, {}, {}, ())
 
 
 @lru_cache(256)
+def _types(schema: Schema, parts: tuple[tuple[str, str, int], ...]) -> Types:
+    """What a schema and its layouts say of types alone."""
+    forms = [
+        FieldForm(f.path, f.kind, f.layout, f.ragged_dim, f.dtype, f.node and replace(f.node, device=None))
+        for f in schema.forms
+        if f.layout is not None or f.node is not None
+    ]
+    return Types(Schema(replace(schema.root, device=None), tuple(forms), schema.axes), parts)
+
+
+@lru_cache(256)
 def _places(types: Types) -> tuple[str, dict[Path, slice], int]:
     """The digest of types, the record of each padded field in a row of the pads, and the bytes of such a row."""
-    nodes = [(form.path, form.node.more_dims) for form in types.schema.forms if form.node is not None]
-    fields = [(f.path, f.kind, f.layout, f.ragged_dim, f.dtype) for f in types.schema.forms if f.layout is not None]
-    said = types.schema.root.more_dims, types.schema.axes, types.parts, nodes, fields
+    root, forms, axes = types.schema.root, types.schema.forms, types.schema.axes
+    fields = [(f.path, f.kind, f.layout, f.ragged_dim, f.dtype, f.node and f.node.more_dims) for f in forms]
+    said = root.more_dims, axes, types.parts, fields
     places: dict[Path, slice] = {}
     end = 1
     for form in _padded(types):
@@ -109,7 +120,7 @@ def layouts_entry(
     number for each token."""
     numbers = {id(layouts[name]): name for name, _, _ in schema.axes}
     wholes = [(name, *layouts[name].__dict__.get("part_of", (None, 0))) for name, _, _ in schema.axes]
-    types = Types(schema, tuple([(name, numbers[id(own)], low) for name, own, low in wholes if id(own) in numbers]))
+    types = _types(schema, tuple([(name, numbers[id(own)], low) for name, own, low in wholes if id(own) in numbers]))
     masks = [name for name, own, _ in wholes if id(own) not in numbers]
     digest, places, size = _places(types)
     table: Words = np.empty((rows, size), np.uint8)
@@ -187,6 +198,9 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     if not types:
         raise _foreign(call)
     forms = _all_forms(types.values(), call)
+    root = next(iter(types.values())).schema.root
+    for form in (FieldForm((), "node", node=root), *forms.values()):
+        _check_dims(batch, form, call)
     parts = {key: _tensors_of(key, value, call) for key, value in entries.items() if not key.startswith("types ")}
     first = _first_fields(batch, types.values())
     offsets = {id(ends): ends for _, ends in (*parts.values(), *first.values()) if ends is not None}
@@ -212,7 +226,7 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
             if known is not own and not known.is_same(own, rows):
                 raise _twice(forms[path], forms[path], call)
     keys = *types, *(said.schema.root.names for said in types.values()), *(form.node for form in forms.values())
-    return Nested(next(iter(types.values())).schema.root, forms, layouts, pads, keys)
+    return Nested(root, forms, layouts, pads, keys)
 
 
 def _types_in(key: str, value: Any, call: str) -> Types:
@@ -226,14 +240,25 @@ def _types_in(key: str, value: Any, call: str) -> Types:
 def _all_forms(types: Collection[Types], call: str) -> dict[Path, FieldForm]:
     """The forms of all entries. A sub-batch has the dims of the first batch, which is the one that was updated."""
     forms: dict[Path, FieldForm] = {}
-    for form in [
-        form for said in types for form in said.schema.forms if form.layout is not None or form.node is not None
-    ]:
+    for form in [form for said in types for form in said.schema.forms]:
         known = forms.setdefault(form.path, form)
         one, other = ((own.kind, own.layout, own.ragged_dim, own.dtype) for own in (known, form))
         if one != other and known.node is form.node is None:
             raise _twice(known, form, call)
     return forms
+
+
+def _check_dims(batch: TensorDictBase, form: FieldForm, call: str) -> None:
+    """Raises LayoutError if a sub-batch has fields without the dims that it had behind its rows."""
+    dims = form.node.more_dims if form.node is not None else None
+    held = entry_at(batch, form.path) if dims else None
+    for name, value in fields_of(held).items() if dims and is_sub_batch(held) else ():
+        seen = tuple(value.shape) if isinstance(value, Tensor) and held_by(value) is None else None
+        if seen is not None and seen[1 : 1 + len(dims or ())] != dims:
+            raise LayoutError(
+                f'{call}: field "{show((*form.path, name))}" is {seen}, in a batch that was nested with the dims '
+                f"{dims} behind its rows; expected these. {INTACT}"
+            )
 
 
 def _first_fields(batch: TensorDictBase, types: Collection[Types]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -366,8 +391,8 @@ def pads_of(nested: Nested, path: Path, values: Tensor, layout: RowLayout | None
     pads, tokens = nested.pads[path].cast(form.dtype, values.dtype), 0 if layout is None else layout.num_tokens
     if (pads.signs is not None and values.dim() != 1) or values.dim() < form.ragged_dim or values.shape[0] < tokens:
         raise LayoutError(
-            f'{call}: field "{show(path)}" is jagged, of values {tuple(values.shape)}; expected the {tokens} tokens '
-            f"and the dims that it was nested with. {INTACT}"
+            f'{call}: field "{show(path)}" is jagged, of values {tuple(values.shape)}; expected the dims and the '
+            f"tokens that it was nested with. {INTACT}"
         )
     return pads
 

@@ -79,6 +79,8 @@ class Columns:
         if used.size == len(self.parts):
             return self
         parts = tuple(self.parts[number] for number in used)
+        if not parts and self.parts and isinstance(self.parts[0], Body):
+            parts = self.parts[:1]  # which says what layouts are
         return replace(self, parts=parts, rows=replace(self.rows, source=numbers))
 
     def taken(self) -> list[tuple[Any, IntArray | None, IntArray | None]]:
