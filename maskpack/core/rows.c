@@ -99,24 +99,24 @@ API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m,
     return 0;
 }
 
-/* Copies the arrays of structs to another body, each behind the one before, those of numbers from a multiple of 8 bytes on,
-   and says in the structs where they are now.
+/* Copies the arrays of structs to another body, each from a multiple of 8 bytes on, and those of structs of
+   one array side by side; says in the structs where they are now.
    `lines` [n, 4]: the first struct, how many there are, the numbers of one, and how many arrays its last parts are. Returns
    the bytes in use; with no `to` it only counts them. */
 API i64 maskpack_compact(const i64 *lines, i64 n, const u8 *body, u8 *to) {
     i64 used = 0;
     for (const i64 *line = lines; line < lines + 4 * n; line += 4) {
-        i64 loose = 0;
+        i64 begun = 0; /* records lie side by side */
         for (i64 i = 0; i < line[3] * line[1]; i++) {
             i64 place = i / line[1], end = (i % line[1] + 1) * line[2];
             Array *array = (Array *)((i64 *)line[0] + end) - (line[3] - place);
-            i64 nbytes = array->size * array->count, odd = array->size & (array->size - 1);
-            i64 begin = odd && loose ? used : (used + 7) & ~(i64)7;
+            i64 nbytes = array->size * array->count;
+            i64 begin = begun ? used : (used + 7) & ~(i64)7;
             if (nbytes) {
                 if (to) memset(to + used, 0, (size_t)(begin - used));
                 if (to) memcpy(to + begin, body + array->at, (size_t)nbytes);
                 used = begin + nbytes;
-                loose = odd;
+                begun = line[3] == 1;
             }
             if (to) array->at = nbytes ? begin : 0;
         }
