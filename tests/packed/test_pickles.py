@@ -134,7 +134,7 @@ def test_a_slice_carries_its_own_bytes() -> None:
     packed = packed_long(200)
     whole = carried(packed)
     for part in (packed[100:102], packed[[100, 101]], received(packed)[100:102], received(packed[90:110])[10:12]):
-        assert carried(part) <= 1.1 * part.own().nbytes + 100
+        assert carried(part) <= 1.1 * part.own().nbytes + 200
         assert carried(part) < whole / 20
     assert carried(packed[50:50]) < 100
     split = [carried(part) for part in packed.chunk(8)]
