@@ -307,7 +307,7 @@ static void encode_job(void *context, i64 at) {
     Field field;
     Rows rows;
     i64 width = job->padded ? work->layouts[job->layout].width : 0;
-    u8 *pads = calloc((size_t)job->rows + 1, (size_t)(width / 8 + 18));
+    u8 *pads = malloc((size_t)((width / 8 + 18) * (job->rows + 1)));
     int done = pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
     job->under_mask = (Array){0, 1, 0};
     field.pads = pads;
