@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import Words, address, empty_of, words
+from maskpack.core.bits import Words, empty_of, words
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node
@@ -26,7 +26,7 @@ from maskpack.layout.row_layout import RowLayout, host_spans, min_length
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Shown
-from maskpack.packed.table import Table, size_of_word, words_of_one
+from maskpack.packed.table import size_of_word, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -182,6 +182,8 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
     held: list[Any] = []
+    pads: list[native.Structs] = []
+    is_padded = bool(targets.padded.any())
     numbers = {form.path: at for at, form in enumerate(forms)}
     blocks: list[IntArray] = []
     given: list[tuple[int, ...]] = []
@@ -200,11 +202,10 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
             table, block = body.table, lines if whole else lines[places]
             fields = [body.numbers[path] for path in chosen]
             block[:, _ENTRY] = table.fields[fields]
-            padded: npt.NDArray[np.bool_] = targets.padded if whole else targets.padded[places]
-            if padded.any():
-                _write_pads(block, table, fields, padded)
+            if is_padded:
+                pads.append(table.pads[fields])
                 if packed.picked.shown is not None or table.frames != packed.frames:
-                    for at in [at for at, is_padded in enumerate(padded.tolist()) if is_padded]:
+                    for at in [at for at, place in enumerate(places) if targets.padded[place]]:
                         block[at, _PADS + 3] = packed.picked.shift(forms[places[at]].layout or "", table)
             block[:, _PART] = len(given)
             given.append(table.given(table.rows if taken is None else taken.size, taken, to))
@@ -216,19 +217,19 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     if blocks:
         parts = native.structs(np.array(given, np.int64).reshape(-1), abi.GIVEN)
         block = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        if is_padded:
+            _write_pads(block, np.concatenate(pads).view(np.int64).reshape(-1, 3), parts["table"]["body"])
         block = block[np.argsort(block[:, _ENTRY], kind="stable")]  # a field comes after those that it is near to
         all_targets = native.structs(block.reshape(-1), abi.TARGET)
         native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
 
 
-def _write_pads(block: IntArray, table: Table, fields: Sequence[int], padded: npt.NDArray[np.bool_]) -> None:
-    """Writes where the records of the fields of a table are to its TARGETs."""
-    places = native.places_of(table.pads[fields])[0]
-    own = places[padded]
-    block[padded, _PADS] = address(table.body) + own[:, 0]
-    block[padded, _PADS + 1] = own[:, 1]
-    block[padded, _PADS + 2] = np.where(own[:, 2] > 1, own[:, 1], 0)
+def _write_pads(block: IntArray, pads: IntArray, bodies: IntArray) -> None:
+    """Writes where the records of fields are, ARRAY [n] as int64, to their TARGETs."""
+    block[:, _PADS] = bodies[block[:, _PART]] + pads[:, 0]
+    block[:, _PADS + 1] = pads[:, 1]
+    block[:, _PADS + 2] = np.where(pads[:, 2] > 1, pads[:, 1], 0)
 
 
 def field_words(packed: PackedBatch, form: FieldForm) -> Words:

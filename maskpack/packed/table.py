@@ -211,10 +211,10 @@ class Table:
 
     def pads_of(self, field: int, size: int) -> Pads:
         """The pads of a padded field of words of `size` bytes, in the same memory."""
-        place = self.pads[field]
-        if not place["count"]:  # without rows
+        at, nbytes, count = self.pads[field].tolist()
+        if not count:  # without rows
             return Pads(np.zeros((1, 1 + size), np.uint8), size)
-        return Pads(self.array(place).reshape(int(place["count"]), int(place["size"])), size)
+        return Pads(self.body[at : at + nbytes * count].reshape(count, nbytes), size)
 
     # ---------------------------------------------------------------- decoding
 
