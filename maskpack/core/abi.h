@@ -125,11 +125,11 @@ typedef struct {
 enum { MAY = 1, DID = 2 }; /* stay padded */
 
 /* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
-   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `given` are the
-   records of a packed field under a mask, `given_count` of `given_size` bytes. `keeps`: whether it may stay padded, MAY or
-   DID the last time; it is contiguous then. `by_kernels`: whether kernels encode it the next time, which write no PIECES and
-   no SPARSE. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an
-   error; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
+   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `given` are the records
+   of a packed field under a mask, `given_count` of `given_size` bytes. `keeps`: whether it may stay padded, MAY or DID the
+   last time; it is contiguous then. `by_kernels`: whether kernels encode it the next time, which write no PIECES and no
+   SPARSE. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an error; `under_mask` is where its
+   records are then; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
 
 typedef struct {
     Field field;

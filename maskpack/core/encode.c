@@ -248,8 +248,8 @@ static i64 record_size(i64 mode, i64 size, const Layout *layout) {
     return 1 + size + ((mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
 }
 
-/* Stores `count` records behind the entries of a job with rows; equal ones once, and then without signs if all their bytes but the
-   first `least` are 0. */
+/* Stores `count` records behind the entries of a job with rows; equal ones once, and then without signs if all their bytes
+   but the first `least` are 0. */
 static int store_pads(Job *job, const u8 *pads, i64 size, i64 count, i64 least, Out *out) {
     i64 equal = 1;
     if (!job->rows) return FITS;

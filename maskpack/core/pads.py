@@ -169,7 +169,7 @@ class Pads:
     def cat(parts: Sequence[tuple[Pads, int]]) -> Pads:
         """The pads of several groups of rows, with the number of rows of each, one after the other."""
         first = parts[0][0]
-        if all(pads is first or _is_one(pads, first) for pads, _ in parts):
+        if len(parts) == 1 or all(len(pads.records) == 1 and pads.is_same(first, 1) for pads, _ in parts):
             return first
         most = max(pads.records.shape[1] for pads, _ in parts)
         out: Words = np.zeros((sum(rows for _, rows in parts), most), np.uint8)
@@ -238,10 +238,6 @@ class Pads:
         own = np.unpackbits(signs, axis=1)[:, max(-left, 0) :][:, : max(width - max(left, 0), 0)]
         bits[:, max(left, 0) : max(left, 0) + own.shape[1]] = own
         return Pads(np.concatenate([self.records[:, : 1 + self.size], np.packbits(bits, axis=1)], 1), self.size)
-
-
-def _is_one(one: Pads, other: Pads) -> bool:
-    return len(one.records) == len(other.records) == 1 and np.array_equal(one.records, other.records)
 
 
 @lru_cache(maxsize=1024)

@@ -99,8 +99,8 @@ API i64 maskpack_split(const Entry *entries, i64 n, const Stored *stored, i64 m,
     return 0;
 }
 
-/* Copies the arrays of structs to another body, each from a multiple of 8 bytes on, and those of structs of
-   one array side by side; says in the structs where they are now.
+/* Copies the arrays of structs to another body, each from a multiple of 8 bytes on, but those of structs of one array side by
+   side, and says in the structs where they are now.
    `lines` [n, 4]: the first struct, how many there are, the numbers of one, and how many arrays its last parts are. Returns
    the bytes in use; with no `to` it only counts them. */
 API i64 maskpack_compact(const i64 *lines, i64 n, const u8 *body, u8 *to) {

@@ -11,10 +11,11 @@ static int add_source(Stage *stage, i64 index, const Extent *extent, Source *sou
 }
 
 /* Writes tables behind the first `used` numbers: the bounds of all layouts, their spans if `padded`, those of the wanted
-   entries, and the words of pads, of `pad_sizes` bytes. `axes` [m + 1]: of the layouts, and of rows without one; `pad_places` [num_pads]. Returns
-   the numbers in use, of which only `room` are written; -1 without memory. */
+   entries, and the words of pads, of `pad_sizes` bytes. `axes` [m + 1]: of the layouts, and of rows without one; `pad_places`
+   [num_pads]. Returns the numbers in use, of which only `room` are written; -1 without memory. */
 API i64 maskpack_stage(const Entry *entries, const Layout *layouts, i64 m, const u8 *body, i64 rows, i64 dense_rows, i64 padded,
-                       const Wanted *wanted, i64 num_wanted, const Array *pads, const i64 *pad_sizes, i64 num_pads, i64 *tables, i64 used, i64 room,
+                       const Wanted *wanted, i64 num_wanted, const Array *pads, const i64 *pad_sizes, i64 num_pads,
+                       i64 *tables, i64 used, i64 room,
                        Axis *axes, Source *sources, i64 *pad_places) {
     Stage stage = {entries, body, tables, used, room, wanted, sources, 0};
     for (i64 at = 0; at <= m; at++) axes[at] = (Axis){dense_rows, 1, -1, -1, -1, -1};

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import Words, words
+from maskpack.core.bits import Words, from_words, words
 from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, Pads, PadValue, pad_words, trial_of
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout, core_layout
@@ -48,7 +48,7 @@ def to_padded(values: Tensor, pads: Pads, layout: RowLayout, ragged_dim: int) ->
     words = pads.words(values.dtype).to(values.device, non_blocking=True).expand(layout.num_rows)
     out = pack_torch.unpack(values, layout, words, ragged_dim)
     if pads.signs is not None:
-        out = with_signs(out, torch.from_numpy(np.array(pads.signs)), layout)
+        out = with_signs(out, from_words(pads.signs, torch.uint8), layout)
     if not edges.any():
         return out
     by_edge = pack_torch.unpack(values, layout, EDGE, ragged_dim)

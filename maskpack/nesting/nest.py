@@ -60,8 +60,8 @@ def nest_batch_by_mask(
         RegistryError: pad_token_id is missing, or the dtype of a field cannot hold its pad.
 
     On CUDA with Triton a kernel reads all padded fields once, packs them and checks their pads. One synchronisation for
-    each mask, a second one if its rows have several spans, and one for all checks; none for checks if every pad is
-    trusted.
+    each mask, a second one if its rows have several spans, one for all checks, and one if some pads differ by row; none
+    for checks if every pad is trusted.
     """
     options = Options.of("nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
     batch, carried = whole_batch(batch, options.call)

@@ -1,15 +1,16 @@
 """What a nested batch has beside its fields: the entry LAYOUTS, which tensordict indexes, joins, updates and casts like
 any other.
 
-    mask sequence    the mask of a layout as bits, uint8 [B, width / 8]
-    pads 3f0c        the pads of the fields that were nested together, uint8 [B, K]
-    signs 3f0c       the signs of their zeros, jagged uint8 [B, j]
-    types 3f0c       their schema, for all rows
+    types 3f0c             the schema of the fields that were nested together, for all rows
+    mask 3f0c sequence     the mask of a layout as bits, uint8 [B, width / 8]
+    pads 3f0c              the pads of the fields, uint8 [B, K]
+    signs 3f0c             the signs of their zeros, jagged uint8 [B, j]
 
 The number is a digest of the types: batches of one kind have equal keys, and `update` with a batch of other fields adds
-its own. A row of the pads is a byte MARK, which arithmetic changes, and a record for each padded field (core/pads.py);
-those whose first byte is SIGNS have their signs in the same row of the signs, in the order of the fields. Bytes survive
-casts to all dtypes that hold 0 to 255. A mask whose row has another length than the values of the row is an error.
+its own; what both say of one layout or field must be equal. A row of the pads is a byte MARK, which arithmetic changes,
+and a record for each padded field (core/pads.py); those whose first byte is SIGNS have their signs in the same row of
+the signs. Both are in the order of the paths of fields. Bytes survive casts to all dtypes that hold 0 to 255. A mask
+whose row has another length than the values of the row is an error.
 """
 
 from __future__ import annotations
@@ -78,13 +79,14 @@ NOTHING = Nested(Node((), None), {}, {}, {}, ())
 
 @lru_cache(256)
 def _types(schema: Schema, parts: tuple[tuple[str, str, int], ...]) -> Types:
-    """What a schema and its layouts say of types alone."""
+    """What a schema and its layouts say of types alone, whatever the order of keys."""
     forms = [
         FieldForm(f.path, f.kind, f.layout, f.ragged_dim, f.dtype, f.node and replace(f.node, device=None))
-        for f in schema.forms
+        for f in sorted(schema.forms, key=lambda form: form.path)
         if f.layout is not None or f.node is not None
     ]
-    return Types(Schema(replace(schema.root, device=None), tuple(forms), schema.axes), parts)
+    own = Schema(replace(schema.root, device=None), tuple(forms), tuple(sorted(schema.axes)))
+    return Types(own, tuple(sorted(parts)))
 
 
 @lru_cache(256)
@@ -130,10 +132,10 @@ def layouts_entry(
     floats = [form for form in _padded(types) if form.dtype is not None and form.dtype.is_floating_point]
     signs, ends = _signs_out(table, places, pads, rows)
     arrays = [*(native.mask_bits(core_layout(layouts[name])) for name in masks), table, signs, ends]
-    *bits, line, values, offsets = copies_of(arrays, home)
+    *bits, line, values, offsets = _tensors_on(arrays, home)
     root = Node(None if schema.root.more_dims is None else (), schema.root.device)
     stored: Any = NonTensorData(types, batch_size=root.batch_size(rows), device=schema.root.device)
-    entries = [((f"mask {name}",), own) for name, own in zip(masks, bits, strict=True)]
+    entries = [((f"mask {digest} {name}",), own) for name, own in zip(masks, bits, strict=True)]
     entries += [((f"pads {digest}",), line), ((f"types {digest}",), stored)]
     if any(form.path in flat for form in floats):
         lengths = np.diff(ends)
@@ -160,10 +162,10 @@ def _signs_out(
     return np.concatenate(signs, 1)[kept], cumulated(kept.sum(1))
 
 
-def copies_of(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors of their own on a device, with one copy from pinned memory to a GPU."""
+def _tensors_on(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
+    """New arrays as tensors on a device: in the same memory, or with one copy from pinned memory to a GPU."""
     if device.type == "cpu":
-        whole = [torch.from_numpy(np.array(array, order="C")) for array in arrays]
+        whole = [torch.from_numpy(array) for array in arrays]
         # an empty array may have any strides
         return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=device) for part in whole]
     ends = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays])).tolist()
@@ -199,8 +201,6 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
         raise _foreign(call)
     forms = _all_forms(types.values(), call)
     root = next(iter(types.values())).schema.root
-    for form in (FieldForm((), "node", node=root), *forms.values()):
-        _check_dims(batch, form, call)
     parts = {key: _tensors_of(key, value, call) for key, value in entries.items() if not key.startswith("types ")}
     first = _first_fields(batch, types.values())
     offsets = {id(ends): ends for _, ends in (*parts.values(), *first.values()) if ends is not None}
@@ -208,9 +208,11 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     read = host_words(tensors, tensors)
     lines = {key: _bytes(read[key], values.dtype, key, call) for key, (values, _) in parts.items()}
     rows = batch.batch_size[0] if batch.batch_dims else max(map(len, lines.values()), default=0)
+    for form in (FieldForm((), "node", node=root), *forms.values()):
+        _check_dims(batch, form, rows, call)
     layouts: dict[str, RowLayout] = {}
-    for said in types.values():
-        _add_layouts(layouts, said, lines, rows, call)
+    for digest, said in types.items():
+        _add_layouts(layouts, digest, said, lines, rows, call)
     for name, (values, own) in first.items():
         layout = layouts[name]
         if values.device.type != "cpu":
@@ -248,16 +250,21 @@ def _all_forms(types: Collection[Types], call: str) -> dict[Path, FieldForm]:
     return forms
 
 
-def _check_dims(batch: TensorDictBase, form: FieldForm, call: str) -> None:
-    """Raises LayoutError if a sub-batch has fields without the dims that it had behind its rows."""
+def _check_dims(batch: TensorDictBase, form: FieldForm, rows: int, call: str) -> None:
+    """Raises LayoutError if a batch or sub-batch has no rows, or fields without the dims that it had behind them."""
     dims = form.node.more_dims if form.node is not None else None
-    held = entry_at(batch, form.path) if dims else None
-    for name, value in fields_of(held).items() if dims and is_sub_batch(held) else ():
-        seen = tuple(value.shape) if isinstance(value, Tensor) and held_by(value) is None else None
-        if seen is not None and seen[1 : 1 + len(dims or ())] != dims:
+    held: Any = entry_at(batch, form.path) if dims is not None else None
+    if dims is None or not is_sub_batch(held):
+        return
+    shapes = {form.path: (*held.batch_size[:1], *dims)}
+    for name, value in fields_of(held).items() if dims else ():
+        if isinstance(value, Tensor) and held_by(value) is None:
+            shapes[(*form.path, name)] = tuple(value.shape)[: 1 + len(dims)]
+    for path, shape in shapes.items():
+        if shape != (rows, *dims):
             raise LayoutError(
-                f'{call}: field "{show((*form.path, name))}" is {seen}, in a batch that was nested with the dims '
-                f"{dims} behind its rows; expected these. {INTACT}"
+                f'{call}: "{show(path)}" has the dims {shape}, in a batch that was nested with {(rows, *dims)}; '
+                f"expected these. {INTACT}"
             )
 
 
@@ -298,19 +305,21 @@ def _bytes(line: Words, dtype: torch.dtype, key: str, call: str) -> Words:
     return found.contiguous().numpy()
 
 
-def _add_layouts(layouts: dict[str, RowLayout], types: Types, lines: Mapping[str, Words], rows: int, call: str) -> None:
+def _add_layouts(
+    layouts: dict[str, RowLayout], digest: str, types: Types, lines: Mapping[str, Words], rows: int, call: str
+) -> None:
     """Adds the layouts of fields that were nested together, on the host."""
     parts = {name: (whole, low) for name, whole, low in types.parts}
     for name, width, anchor in sorted(types.schema.axes, key=lambda axis: axis[0] in parts):
         whole, low = parts.get(name, ("", 0))
-        bits = lines.get(f"mask {name}")
+        bits = lines.get(f"mask {digest} {name}")
         if name in parts and whole in layouts and low + width <= layouts[whole].width:
             own = anchored(layouts[whole].narrow(low, low + width), anchor)
         elif bits is None or bits.shape != (rows, -(-width // 8)):
             seen = "missing" if bits is None else f"{tuple(bits.shape)} bytes"
             raise LayoutError(
-                f'{call}: the mask of layout "{name}" is {seen}; expected {rows} rows of {-(-width // 8)} bytes. A '
-                f"batch of another width may have replaced it. {INTACT}"
+                f'{call}: the mask of layout "{name}" is {seen}; expected {rows} rows of {-(-width // 8)} bytes. '
+                f"{INTACT}"
             )
         else:
             own = layout_of_core(native.layout_of_bits(bits, width), anchor)

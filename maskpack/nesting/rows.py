@@ -58,11 +58,10 @@ def take(batch: TensorDictBase, rows: Rows) -> TensorDict:
 def cat(batches: Sequence[TensorDictBase]) -> TensorDict:
     """The rows of several TensorDicts with the same fields, one after the other.
 
-    `torch.cat(batches)`, for every tensordict from 0.8 on. The dims have the names of the first batch. Nested batches
-    of different padded widths have different masks, and are refused: join them without LAYOUTS, or packed.
+    `torch.cat(batches)`, for every tensordict from 0.8 on. The dims have the names of the first batch.
 
     Raises:
-        LayoutError: no batches; fields, dtypes, devices or the widths of padded fields that differ.
+        LayoutError: no batches; fields, dtypes, devices or padded widths that differ, also those of nested fields.
     """
     parts = [
         _with_rows(batch, "cat") for batch in list_of(batches, TensorDictBase, "cat", "Wrap dicts in TensorDicts.")
@@ -133,6 +132,11 @@ def joined(batches: Sequence[TensorDictBase], order: IntArray, caller: Caller) -
     entries = [dict(flatten(batch)) for batch in batches]
     for own in entries[1:]:
         odd = set(own) ^ set(entries[0])
+        if odd and all(path[0] == LAYOUTS for path in odd):
+            raise caller.fault(
+                f"a {caller.part} was nested with other padded widths, masks or dtypes than the first; expected the "
+                "same. Nest them padded to one width, or join them packed: PackedBatch.cat([compress(batch), ...])."
+            )
         if odd:
             raise caller.fault(
                 f"fields {sorted(map(show, odd))} are not in every {caller.part}; expected the same fields. "

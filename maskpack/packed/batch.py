@@ -195,9 +195,10 @@ class PackedBatch:
         """Concatenates the rows of several batches with the same fields.
 
         Batches of different padded widths become as wide as the widest: the padding of prompts grows on the left, the
-        padding of responses on the right. A field that stays padded in one of the batches stays padded in the result.
-        No value is copied: the result has the rows of all of them by number. Raises LayoutError if fields, dtypes or
-        the shapes of their elements differ, or the widths of a field that stays padded.
+        padding of responses on the right; each row keeps its own pad, and one without padding goes on with the first
+        pad of its spec. A field that stays padded in one of the batches stays padded in the result. No value is copied:
+        the result has the rows of all of them by number. Raises LayoutError if fields, dtypes or the shapes of their
+        elements differ, or the widths of a field that stays padded.
         """
         batches = list_of(batches, PackedBatch, "PackedBatch.cat", "Compress what is not packed.")
         for batch in batches:

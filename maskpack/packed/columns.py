@@ -4,7 +4,7 @@
     Columns   some fields, the bodies that hold them, and Segments: which rows of which body
     Picked    all columns of a batch, and the widths of its layouts
 
-take, split and cat change segments and copy no values. A body lives as long as a batch that has rows of it.
+take, split and cat change segments and copy no values. A body lives as long as a batch that has rows of it, or no rows.
 """
 
 from __future__ import annotations

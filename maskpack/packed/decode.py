@@ -141,8 +141,7 @@ def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
     total += sum(packed.objects[form.path].decoded_nbytes for form in forms if form.kind == "object")
     if nested:
         masks = sum(-(-width // 8) for width, _ in packed.frames.values()) + 8 * (2 + len(packed.layouts))
-        pads = sum(pads_of(packed, form).records.shape[1] for form in forms if form.kind == "padded")
-        total += packed.num_rows * (masks + pads)
+        total += packed.num_rows * (masks + sum(_record_size(packed, form) for form in forms if form.kind == "padded"))
     return total
 
 
@@ -152,6 +151,16 @@ def _tensors_nbytes(packed: PackedBatch, targets: _Targets) -> int:
         nbytes * (packed.layouts[unit].num_tokens if isinstance(unit, str) else each[unit])
         for unit, nbytes in targets.bytes_of.items()
     )
+
+
+def _record_size(packed: PackedBatch, form: FieldForm) -> int:
+    """Bytes of what is under the mask of a row of a padded field."""
+    assert form.dtype is not None
+    assert form.layout is not None
+    own = next(columns for columns in packed.picked.columns if form.path in columns.paths)
+    plain = 1 + form.dtype.itemsize
+    with_signs = any(body.table.pads["size"][body.numbers[form.path]] > plain for body in own.parts)
+    return plain + (-(-packed.frames[form.layout][0] // 8) if with_signs else 0)
 
 
 def pads_of(packed: PackedBatch, form: FieldForm) -> Pads:

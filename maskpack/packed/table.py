@@ -32,6 +32,8 @@ from maskpack.nesting.schema import FieldForm
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
 _NO_LAYOUT = -1
+NO_PADS, ONE_WORD, ONE_EDGE, WORDS, MIXED_PADS = range(5)
+"""No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which no kernel decodes."""
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
 
@@ -215,6 +217,17 @@ class Table:
         if not count:  # without rows
             return Pads(np.zeros((1, 1 + size), np.uint8), size)
         return Pads(self.body[at : at + nbytes * count].reshape(count, nbytes), size)
+
+    @cached_property
+    def pad_kinds(self) -> IntArray:
+        """What is under the mask of each tensor: NO_PADS to MIXED_PADS."""
+        at, count = self.pads["at"], self.pads["count"]
+        kinds = np.where(count == 1, ONE_WORD, NO_PADS)
+        kinds[count == 1] += self.body[at[count == 1]] == abi.EDGE
+        for number in np.flatnonzero(count > 1).tolist():
+            edges = self.array(self.pads[number])[:: int(self.pads["size"][number])] == abi.EDGE
+            kinds[number] = ONE_EDGE if edges.all() else MIXED_PADS if edges.any() else WORDS
+        return kinds
 
     # ---------------------------------------------------------------- decoding
 

@@ -27,6 +27,7 @@ from maskpack import (
     ZERO,
     MaskNestingRegistry,
     MaskNestingSpec,
+    PackedBatch,
     compress,
     decompress,
     nest_batch_by_mask,
@@ -322,7 +323,7 @@ def test_copies_restore(name: str, case: Case) -> None:
 def line_by_loops(batch: TensorDict, row: int, pads: dict[str, Any], masks: dict[str, oracle.Mask]) -> list[list[int]]:
     """A row of the pads, a record for each field, and of the signs, whose first position is in the highest bit."""
     line, more = [0xA5], list[int]()
-    for name, pad in pads.items():
+    for name, pad in sorted(pads.items()):
         places = [place for place, valid in enumerate(masks[name][row]) if not valid]
         word = oracle.pad_cell(0 if pad in (EDGE, PER_ROW, ANY_ZERO) else pad, batch[name].dtype)
         if pad is PER_ROW and places:
@@ -352,7 +353,7 @@ def test_layouts_are_what_plain_loops_write(width: int, data: st.DataObject) -> 
         batch[name], masks[name] = strategies.padded(rng, own, masks[axis], width, pads[name]), masks[axis]
         registry[name] = MaskNestingSpec(axis, pads[name])
     nested = nest_batch_by_mask(batch, registry)
-    said = {key.split()[0] if key[0] != "m" else key: value for key, value in nested[LAYOUTS].items()}
+    said = {" ".join(key.split()[::2]): value for key, value in nested[LAYOUTS].items()}  # without the digest
     assert list(said) == ["mask m", "mask n", "pads", "types", "signs"]
     for name in ("m", "n"):
         bits = np.packbits(np.array(masks[name], bool).reshape(rows, width), axis=1, bitorder="little")
@@ -362,7 +363,8 @@ def test_layouts_are_what_plain_loops_write(width: int, data: st.DataObject) -> 
     assert [[line, signs.tolist()] for line, signs in lines] == want
     for row, place in itertools.product(range(rows), range(width)):
         again = nested.clone()
-        again[LAYOUTS]["mask n"][row, place // 8] ^= 1 << place % 8
+        key = next(key for key in again[LAYOUTS].keys() if key.endswith(" n"))  # noqa: SIM118
+        again[LAYOUTS][key][row, place // 8] ^= 1 << place % 8
         with pytest.raises(LayoutError, match=r'field "n" .* its layout has'):
             unnest_batch_by_mask(again)
 
@@ -440,7 +442,7 @@ CHANGED_LAYOUTS = {
     "a mask of no bits": (with_entry("mask", lambda bits: bits[:, :0]), 'layout "sequence" is (7, 0) bytes'),
     "a mask of other rows": (with_entry("mask", lambda bits: bits.flip(0)), "its layout has"),
     "a mask of no rows": (with_entry("mask", lambda bits: bits[:, 0]), "no longer a line for each row"),
-    "a mask of fractions": (with_entry("mask", lambda bits: bits + 0.5), "mask sequence of the batch changed"),
+    "a mask of fractions": (with_entry("mask", lambda bits: bits + 0.5), " sequence of the batch changed"),
     "pads that are an object": (with_entry("pads", lambda _: OBJECT), "the pads of rows of the batch changed"),
     "pads that are cut": (with_entry("pads", lambda line: line[:, 1:]), "the pads of rows are (7, "),
     "a record without its mark": (with_record(0, 0xA4), "the pads of rows of the batch changed"),
@@ -498,17 +500,19 @@ def one_field(x: torch.Tensor, pad: Any, mask: torch.Tensor = M, **more: torch.T
     return batch, nest_batch_by_mask(batch, {"x": spec, "m": MaskNestingSpec("m"), "y": MaskNestingSpec("m")})
 
 
-@pytest.mark.parametrize("other", ["lengths", "width", "form", "jagged"])
+@pytest.mark.parametrize("other", ["lengths", "places", "width", "form", "jagged"])
 def test_update_with_results_of_other_rows(other: str) -> None:
     _, nested = one_field(M * 3, 0)
     x, mask, said = {
         "lengths": (M.flip(0), M.flip(0), r'"x" has 2 rows of 3 tokens; its layout has 2 .*rows differ in length'),
+        "places": (M.flip(1), M.flip(1), r'layout "m" of another batch, with other .*update\(\).*\(batch\).update'),
         "width": (M[:, :3], M[:, :3], r'layout "m" of another batch, with other .*update\(\).*\(batch\).update'),
         "form": (M * 4.0, M, r'"x" was nested twice, as torch.int64 .* as torch.float32 .*update\(\).*Restore both'),
         "jagged": (jagged([M[0], M[1]]), M, r'"x" was nested twice, as .*Restore both first'),
     }[other]
-    result = one_field(x, 0 if other != "jagged" else None, mask)[1]
-    nested.update(result.exclude("x") if other == "lengths" else result)
+    more = {"y": x} if other == "places" else {}  # as many tokens, one column further on
+    result = one_field(x, 0 if other != "jagged" else None, mask, **more)[1]
+    nested.update(result.exclude("x") if other in ("lengths", "places") else result)
     for call in (unnest, nest_batch_by_mask, compress):
         with pytest.raises(LayoutError, match=said):
             call(nested)
@@ -711,8 +715,27 @@ def test_batches_of_other_pads_join(dtype: torch.dtype, join: str, data: st.Data
 @pytest.mark.parametrize("sizes", [(PROMPT, RESPONSE + 1), (PROMPT + 1, RESPONSE), (PROMPT + 1, RESPONSE - 1)], ids=str)
 def test_batches_of_other_widths_do_not_join(sizes: tuple[int, int]) -> None:
     parts = [rollout(((2, 3), (1, 1)), *own, objects=False) for own in ((PROMPT, RESPONSE), sizes)]
-    with pytest.raises(LayoutError, match=r"cat: fields .*_maskpack.* are not in every batch"):
-        cat([nest_batch_by_mask(part, pad_token_id=PAD) for part in parts])
+    nested = [nest_batch_by_mask(part, pad_token_id=PAD) for part in parts]
+    with pytest.raises(LayoutError, match=r"cat: a batch was nested with other padded widths.*PackedBatch\.cat"):
+        cat(nested)
+    packed = PackedBatch.cat([compress(part, pad_token_id=PAD) for part in nested])  # what the error says
+    assert_same_batch(
+        decompress(packed), decompress(PackedBatch.cat([compress(part, pad_token_id=PAD) for part in parts]))
+    )
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_batches_that_are_split_elsewhere_do_not_join(join: str) -> None:
+    """Their masks are alike, and not the place where prompts end."""
+
+    def part(response: int) -> TensorDict:
+        about = NonTensorData(response, batch_size=[2])
+        batch = TensorDict({"attention_mask": M, "input_ids": M * 3, "max_response_length": about}, [2])
+        return nest_batch_by_mask(batch, pad_token_id=0)
+
+    assert_same_batch(unnest(JOINS[join]([part(3), part(3)])), torch.cat([unnest(part(3))] * 2))
+    with pytest.raises((LayoutError, KeyError)):
+        JOINS[join]([part(3), part(2)])
 
 
 @quiet

@@ -101,7 +101,7 @@ def changed(rng: np.random.Generator, batch: TensorDict) -> TensorDict:
 def padded_fields(nested: TensorDict, padded: TensorDict) -> list[tuple[str, ...]]:
     """The jagged fields that are padded again, whose valid tokens are at the bits of their mask."""
     held, fields = dict(nested[LAYOUTS].items()), list[tuple[str, ...]]()
-    for value in [value for key, value in held.items() if key.startswith("types ")]:
+    for digest, value in [(key[6:], value) for key, value in held.items() if key.startswith("types ")]:
         types = value.tolist()[0] if isinstance(value, NonTensorStack) else value.data
         parts = {name: (whole, low) for name, whole, low in types.parts}
         widths = {name: width for name, width, _ in types.schema.axes}
@@ -109,7 +109,7 @@ def padded_fields(nested: TensorDict, padded: TensorDict) -> list[tuple[str, ...
             x = nested.get(form.path, None) if form.kind == "padded" else None
             if isinstance(x, Tensor) and x.is_nested:
                 name, low = parts.get(form.layout, (form.layout, 0))
-                bits = held[f"mask {name}"]
+                bits = held[f"mask {digest} {name}"]
                 bits = (bits.real if bits.is_complex() else bits).to(torch.uint8).contiguous().numpy()
                 on = np.unpackbits(bits, axis=1, bitorder="little")[:, low : low + widths[form.layout]]
                 whole = padded.get(form.path).movedim(form.ragged_dim, 1)

@@ -93,7 +93,8 @@ def _decode(
             signs = pads_of(packed, form).signs
             assert form.layout is not None
             assert signs is not None
-            values[form.path] = with_signs(values[form.path], torch.from_numpy(signs), packed.layouts[form.layout])
+            bits, layout = from_words(signs, torch.uint8), packed.layouts[form.layout]
+            values[form.path] = with_signs(values[form.path], bits, layout)
     out.entries.update(values)
     sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
     for name, paths in jagged.items():

@@ -24,7 +24,7 @@ from maskpack.core.latest import Latest
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table
 from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
-from maskpack.packed.table import Table, words_of_one
+from maskpack.packed.table import MIXED_PADS, ONE_EDGE, WORDS, Table, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -35,8 +35,6 @@ _KIND = [abi.ENTRY.names.index(name) for name in ("kind", "layout", "items", "si
 """What a recipe depends on, among the numbers of an entry."""
 _SPANS, _SPAN, _ITEMS = (1 + JobTarget._fields.index(name) for name in ("spans", "span", "items"))
 _TOKENS, _LONGEST, _BOUNDS, _SPLITS, _STARTS, _ENDS = range(abi.AXIS_NUMBERS)
-_NO_PADS, _ONE_WORD, _ONE_EDGE, _WORDS, _MIXED = range(5)
-"""No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which the host decodes."""
 recipes: Latest[DecodeRecipe] = Latest()
 
 
@@ -63,19 +61,8 @@ def parts_of(packed: PackedBatch, table: Table, form: FieldForm, number: int, pa
         if own["kind"] == abi.COLUMNS and (inner % group or (group > 1 and group % 2 and _is_pair(form))):
             return []
     width = 1 if form.layout is None else packed.layouts[form.layout].width
-    mixed = padded and _pad_kinds(table)[number] == _MIXED
+    mixed = padded and table.pad_kinds[number] == MIXED_PADS
     return found if width * items <= _MOST and not mixed else []
-
-
-def _pad_kinds(table: Table) -> IntArray:
-    """What is under the mask of each tensor of a table: one of the numbers below."""
-    at, count = table.pads["at"], table.pads["count"]
-    kinds = np.where(count == 1, _ONE_WORD, _NO_PADS)
-    kinds[count == 1] += table.body[at[count == 1]] == abi.EDGE
-    for number in np.flatnonzero(count > 1).tolist():
-        edges = table.array(table.pads[number])[:: int(table.pads["size"][number])] == abi.EDGE
-        kinds[number] = _ONE_EDGE if edges.all() else _MIXED if edges.any() else _WORDS
-    return kinds
 
 
 def _needs_host(entries: Any, at: int) -> bool:
@@ -146,9 +133,9 @@ class DecodeRecipe:
         count = abi.AXIS_NUMBERS * self.axes + abi.SOURCE_NUMBERS * len(self.wanted)
         padded_fields = len(self.with_pads)
         numbers: IntArray = np.empty(count + 3 * padded_fields + 2 + len(self.forms) + self.more, np.int64)
-        kinds = _pad_kinds(table)[self.with_pads]
+        kinds = table.pad_kinds[self.with_pads]
         rows, edges = numbers[count + padded_fields :][: 2 * padded_fields].reshape(2, -1)
-        rows[:], edges[:] = (kinds == _WORDS) * np.maximum(self.pad_sizes // 8, 1), kinds == _ONE_EDGE
+        rows[:], edges[:] = (kinds == WORDS) * np.maximum(self.pad_sizes // 8, 1), kinds == ONE_EDGE
         own = table.entries, table.body, table.rows, table.dense_rows
         return native.stage(own, layouts, self.wanted, pads, self.pad_sizes, padded, out, used, numbers), numbers
 
@@ -176,7 +163,7 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     columns = np.where(table.entries["kind"] == abi.COLUMNS, table.entries["number"], 0)
     key = (
         *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
-        *(is_large, (_pad_kinds(table) == _MIXED).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
+        *(is_large, (table.pad_kinds == MIXED_PADS).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
         columns.tobytes(),
     )
     return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some, is_large).recipe(forms))
