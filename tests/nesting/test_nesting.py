@@ -617,6 +617,16 @@ def test_values_that_do_not_fit_their_pads_are_refused(change: str) -> None:
             call(nested, **({} if call is unnest else {"registry": registry_of(x=0)}))
 
 
+@pytest.mark.parametrize("dims", [[2], [2, 4], [2, 5], []])
+def test_a_sub_batch_with_other_dims_behind_its_rows_is_refused(dims: list[int]) -> None:
+    sub = TensorDict({"y": torch.ones(2, 3, 2)}, [2, 3])
+    nested = nest_batch_by_mask(TensorDict({"m": M, "x": M * 3, "sub": sub}, [2]), registry_of(x=0))
+    nested["sub"] = TensorDict({"y": torch.ones(*dims, 2)}, dims[:1])
+    for call in (unnest, nest_batch_by_mask, compress):
+        with pytest.raises(LayoutError, match=r'"sub.*, in a batch that was nested with \(2, 3\)'):
+            call(nested)
+
+
 @pytest.mark.parametrize("seed", range(0, 200, 100))
 def test_changed_batches_are_restored_soundly_or_refused(seed: int) -> None:
     for own in range(seed, seed + 100):

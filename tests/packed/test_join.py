@@ -11,7 +11,17 @@ from oracle import assert_same_batch, assert_same_tensor
 from tensordict import TensorDict
 from torch import Tensor
 
-from maskpack import EDGE, PER_ROW, ZERO, MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack import (
+    EDGE,
+    PER_ROW,
+    ZERO,
+    MaskAxis,
+    MaskNestingRegistry,
+    MaskNestingSpec,
+    PackedBatch,
+    compress,
+    decompress,
+)
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.packed.join import merged
 
@@ -60,6 +70,30 @@ def test_rows_that_grow_have_more_of_their_own_pad() -> None:
         for seen in (decompress(joined), unnest(decompress(joined, format="nested"))):
             assert_same_tensor(seen["x"], torch.tensor(want, dtype=torch.float32))
             assert seen["m"].tolist() == masks
+
+
+def test_a_layout_is_columns_of_another_one_in_all_rows_or_in_none() -> None:
+    fields = {"mask": MaskNestingSpec("all"), "last": MaskNestingSpec("end"), "x": MaskNestingSpec("end")}
+    tail, own = MaskAxis("mask", part="tail", tail=("x",)), MaskAxis("last")
+    registries = [MaskNestingRegistry(fields, {"all": MaskAxis("mask"), "end": end}) for end in (tail, own)]
+
+    def part(mask: list[int], last: list[int], number: int) -> PackedBatch:
+        ends = torch.tensor([last])
+        batch = TensorDict({"mask": torch.tensor([mask]), "last": ends, "x": ends * 7}, [1])
+        return compress(batch, registry=registries[number])
+
+    whole, wider = part([0, 1, 1, 1, 0], [1, 1, 0], 0), part([0, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0], 0)
+    gap = part([1, 1, 1, 1, 1], [1, 0, 1], 1)
+    for parts, masks in (([whole, wider], 1), ([whole, gap], 2), ([gap, whole], 2)):
+        joined = PackedBatch.cat(parts)
+        nested, want = decompress(joined, format="nested"), decompress(joined)
+        assert sum(key.startswith("mask ") for key in nested["_maskpack"].keys()) == masks  # noqa: SIM118
+        assert [row[row > 0].tolist() for row in want["x"]] == [[7, 7]] * 2
+        for row, one in zip(want["last"].tolist(), parts, strict=True):
+            last = decompress(one)["last"][0].tolist()
+            assert row == last + [0] * (len(row) - len(last))
+        for way in (unnest(nested), decompress(PackedBatch.from_bytes(joined.to_bytes()))):
+            assert_same_batch(way, want)
 
 
 def test_a_width_in_another_dim() -> None:

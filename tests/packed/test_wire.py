@@ -38,7 +38,7 @@ from oracle import assert_same_batch
 from samples import assert_same
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from maskpack import MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
+from maskpack import ZERO, MaskNestingSpec, MaskpackError, PackedBatch, compress, decompress
 from maskpack.core import abi, native, objects
 from maskpack.core import bits as words
 from maskpack.errors import LayoutError, WireFormatError
@@ -761,6 +761,19 @@ def test_the_limit_of_decompress_counts_what_it_would_give() -> None:
         decompress(some, *names, max_bytes=most, **form)
         with pytest.raises(LayoutError, match=r"decompress: these fields take (\d+) bytes .*pass max_bytes=\1\."):
             decompress(some, *names, max_bytes=most - 1, **form)
+
+
+def test_the_limit_of_decompress_counts_signs_of_zeros() -> None:
+    mask = torch.arange(4000).expand(50, 4000) < 1
+    zeros = torch.where(torch.arange(4000) % 2 == 0, -0.0, 0.0)
+    batch = TensorDict({"m": mask, "a": torch.where(mask, 1.0, zeros)}, [50])
+    packed = compress(batch, registry={"m": MaskNestingSpec("m"), "a": MaskNestingSpec("m", ZERO)})
+    held = list(decompress(packed, format="nested").values(include_nested=True, leaves_only=True))
+    tensors = [x.values() if x.is_nested else x for x in held if isinstance(x, torch.Tensor)]
+    assert sum(x.nbytes for x in tensors) > 2 * 50 * 500  # a mask, and signs
+    with pytest.raises(LayoutError, match="decompress: these fields take"):
+        decompress(packed, format="nested", max_bytes=sum(x.nbytes for x in tensors))
+    decompress(packed, format="nested", max_bytes=2 * sum(x.nbytes for x in tensors))
 
 
 def zeros(made: Made, rows: int = 1, **more: int) -> int:
