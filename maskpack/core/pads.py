@@ -135,6 +135,16 @@ def trial_of(pad: PadValue, dtype: torch.dtype, trusted: bool) -> tuple[int, tup
     return abi.CONSTANT + trust, (bits[0], bits[-1])
 
 
+def has_records(mode: int) -> bool:
+    """Whether the rows of a field that was read by a mode have a record each."""
+    return mode & ~abi.TRUSTED > abi.BY_EDGE
+
+
+def record_size(mode: int, x: Tensor, width: int) -> int:
+    """The bytes of such a record of a field [B, S, *F]."""
+    return 1 + x.dtype.itemsize + (-(-width // 8) if mode & ~abi.TRUSTED == abi.BY_SIGNS else 0)
+
+
 # -------------------------------------------------------------------- the pads of the rows of a field
 
 

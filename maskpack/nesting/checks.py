@@ -1,8 +1,6 @@
-"""Checks that the masked-out elements of a padded field equal its pad.
+"""A field and its pads: which its dtype holds, whether its masked-out elements equal one, and both joined again.
 
-On the host the compiled core compares them while it gathers the values. On a device one read of the field is enough,
-without its mask: the number of elements whose bits differ from the pad must be the same in the padded field and in its
-packed values. For EDGE, elements that differ from their neighbours are counted instead.
+On the host the compiled core compares elements while it gathers the values, on a device the kernel of read_triton.py.
 """
 
 from __future__ import annotations
@@ -17,10 +15,20 @@ from torch import Tensor
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, from_words, words
-from maskpack.core.pads import ANY_ZERO, EDGE, PER_ROW, SIGNED_ZERO, Pad, Pads, PadValue, pad_words, trial_of
+from maskpack.core.pads import (
+    ANY_ZERO,
+    EDGE,
+    Pad,
+    Pads,
+    PadValue,
+    has_records,
+    pad_tensor,
+    pad_words,
+    record_size,
+    trial_of,
+)
 from maskpack.errors import RegistryError
 from maskpack.layout.row_layout import RowLayout, core_layout
-from maskpack.nesting.signs import with_signs
 from maskpack.ops import pack_torch, unpack
 
 
@@ -53,6 +61,17 @@ def to_padded(values: Tensor, pads: Pads, layout: RowLayout, ragged_dim: int) ->
         return out
     by_edge = pack_torch.unpack(values, layout, EDGE, ragged_dim)
     return torch.cat([(by_edge if edges[row] else out)[row : row + 1] for row in range(layout.num_rows)])
+
+
+def with_signs(x: Tensor, signs: Tensor, layout: RowLayout) -> Tensor:
+    """A padded field [B, width] with -0.0 where a bit is set and the layout has no token, in any dtype that it was cast
+    to. What the bits of tokens are depends on who wrote them."""
+    minus = pad_tensor(-0.0, x.dtype)
+    assert minus is not None
+    lanes = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
+    bits = (signs.to(x.device, non_blocking=True)[:, :, None] >> lanes) & 1
+    masked = bits.flatten(1)[:, : x.shape[1]].bool() & ~layout.to(x.device).to_mask(torch.bool)
+    return torch.where(masked, minus.to(x.device, non_blocking=True), x)
 
 
 class PackedField(NamedTuple):
@@ -105,63 +124,38 @@ def _pad_value(field: PackedField) -> Any:
 
 
 def read(
-    fields: Sequence[tuple[Tensor, RowLayout, PadValue, Tensor | None]],
+    fields: Sequence[tuple[Tensor, RowLayout, PadValue, Tensor | None]], trusted: bool = False
 ) -> tuple[list[bool], list[Words | None]]:
-    """Whether all masked-out elements of fields on the host are their pads; and the records of PER_ROW, SIGNED_ZERO and
-    ANY_ZERO, uint8 [B, n].
+    """Whether all masked-out elements of fields on the host are their pads, or these are `trusted`; and the records of
+    PER_ROW, SIGNED_ZERO and ANY_ZERO, uint8 [B, n].
 
     Each field is [B, S, *F] with any strides; its values are gathered into the last tensor, contiguous [T, *F], if
     given. They are not complete if the result is False. One call of the core.
     """
-    works = [native.PaddedField(x, core_layout(layout), _trial(x, layout, pad), out) for x, layout, pad, out in fields]
-    return native.read(works), [work.trial.records for work in works]
+    trials = [_trial(x, layout, pad, trusted) for x, layout, pad, _ in fields]
+    works = [
+        native.PaddedField(x, core_layout(layout), trial, out)
+        for (x, layout, _, out), trial in zip(fields, trials, strict=True)
+    ]
+    return native.read(works), [trial.records for trial in trials]
 
 
-def _trial(x: Tensor, layout: RowLayout, pad: PadValue) -> native.Trial:
+def _trial(x: Tensor, layout: RowLayout, pad: PadValue, trusted: bool) -> native.Trial:
     """A pad for the core, with room for the records of rows."""
-    trial = native.Trial(*trial_of(pad, x.dtype, False))
-    if pad is not PER_ROW and pad is not SIGNED_ZERO and pad is not ANY_ZERO:
+    trial = native.Trial(*trial_of(pad, x.dtype, trusted))
+    if not has_records(trial.mode):
         return trial
-    signs = -(-layout.width // 8) if pad is ANY_ZERO else 0
-    return trial._replace(records=np.zeros((layout.num_rows, 1 + x.dtype.itemsize + signs), np.uint8))
+    return trial._replace(records=np.zeros((layout.num_rows, record_size(trial.mode, x, layout.width)), np.uint8))
 
 
-def count_non_pads(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
-    """The number of non-pad values under the mask, int64 (), of a field on a device.
-
-    `x` is [B, S, *F] with any strides, `values` are its packed values [T, *F], `pad` is a constant, EDGE, ANY_ZERO or
-    a tensor [B] with the pad of each row. No synchronisation.
-    """
-    if pad is ANY_ZERO:  # values that are no zeros
-        return torch.count_nonzero(x) - torch.count_nonzero(values)
-    return torch.count_nonzero(_differs(x, values, layout, pad))
-
-
-def _differs(x: Tensor, values: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> Tensor:
-    """Where the words of a padded field differ from those that its values and a pad give."""
-    return words(x) != words(pack_torch.unpack(values.detach(), layout, pad))
-
-
-def row_pads(x: Tensor, layout: RowLayout) -> Tensor:
-    """The pad of each row, [B], if the row has one pad: its first element under the mask, or 0 for a full row."""
-    pads = torch.zeros(layout.num_rows, dtype=x.dtype, device=x.device)
-    if x.numel():
-        mask = layout.to_mask()
-        first = words(x)[torch.arange(layout.num_rows, device=x.device), mask.to(torch.uint8).argmin(1)]
-        first = first.reshape(layout.num_rows, -1)[:, : words(pads)[:1].numel()]
-        words(pads).view(first.shape).copy_(first.masked_fill(mask.all(1, keepdim=True), 0))
-    return pads
-
-
-def zeros_of(pads: Tensor) -> Tensor:
-    """The zeros among `pads` with their signs, 0.0 for all others."""
-    if pads.dtype.is_floating_point and pads.dtype.itemsize > 1:
-        return torch.where(pads == 0, pads, torch.zeros_like(pads))
-    return torch.zeros_like(pads)
-
-
-def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue | Tensor) -> tuple[tuple[int, ...], str]:
-    """Index and value of one element that is not the pad, for a message."""
-    differs = _differs(x, pack_torch.pack(x.detach(), layout), layout, pad)
+def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
+    """Index and value of one element of a field on the host that is not the pad, for a message."""
+    x, held = x.detach(), pad
+    if pad is ANY_ZERO:
+        x, held = torch.where(x == 0, 0, x), 0
+    elif isinstance(pad, Pad) and pad is not EDGE:
+        records = read([(x, layout, pad, None)], trusted=True)[1][0]
+        held = 0 if records is None else Pads(records, x.dtype.itemsize).words(x.dtype)
+    differs = words(x) != words(pack_torch.unpack(pack_torch.pack(x, layout), layout, held))
     where: list[int] = [int(i) for i in torch.nonzero(differs)[0][: x.dim()]]
     return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")

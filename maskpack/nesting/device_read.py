@@ -1,12 +1,12 @@
 """Padded fields on a device, read once: their packed values, and which of their candidate pads fit.
 
-    fields of all layouts --one table of jobs, copied once--> one launch --> values, flags, pads of rows
+    fields of all layouts --one table of jobs, copied once--> one launch --> values, flags, records of rows
 
 The plain torch program of a field, which the kernel of read_triton.py replaces:
 
     values = x[mask];  flags[pad] = (x != unpack(values, layout, pad)).any() for each pad;  odd = (bytes > 1).any()
 
-Nothing synchronises. What does not fit the kernel is left to `checks` (`fits`).
+Nothing synchronises. What does not fit the kernel is compared on the host (`fits`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from maskpack.core import abi
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import sent
-from maskpack.core.pads import PER_ROW, SIGNED_ZERO, PadValue, trial_of
+from maskpack.core.pads import PadValue, has_records, record_size, trial_of
 from maskpack.layout.row_layout import RowLayout, device_spans
 
 CHUNK = 512
@@ -32,8 +32,8 @@ SPAN = 8 * CHUNK
 """Words of a row that one program reads."""
 FIRSTS = 32
 """Jobs among which a program searches its own at once."""
-PAD_NUMBERS = 3
-"""Entries of a pad: its mode (abi.h), its word and the address of the pads [B] of rows."""
+PAD_NUMBERS = 4
+"""Entries of a pad: its mode (abi.h), its word, the address of the records of rows, and their size."""
 _MOST = (1 << 31) - SPAN
 """Words of a row that the kernel can count."""
 
@@ -78,13 +78,13 @@ class Reads(NamedTuple):
         values: packed values [T, *F].
         flags: int64 [n] on the device; all flags, for one copy to the host.
         places: the flags of each field that was checked: one for each pad, then one of bools.
-        row_pads: the pads [B] of fields with PER_ROW or SIGNED_ZERO among their pads.
+        records: uint8 [B, n] on the device (core/pads.py), for pads by which rows may differ.
     """
 
     values: dict[Any, Tensor]
     flags: Tensor
     places: dict[Any, slice]
-    row_pads: dict[tuple[Any, PadValue], Tensor]
+    records: dict[tuple[Any, PadValue], Tensor]
 
 
 NOTHING = Reads({}, torch.empty(0, dtype=torch.int64, device="cpu"), {}, {})
@@ -114,13 +114,15 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
         trials = [trial_of(pad, x.dtype, False) for pad in candidates]
         source, size, items, strides = _words(x, 1 if any(mode > abi.BY_EDGE for mode, _ in trials) else 8)
         copies.append(source)
+        checked = checked or any(mode == abi.BY_SIGNS for mode, _ in trials)  # which the masked-out words are read for
         place, bools = pads_at + len(pads), checked and x.dtype is torch.bool
         for pad, (mode, (word, _)) in zip(candidates, trials, strict=True):
-            pads.extend((mode, _repeated(word, x.dtype.itemsize, size), 0))
-            if pad is PER_ROW or pad is SIGNED_ZERO:
-                held = reads.row_pads[key, pad] = _new((x.shape[0],), x.dtype, device)
-                pads[-1] = held.data_ptr()
-                if mode == abi.CONSTANT or not x.numel():
+            pads.extend((mode, _repeated(word, x.dtype.itemsize, size), 0, 0))
+            if has_records(mode):
+                shape = x.shape[0], record_size(mode, x, layout.width)
+                held = reads.records[key, pad] = _new(shape, torch.uint8, device)
+                pads[-2:] = array("q", (held.data_ptr(), shape[1]))
+                if not x.numel():
                     held.zero_()
         if id(layout) not in spans:
             spans[id(layout)] = _spans(layout)

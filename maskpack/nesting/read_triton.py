@@ -26,8 +26,8 @@ from maskpack.ops.pack_triton import _ones
     PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
     NUM_PADS, CHECKED, FLAGS, ODD, JOB,
 ) = (tl.constexpr(place) for place in range(len(jobs.ReadJob._fields) + 1))  # fmt: skip
-MODE, WORD, ROW_PADS, PAD = (tl.constexpr(place) for place in range(jobs.PAD_NUMBERS + 1))
-BY_EDGE, BY_SIGN = tl.constexpr(abi.BY_EDGE), tl.constexpr(abi.BY_SIGN)
+MODE, WORD, RECORDS, STEP, PAD = (tl.constexpr(place) for place in range(jobs.PAD_NUMBERS + 1))
+BY_EDGE, BY_ROW, BY_SIGNS = tl.constexpr(abi.BY_EDGE), tl.constexpr(abi.BY_ROW), tl.constexpr(abi.BY_SIGNS)
 _WARPS = 4
 
 
@@ -62,8 +62,13 @@ def store_words(address, size, at, words, mask):
 def _pad_of_row(mode, x, size, at, mask):
     """The pad of a row, BY_ROW or BY_SIGN, from a masked-out word of it: that word, or the zero with its sign."""
     word = load_words(x, size, at, mask)
-    above_sign = word << (65 - 8 * size)
-    return tl.where((mode == BY_SIGN) & (above_sign != 0), 0, word)
+    return tl.where(mode == BY_ROW, word, _zero_of(word, size))
+
+
+@triton.jit
+def _zero_of(word, size):
+    """A zero with its sign, and 0.0 for all other words."""
+    return tl.where((word << (65 - 8 * size)) != 0, 0, word)
 
 
 @triton.jit
@@ -71,12 +76,15 @@ def differs(pad, x, size, words, place, padding, step, free, some):
     """Where masked-out words are not what a pad demands.
 
     That is the word of the pad; BY_EDGE the neighbour, `step` words away, and 0 where `step` is 0, in a row without
-    tokens; BY_ROW and BY_SIGN what the word at `free` says, the first that is masked out if there are `some`.
+    tokens; BY_ROW and BY_SIGN what the word at `free` says, the first that is masked out if there are `some`; BY_SIGNS
+    any zero.
     """
     mode = tl.load(pad + MODE)
     expected = tl.load(pad + WORD) + place * 0
     if mode == BY_EDGE:
         expected = load_words(x, size, place + step, padding & (step != 0))
+    elif mode == BY_SIGNS:
+        expected = _zero_of(words, size)
     elif mode > BY_EDGE:
         expected = _pad_of_row(mode, x, size, free, some) + place * 0
     return padding & (((words ^ expected) << (64 - 8 * size)) != 0)
@@ -118,6 +126,26 @@ def _rank(job, row, col, live, first, start, tokens, width):
 
 
 @triton.jit
+def _store_signs(pad, size, words, padding, row, at, width, CHUNK: tl.constexpr):
+    """Stores a bit for each position of a chunk, from column `at` on, of one word each: whether -0.0 is masked out."""
+    lane = tl.arange(0, CHUNK) % 8
+    minus = (padding & (((words >> (8 * size - 1)) & 1) != 0)).to(tl.int32)
+    line = tl.sum(tl.reshape(minus << (7 - lane), (CHUNK // 8, 8)), 1)
+    each = at // 8 + tl.arange(0, CHUNK // 8)
+    record = tl.load(pad + RECORDS) + row * tl.load(pad + STEP) + 1 + size
+    tl.store(record.to(tl.pointer_type(tl.uint8)) + each, line.to(tl.uint8), mask=each < (width + 7) // 8)
+
+
+@triton.jit
+def _store_record(pad, size, word, row):
+    """Stores the record of a row, but for its signs: a byte that is abi.WORD, and its word."""
+    each = tl.arange(0, 16)
+    line = tl.where(each == 0, 0, word >> (8 * (each - 1) & 63))
+    record = tl.load(pad + RECORDS) + row * tl.load(pad + STEP)
+    tl.store(record.to(tl.pointer_type(tl.uint8)) + each, line.to(tl.uint8), mask=each <= size)
+
+
+@triton.jit
 def _chunk(tables, job, row, at, first, tokens, start, free, CHUNK: tl.constexpr):
     """Stores the values in a chunk of a row, and raises the flags of the pads that do not fit."""
     items, width = tl.load(job + ITEMS).to(tl.int32), tl.load(job + WIDTH).to(tl.int32)
@@ -141,10 +169,12 @@ def _chunk(tables, job, row, at, first, tokens, start, free, CHUNK: tl.constexpr
     odd = ((words & tl.load(job + ODD)) != 0).to(tl.int32)
     tl.store(flags + pads, 1, mask=tl.max(odd) > 0)
     padding = live & (valid == 0)
-    if checked & (tl.max(padding.to(tl.int32)) > 0):
+    if checked:
         step = tl.where(tokens > 0, tl.where(rank > 0, -stride, stride), 0)
         for slot in range(pads):
             pad = tables + tl.load(job + PADS) + slot * PAD
+            if tl.load(pad + MODE) == BY_SIGNS:
+                _store_signs(pad, size, words, padding, row, at, width, CHUNK)
             wrong = differs(pad, x, size, words, place, padding, step, begin + free * stride, free < width)
             tl.store(flags + slot, 1, mask=tl.max(wrong.to(tl.int32)) > 0)
 
@@ -184,8 +214,9 @@ def _read(tables, count, CHUNK: tl.constexpr, SPAN: tl.constexpr, FIRSTS: tl.con
         for slot in range(tl.load(job + NUM_PADS).to(tl.int32)):
             pad = tables + tl.load(job + PADS) + slot * PAD
             mode = tl.load(pad + MODE)
-            word = _pad_of_row(mode, x, size, place, (mode > BY_EDGE) & (free < width))
-            store_words(tl.load(pad + ROW_PADS), size, row, word, mode > BY_EDGE)
+            if mode > BY_EDGE:
+                word = _pad_of_row(mode, x, size, place, (mode != BY_SIGNS) & (free < width))
+                _store_record(pad, size, word, row)
 
 
 def launch(tables: Tensor, count: int, programs: int) -> None:

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
-from maskpack.core.pads import SIGNED_ZERO
+from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import LayoutError
 from maskpack.nesting import device_read, plan
 
@@ -40,8 +40,8 @@ def test_one_other_bit_is_seen_wherever_it_is(place: int) -> None:
     spot = ((0, 0), (0, 50), (0, 69), (1, 33))[place]
     fields, registry = {"m": oracle.mask_tensor(mask, 70)}, {"m": MaskNestingSpec("m")}
     dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex64)
-    for dtype, pad in itertools.product(dtypes, (EDGE, (0, PER_ROW, SIGNED_ZERO)[place % 3])):
-        trailing = ((), (3,))[(len(fields) // 4 + place) % 2]
+    for dtype, pad in itertools.product(dtypes, (EDGE, (0, PER_ROW, SIGNED_ZERO, ANY_ZERO)[place])):
+        trailing = ((), (3,))[(len(fields) // 4 + place) % 2 if pad is not ANY_ZERO else 0]
         values = strategies.values(rng, (sum(oracle.lengths(mask)), *trailing), dtype)
         x = strategies.padded(rng, values, mask, 70, pad)
         if len(fields) % 3 == 0:  # the width last in memory

@@ -28,8 +28,8 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import min_length
+from maskpack.nesting.checks import with_signs
 from maskpack.nesting.schema import FieldForm
-from maskpack.nesting.signs import with_signs
 from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
 from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
