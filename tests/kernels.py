@@ -22,7 +22,7 @@ from maskpack.core import native
 from maskpack.core.keys import Path
 from maskpack.nesting import checks, device_read, gather
 from maskpack.packed import batch
-from maskpack.packed.cuda import decode, encode, job_table
+from maskpack.packed.cuda import decode, device_plan, encode, job_table
 from maskpack.packed.cuda.device_plan import DevicePlan
 
 IS_GPU = torch.cuda.is_available()
@@ -94,7 +94,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
         for module in (decode, device_read):
             patch.setattr(module, "_new", guarded.empty)
         if not IS_GPU:
-            for module in (batch, decode, encode, device_read):
+            for module in (device_plan, decode, encode, device_read):
                 patch.setattr(module, "uses_triton", lambda device, call: True)
             patch.setattr(checks, "uses_triton", lambda device: True)
             patch.setattr(gather, "is_away", lambda x: True)

@@ -1,15 +1,13 @@
-"""Checks of tensors, batches, arrays and devices passed by callers."""
+"""Checks of tensors, arrays and devices passed by callers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core.arguments import said
@@ -17,16 +15,6 @@ from maskpack.errors import LayoutError, MaskpackError
 
 _RAN_OUT = re.compile("out of memory|can't allocate memory|_ALLOC_FAILED")
 """What errors of CUDA, of its libraries and of the host's allocator say that have no class of their own."""
-
-
-def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) -> None:
-    """Raises `error` unless `batch` is a TensorDict."""
-    if isinstance(batch, TensorDictBase):
-        return
-    remedy = "Pass the TensorDict; decompress decodes a PackedBatch, and materialize a BatchView."
-    if isinstance(batch, Mapping):
-        remedy = "Wrap it: TensorDict(fields, batch_size=[rows])."
-    raise error(f"{call}: the batch is {said(batch)}; expected a TensorDict. {remedy}")
 
 
 def need_tensor(x: Any, name: str, call: str, error: type[MaskpackError] = LayoutError) -> None:

@@ -8,7 +8,7 @@ whatever the shapes of its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -25,8 +25,19 @@ from tensordict import (
 from tensordict import is_non_tensor as _is_non_tensor  # type: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, path_given, show
-from maskpack.errors import FieldError, LayoutError
+from maskpack.errors import FieldError, LayoutError, MaskpackError
+
+
+def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) -> None:
+    """Raises `error` unless `batch` is a TensorDict."""
+    if isinstance(batch, TensorDictBase):
+        return
+    remedy = "Pass the TensorDict; decompress decodes a PackedBatch, and materialize a BatchView."
+    if isinstance(batch, Mapping):
+        remedy = "Wrap it: TensorDict(fields, batch_size=[rows])."
+    raise error(f"{call}: the batch is {said(batch)}; expected a TensorDict. {remedy}")
 
 
 @dataclass(frozen=True)

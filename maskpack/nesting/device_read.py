@@ -101,7 +101,10 @@ def fits(x: Tensor, layout: RowLayout) -> bool:
 
 
 def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
-    """Reads fields of one device, with one copy to it and one launch."""
+    """Reads fields of one device, of those that the kernel can read, with one copy to it and one launch."""
+    fields = {key: field for key, field in fields.items() if fits(field.x, field.layout)}
+    if not fields:
+        return NOTHING
     reads = Reads({}, NOTHING.flags, {}, {})
     firsts, jobs, pads = array("q"), array("q"), array("q")
     pads_at = len(fields) * (1 + len(ReadJob._fields))

@@ -19,8 +19,7 @@ from torch import Tensor
 from maskpack.core.bits import Words, empty_of, host_words, odd_bools, odd_bools_error, words
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO, Pads, PadValue, said_pads
-from maskpack.core.tensors import need_batch
-from maskpack.core.tree import dense_stack, flatten, has
+from maskpack.core.tree import dense_stack, flatten, has, need_batch
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options
 from maskpack.layout.jagged import all_values, check_lengths, held_by, to_host
@@ -185,17 +184,15 @@ class Verifier:
         fields: dict[torch.device, dict[Path, device_read.PaddedField]] = {}
         for form in forms:
             x, layout = self._padded(form)
-            if device_read.fits(x, layout):
-                own = device_read.PaddedField(x, layout, self._to_try(form.path), self.options.verify)
-                fields.setdefault(x.device, {})[form.path] = own
-            else:
-                self.values[form.path] = self.gather(form)
+            own = device_read.PaddedField(x, layout, self._to_try(form.path), self.options.verify)
+            fields.setdefault(x.device, {})[form.path] = own
         reads = [device_read.read(own, device) for device, own in fields.items()]
-        for read in reads:
-            self.values |= read.values
+        self.values |= {path: values for read in reads for path, values in read.values.items()}
+        taken = [form.path for form in forms if form.path in self.values]
+        self.values |= {form.path: self.gather(form) for form in forms if form.path not in self.values}
         flags = self._flags(reads, bools) if forms and self.options.verify else {}
         found: dict[Path, PadValue | None] = {}
-        for path in [path for own in fields.values() for path in own]:
+        for path in taken:
             differs = flags.get(path, [0])
             found[path] = next((pad for pad, one in zip(self._to_try(path), differs, strict=False) if not one), None)
         records = {path: own for read in reads for (path, pad), own in read.records.items() if found[path] is pad}

@@ -31,8 +31,7 @@ from maskpack.core.bits import DTYPES, Words, from_words, host_words, odd_bools
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, show
 from maskpack.core.pads import Pads
-from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, unflatten
+from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, need_batch, unflatten
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import held_by, jagged_from
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout, host_spans, layout_of_core, layout_of_table
@@ -258,7 +257,7 @@ def _check_dims(batch: TensorDictBase, form: FieldForm, rows: int, call: str) ->
         return
     shapes = {form.path: (*held.batch_size[:1], *dims)}
     for name, value in fields_of(held).items() if dims else ():
-        if isinstance(value, Tensor) and held_by(value) is None:
+        if isinstance(value, Tensor) and not value.is_nested:
             shapes[(*form.path, name)] = tuple(value.shape)[: 1 + len(dims)]
     for path, shape in shapes.items():
         if shape != (rows, *dims):

@@ -25,8 +25,8 @@ from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, Pads, PadValue, pad_tensor
-from maskpack.core.tensors import need_batch, need_gradients, need_tensor
-from maskpack.core.tree import Node, flatten, has, number_at, select_entries
+from maskpack.core.tensors import need_gradients, need_tensor
+from maskpack.core.tree import Node, flatten, has, need_batch, number_at, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskNestingRegistry

@@ -23,8 +23,7 @@ from maskpack.core.bits import DTYPES, words
 from maskpack.core.index import IntArray, Rows, cumulated, no_single_row, ranges, row_index
 from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
-from maskpack.core.tensors import need_batch
-from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, unflatten, with_names
+from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, need_batch, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
 from maskpack.nesting.schema import LAYOUTS

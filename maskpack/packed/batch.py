@@ -25,7 +25,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
-from maskpack.core.backends import uses_triton
 from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of, plain
@@ -38,7 +37,7 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import OffAxis, check_coverage, off_axis, warn_dense
+from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import Nested, layouts_entry, read_nested
@@ -54,10 +53,10 @@ from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
-from maskpack.packed.host_plan import HostPlan, packed_forms
+from maskpack.packed.host_plan import HostPlan
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Job, Table, encode, merge, plans, wholes_first
+from maskpack.packed.table import Job, Table, encode, merge, packed_forms, plans, wholes_first
 from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
@@ -517,19 +516,16 @@ def compress(
     found = _by_plan(batch, options, carried, layouts, seen, like)
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
-        off = off_axis(gathering.plan, gathering.axes, gathering.layouts)
-        check_coverage(gathering.forms, batch, options, off)
-        packed = _encoded(gathering, codec, seen, options, carried.layouts or layouts)
+        found = *_encoded(gathering, seen, options, carried.layouts or layouts), gathering.plan
+        axes = gathering.axes
     else:
-        table, schema, plan = found
-        off: dict[Path, OffAxis] = {}
-        if plan.declared:
-            axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
-            off = off_axis(plan, axes, table.layouts)
-        check_coverage(schema.forms, batch, options, off)
-        objects = {path: Objects.of(entry_at(batch, path)).stowed() for path in _objects_in(schema)}
-        packed = PackedBatch(table.rows, schema, table, objects, codec)
-    warn_dense(packed.schema.forms, options, batch, off, lambda: packed.nbytes, 2)
+        axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
+    table, schema, plan = found
+    off = off_axis(plan, axes, table.layouts) if plan.declared else {}
+    check_coverage(schema.forms, batch, options, off)
+    objects = {f.path: Objects.of(entry_at(batch, f.path)).stowed() for f in schema.forms if f.kind == "object"}
+    packed = PackedBatch(table.rows, schema, table, objects, codec)
+    warn_dense(schema.forms, options, batch, off, lambda: packed.nbytes, 2)
     return packed
 
 
@@ -625,8 +621,7 @@ def _by_plan(
     fit it."""
     plan = None if seen.signature is None else plans.get(seen.signature)
     if isinstance(plan, DevicePlan):
-        runs = uses_triton(plan.device, call="compress")  # MASKPACK_TRITON may have changed since
-        found = plan.encoded(seen, batch.batch_size[0]) if runs else None
+        found = plan.encoded(seen, batch.batch_size[0])
         return None if found is None else (*found, plan.plan)
     given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
     line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
@@ -647,10 +642,9 @@ def _by_plan(
     return None
 
 
-def _encoded(
-    found: Gathered, codec: str | None, seen: Seen, options: Options, given: Mapping[str, RowLayout]
-) -> PackedBatch:
-    """A batch whose values were gathered, of which a GPU encodes what it can. Its plan is remembered then."""
+def _encoded(found: Gathered, seen: Seen, options: Options, given: Mapping[str, RowLayout]) -> tuple[Table, Schema]:
+    """The table and the schema of a batch whose values were gathered, of which a GPU encodes what it can. Its plan is
+    remembered then."""
     forms = packed_forms(found.schema, {**found.entries, **found.values})
     schema = replace(found.schema, forms=forms)
     tensors = [form for form in forms if form.dtype is not None]
@@ -681,8 +675,7 @@ def _encoded(
         if plan is not None:
             plans.keep(seen.signature, plan)
     assert table is not None
-    objects = {path: Objects.of(found.entries[path]).stowed() for path in _objects_in(schema)}
-    return PackedBatch(found.rows, schema, table, objects, codec)
+    return table, schema
 
 
 def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
@@ -695,10 +688,6 @@ def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
         own = moved[id(whole)].narrow(low, low + layout.width) if again else layout.to("cpu")
         out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else anchored(own, layout.anchor)
     return out
-
-
-def _objects_in(schema: Schema) -> list[Path]:
-    return [form.path for form in schema.forms if form.kind == "object"]
 
 
 def _together(away: OnDevice, table: Table, rest: Sequence[int], count: int) -> Table:

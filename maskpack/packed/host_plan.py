@@ -20,9 +20,8 @@ from torch import Tensor
 from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
-from maskpack.core.keys import Path, show
+from maskpack.core.keys import Path
 from maskpack.core.pads import Pad, pad_words
-from maskpack.errors import LayoutError
 from maskpack.fields.options import Options
 from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
@@ -31,7 +30,7 @@ from maskpack.nesting.gather import LOSSY
 from maskpack.nesting.nested import Nested
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.table import Job, Table, check_memory, done_jobs, forms_key, job_table, recall
+from maskpack.packed.table import Job, Table, check_memory, done_jobs, forms_key, job_table, packed_forms, recall
 
 _PADDED, _PACKED = 0, 1
 _RESULT, _GIVEN, _PADS, _JOB_ROWS = (
@@ -46,27 +45,6 @@ _MASK, _VALUES = -1, 0
 _SPARE = 1 << 15
 _WAYS = {"mask": abi.OF_MASK, "prefix": abi.OF_PREFIX, "jagged": abi.OF_OFFSETS, "given": abi.OF_LAYOUT}
 _NO_PLAIN_ZEROS = (torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu)
-
-
-def packed_forms(schema: Schema, values: Mapping[Path, Any], padded: Collection[Path] = ()) -> tuple[FieldForm, ...]:
-    """The forms of a schema with the device and the shape of one element of each field. Those of `padded` have their
-    width in their values. Without batch dims, a field that stays padded is one element."""
-
-    def packed(form: FieldForm) -> FieldForm:
-        if form.dtype is None:
-            return form
-        x = values[form.path]
-        if x.layout != torch.strided:
-            raise LayoutError(
-                f'compress: field "{show(form.path)}" has the memory layout {x.layout}; expected strided or jagged. '
-                "Convert it with to_dense(), or leave it out."
-            )
-        shape = x.shape[0 if form.layout is None and schema.root.more_dims is None else 1 :]
-        if form.path in padded:
-            shape = x.movedim(form.ragged_dim, 1).shape[2:]
-        return replace(form, device=str(x.device), shape=tuple(shape))
-
-    return tuple(map(packed, schema.forms))
 
 
 @dataclass(frozen=True)

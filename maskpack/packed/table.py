@@ -21,13 +21,14 @@ from torch import Tensor
 from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, word_dtype
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.keys import Path, path_of
+from maskpack.core.keys import Path, path_of, show
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import Pads, PadValue, trial_of
+from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.plan import plans as batch_plans
-from maskpack.nesting.schema import FieldForm
+from maskpack.nesting.schema import FieldForm, Schema
 
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
@@ -48,6 +49,27 @@ def size_of_word(form: FieldForm) -> int:
     """Bytes of a word of a field; items of 16 bytes have two."""
     assert form.dtype is not None
     return min(form.dtype.itemsize, 8)
+
+
+def packed_forms(schema: Schema, values: Mapping[Path, Any], padded: Collection[Path] = ()) -> tuple[FieldForm, ...]:
+    """The forms of a schema with the device and the shape of one element of each field. Those of `padded` have their
+    width in their values. Without batch dims, a field that stays padded is one element."""
+
+    def packed(form: FieldForm) -> FieldForm:
+        if form.dtype is None:
+            return form
+        x = values[form.path]
+        if x.layout != torch.strided:
+            raise LayoutError(
+                f'compress: field "{show(form.path)}" has the memory layout {x.layout}; expected strided or jagged. '
+                "Convert it with to_dense(), or leave it out."
+            )
+        shape = x.shape[0 if form.layout is None and schema.root.more_dims is None else 1 :]
+        if form.path in padded:
+            shape = x.movedim(form.ragged_dim, 1).shape[2:]
+        return replace(form, device=str(x.device), shape=tuple(shape))
+
+    return tuple(map(packed, schema.forms))
 
 
 # -------------------------------------------------------------------- tables

@@ -34,8 +34,8 @@ from torch.distributed import ProcessGroup
 
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray
-from maskpack.core.tensors import device_here, need_batch
-from maskpack.core.tree import entry_at
+from maskpack.core.tensors import device_here
+from maskpack.core.tree import entry_at, need_batch
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
 from maskpack.fields.registry import Key, Path, path_of, show

@@ -27,7 +27,6 @@ from maskpack.core.latest import Latest
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.layout.jagged import jagged_all
 from maskpack.nesting import device_read
-from maskpack.packed import batch as batch_module
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import decode, device_plan, encode, job_table, jobs
 from maskpack.packed.join import table_of_rows
@@ -636,11 +635,11 @@ def test_a_plan_of_kernels_does_not_run_where_they_were_switched_off_since(
         compress(workload(seed).to(DEVICE), pad_token_id=PAD)
     assert by_kernels.plans == [True]
     monkeypatch.setenv("MASKPACK_TRITON", "0")
-    for module in () if IS_GPU else (batch_module, encode, device_read):
+    for module in () if IS_GPU else (device_plan, encode, device_read):
         monkeypatch.setattr(module, "uses_triton", backends.uses_triton)
     batch = workload(3)
     assert_rows(compress(batch.to(DEVICE), pad_token_id=PAD), batch)
-    assert by_kernels.plans == [True]
+    assert by_kernels.plans == [True, False]
     assert by_kernels.encoded[-1] is None
 
 

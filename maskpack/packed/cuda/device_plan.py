@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
+from maskpack.core.backends import uses_triton
 from maskpack.core.bits import words
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
@@ -129,7 +130,8 @@ class DevicePlan:
         synchronisations."""
         tensors = [form for form in self.schema.forms if form.dtype is not None]
         entries: list[Any] = seen.tensors
-        if self.forms.want_host() or forms_of(tensors, rows) is not self.forms:
+        runs = uses_triton(self.device, call="compress")  # MASKPACK_TRITON may have changed since
+        if not runs or self.forms.want_host() or forms_of(tensors, rows) is not self.forms:
             return None
         device = entries[self.masks[0][0]].device
         counts = [counted(entries[at]) for at, _ in self.masks]
