@@ -72,6 +72,15 @@ def test_rows_that_grow_have_more_of_their_own_pad() -> None:
             assert seen["m"].tolist() == masks
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_field_that_stays_padded_in_the_widest_batch(order: int) -> None:
+    narrow, wide = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0, 0, 0]])
+    parts = [padded(narrow, [[4, 5, 0]]), padded(wide, [[6, 0, 3, 0, 0]])][::order]
+    joined = decompress(PackedBatch.cat([compress(part, registry=under(0)) for part in parts]))
+    assert joined["x"].tolist() == [[4, 5, 0, 0, 0], [6, 0, 3, 0, 0]][::order]
+    assert joined["m"].tolist() == [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]][::order]
+
+
 def test_a_layout_is_columns_of_another_one_in_all_rows_or_in_none() -> None:
     fields = {"mask": MaskNestingSpec("all"), "last": MaskNestingSpec("end"), "x": MaskNestingSpec("end")}
     tail, own = MaskAxis("mask", part="tail", tail=("x",)), MaskAxis("last")
