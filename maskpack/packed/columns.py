@@ -17,7 +17,7 @@ import numpy as np
 
 from maskpack.core.index import IntArray, SpanTable
 from maskpack.fields.registry import Path
-from maskpack.layout.row_layout import RowLayout, layout_of_table
+from maskpack.layout.row_layout import RowLayout, anchored, layout_of_table
 from maskpack.packed.segments import Segments
 from maskpack.packed.table import Table
 
@@ -215,8 +215,8 @@ class Picked:
         self._find_columns(out)
         return {name: out[name] for name in self.frames}
 
-    def _find_columns(self, layouts: Mapping[str, RowLayout]) -> None:
-        """Notes which layouts are columns of another one, as they are in the first body that has them."""
+    def _find_columns(self, layouts: dict[str, RowLayout]) -> None:
+        """Makes layouts columns of another one, as they are in the first body that has them."""
         bodies = {name: own.parts[0] for own in self.columns for name in own.layouts if own.parts}
         for name, body in bodies.items():
             whole, low = body.layouts[name].__dict__.get("part_of", (None, 0))
@@ -226,8 +226,8 @@ class Picked:
             low, width = low + self.shift(other, body.table) - self.shift(name, body.table), layouts[name].width
             if 0 <= low <= layouts[other].width - width:
                 columns = layouts[other].narrow(low, low + width)
-                if columns == layouts[name]:
-                    layouts[name].__dict__["part_of"] = layouts[other], low
+                if columns == layouts[name]:  # which a body may hold, too
+                    layouts[name] = anchored(columns, layouts[name].anchor)
 
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if each row of a body takes an equal share of it."""

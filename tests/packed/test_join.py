@@ -93,11 +93,12 @@ def test_a_layout_is_columns_of_another_one_in_all_rows_or_in_none() -> None:
 
     whole, wider = part([0, 1, 1, 1, 0], [1, 1, 0], 0), part([0, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0], 0)
     gap = part([1, 1, 1, 1, 1], [1, 0, 1], 1)
-    for parts, masks in (([whole, wider], 1), ([whole, gap], 2), ([gap, whole], 2)):
+    assert decompress(PackedBatch.cat([whole, part([0, 0, 1, 1, 1, 0], [1, 1, 0], 0)[:0]]))["mask"].shape[1] == 6
+    for parts, masks in (([whole], 1), ([whole, wider], 1), ([whole, gap], 2), ([gap, whole], 2)):
         joined = PackedBatch.cat(parts)
         nested, want = decompress(joined, format="nested"), decompress(joined)
         assert sum(key.startswith("mask ") for key in nested["_maskpack"].keys()) == masks  # noqa: SIM118
-        assert [row[row > 0].tolist() for row in want["x"]] == [[7, 7]] * 2
+        assert [row[row > 0].tolist() for row in want["x"]] == [[7, 7]] * len(parts)
         for row, one in zip(want["last"].tolist(), parts, strict=True):
             last = decompress(one)["last"][0].tolist()
             assert row == last + [0] * (len(row) - len(last))
