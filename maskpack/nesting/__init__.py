@@ -3,8 +3,8 @@
 plan.py        the form of each field, from its signature       axes.py      the masks of a batch, and its layouts
 gather.py      the values of all fields, their pads verified    checks.py    comparison of a field with its pad
 coverage.py    strict mode, and why a field stays padded        schema.py    the schema stored in a nested batch
-nest.py        nest_batch_by_mask and back                      response.py  the response axis, for losses
-rows.py        take, cat: rows of padded and nested batches
+nest.py        nest_batch_by_mask and back                      nested.py    what a nested batch has beside its fields
+response.py    the response axis, for losses                    rows.py      take, cat: rows of padded, nested batches
 device_read.py padded fields on a device, read once by the kernel of read_triton.py
 """
 

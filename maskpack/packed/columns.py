@@ -115,8 +115,8 @@ class Columns:
             for part in own.parts:
                 parts.setdefault(part.key, part)
         number = {key: at for at, key in enumerate(parts)}
-        numbers = [np.array([number[part.key] for part in own.parts], np.int64) for own in columns]
-        rows = Segments.cat([own.rows for own in columns], numbers)
+        numbers = np.array([number[part.key] for own in columns for part in own.parts], np.int64)
+        rows = Segments.cat([own.rows for own in columns], numbers, [len(own.parts) for own in columns])
         return Columns(tuple(paths), tuple(parts.values()), rows, tuple(layouts))
 
 
@@ -125,9 +125,11 @@ def cat_columns(
 ) -> list[tuple[Columns, tuple[int, ...]]]:
     """The rows of several batches, one after the other: fields and layouts that come from the same columns of each
     batch are one. With each, the number of its columns in every batch."""
-    kinds = [tuple([(own.paths, own.layouts) for own in batch]) for batch in batches]
+    same = [tuple([(id(own.paths), id(own.layouts)) for own in batch]) for batch in batches]  # a hash of paths is slow
+    distinct = dict(zip(same, batches, strict=True))
+    kinds = {key: tuple([(own.paths, own.layouts) for own in batch]) for key, batch in distinct.items()}
     homes: dict[Any, dict[Path | str, int]] = {}
-    for kind in dict.fromkeys(kinds):
+    for kind in dict.fromkeys(kinds.values()):
         homes[kind] = {name: at for at, own in enumerate(kind) for part in own for name in part}
     names: dict[tuple[int, ...], tuple[list[Path], list[str]]] = {}
     for name in (*paths, *layouts):
@@ -138,7 +140,8 @@ def cat_columns(
     out: list[tuple[Columns, tuple[int, ...]]] = []
     for of_kinds, own in names.items():
         at = dict(zip(homes, of_kinds, strict=True))
-        numbers = tuple([at[kind] for kind in kinds])
+        places = {key: at[kind] for key, kind in kinds.items()}
+        numbers = tuple([places[key] for key in same])
         out.append((Columns.cat([batch[at] for batch, at in zip(batches, numbers, strict=True)], *own), numbers))
     return out
 

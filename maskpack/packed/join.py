@@ -40,7 +40,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     differ."""
     batches = with_stacks(batches)
     paths = [form.path for form in batches[0].schema.forms]
-    for batch in batches[1:]:
+    for batch in {id(own.schema): own for own in batches}.values():
         if set(batch.forms) != set(paths):
             odd = sorted(show(path) for path in set(batch.forms) ^ set(paths))
             raise LayoutError(
@@ -91,9 +91,10 @@ def _frames_together(batches: Sequence[PackedBatch]) -> Mapping[str, Frame] | No
     """The layouts of the rows of batches whose fields keep their forms: they are equal, or all fields are without
     padding. None for others."""
     first = batches[0]
-    if any(batch.schema != first.schema or batch.frames.keys() != first.frames.keys() for batch in batches[1:]):
+    unlike = {(id(batch.schema), id(batch.frames)): batch for batch in batches}.values()
+    if any(batch.schema != first.schema or batch.frames.keys() != first.frames.keys() for batch in unlike):
         return None
-    if all(batch.frames == first.frames for batch in batches[1:]):
+    if all(batch.frames == first.frames for batch in unlike):
         return first.frames
     if first.schema.axes or any(form.kind in ("padded", "flat") or form.axis for form in first.schema.forms):
         return None

@@ -52,13 +52,13 @@ class Segments:
         return cls(source[first], start[first], np.diff(cumulated(count)[np.append(first, start.size)]))
 
     @staticmethod
-    def cat(parts: Sequence[Segments], numbers: Sequence[IntArray]) -> Segments:
-        """One after the other, with `numbers[i][s]` in the place of source `s` of part `i`."""
+    def cat(parts: Sequence[Segments], numbers: IntArray, sources: Sequence[int]) -> Segments:
+        """One after the other. Part `i` has `sources[i]` sources, whose `numbers` follow those of the parts before."""
         columns = [(part.source, part.start, part.count) for part in parts]
         source, start, count = map(np.concatenate, zip(*columns, strict=True))
-        first = cumulated(np.array([own.size for own in numbers], np.int64))[:-1]
+        first = cumulated(np.array(sources, np.int64))[:-1]
         place = np.repeat(first, [part.source.size for part in parts])
-        return Segments._longest(np.concatenate(numbers)[place + source], start, count)
+        return Segments._longest(numbers[place + source], start, count)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as the narrowest unsigned integers: a shuffled view has a segment for each row."""
