@@ -51,6 +51,7 @@ def test_one_other_bit_is_seen_wherever_it_is(place: int) -> None:
             registry[name] = MaskNestingSpec("m", pad)
     with at("kernels", 32):
         nested = nest_batch_by_mask(TensorDict(fields, [2]).to(DEVICE), registry)
+    oracle.assert_same_batch(nested.to("cpu"), nest_batch_by_mask(TensorDict(fields, [2]), registry).to("cpu"))
     for name, x in fields.items():
         own = "one bit" not in name
         assert nested[name].is_nested == own, name
