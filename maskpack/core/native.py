@@ -167,7 +167,8 @@ def write(fields: Sequence[NewField]) -> None:
     table = np.concatenate([field.form for field in fields]).reshape(len(fields), -1)
     table[:, :2] = [(field.padded.data_ptr(), field.packed.data_ptr()) for field in fields]
     table[:, _LAYOUT] = [numbers[id(field.layout)] for field in fields]
-    table[:, _PADS : _PADS + 3] = [_records(field.pads.records) for field in fields]
+    places = [field.pads.place for field in fields]
+    table[:, _PADS : _PADS + 3] = [(at, size, size if count > 1 else 0) for at, size, count in places]
     nbytes = sum([field.padded.nbytes for field in fields])
     rows = layout_rows([*layouts.values()])
     if _core.maskpack_write(address(table), len(table), address(rows), nbytes >= _CACHE, threads_for(nbytes)):

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
-from maskpack.core.bits import Words, from_words, word_dtype, words
+from maskpack.core.bits import Words, address, from_words, word_dtype, words
 from maskpack.core.index import IntArray
 
 
@@ -153,9 +153,9 @@ class Pads:
     """What is under the mask of a field, row by row. Packed rows, nested batches and files hold it in this form.
 
     Attributes:
-        records: uint8 [1, n] if all rows are alike, else [B, n], on the host. A record is a byte, abi.WORD or abi.EDGE;
-            the bytes of the word that is under the mask, 0 for EDGE; and, if some of the zeros there are -0.0, a bit
-            for each position that is, the first one in the highest bit of its byte.
+        records: uint8 [1, n] if all rows are alike, else [B, n], contiguous, on the host. A record is a byte, abi.WORD
+            or abi.EDGE; the bytes of the word that is under the mask, 0 for EDGE; and, if some of the zeros there are
+            -0.0, a bit for each position that is, the first one in the highest bit of its byte.
         size: bytes of a word, 1 to 16.
     """
 
@@ -188,6 +188,14 @@ class Pads:
             out[end : end + rows, : pads.records.shape[1]] = pads.records
             end += rows
         return Pads(out, first.size)
+
+    @cached_property
+    def place(self) -> tuple[int, int, int]:
+        """Where the records lie: the address of the first, the bytes of one, and their number."""
+        return address(self.records), self.records.shape[1], len(self.records)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pads, (self.records, self.size)  # without the address
 
     def take(self, rows: IntArray | slice) -> Pads:
         """The pads of some rows."""

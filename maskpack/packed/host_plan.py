@@ -21,7 +21,7 @@ from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
-from maskpack.core.pads import Pad, pad_words
+from maskpack.core.pads import Pad, Pads, pad_words
 from maskpack.fields.options import Options
 from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
@@ -221,13 +221,12 @@ class HostPlan:
         line[self.limits_at] = [seen.limits[number] for number in self.limits]
         line[self.rows_at] = rows
         line[self.results_at] = abi.FITS
-        held: list[tuple[int, Any]] = []
+        held: list[Pads] = []
         for place, number, form in self.nested:
             values: Any = seen.tensors[number]
-            held.append((place, np.ascontiguousarray(self.plan.pads_of(form, values, carried, "compress").records)))
-        for place, records in held:
+            held.append(self.plan.pads_of(form, values, carried, "compress"))
             at = jobs + place * abi.JOB_NUMBERS + _GIVEN
-            line[at : at + 3] = address(records), records.shape[1], len(records)
+            line[at : at + 3] = held[-1].place
         found, line = native.compress(self.source, line, self.room, native.threads_for(rows * self.bytes_of_row))
         done = line[jobs:end].reshape(-1, abi.JOB_NUMBERS)
         if found is None:

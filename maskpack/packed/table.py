@@ -640,7 +640,7 @@ def _describe(
     row["bounds"] = 0 if own is None else address(own)
     held += [line, own, job.pads]
     if job.pads is not None:
-        row["given"], (row["given_count"], row["given_size"]) = address(job.pads.records), job.pads.records.shape
+        row["given"], row["given_size"], row["given_count"] = job.pads.place
 
 
 def _refer(
