@@ -99,7 +99,8 @@ static i64 spans_of_row(const Stored *stored, const u8 *body, i64 row, i64 first
     return spans_of_bits(body + stored->a.at + row * ((stored->width + 7) / 8), stored->width, starts, counts, room);
 }
 
-/* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left, at most as many as before. */
+/* Cuts the columns from `low` on, `width` of them, out of a layout; how many spans are left. With no `starts` they are
+   only counted, in splits and bounds [rows + 1]. */
 API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *bounds, i64 *starts, i64 *counts) {
     i64 n = 0, tokens = 0;
     splits[0] = bounds[0] = 0;
@@ -109,8 +110,11 @@ API i64 maskpack_cut(const Layout *whole, i64 low, i64 width, i64 *splits, i64 *
             begin = begin < 0 ? 0 : begin;
             end = end > width ? width : end;
             if (begin >= end) continue;
-            starts[n] = begin;
-            counts[n++] = end - begin;
+            if (starts) {
+                starts[n] = begin;
+                counts[n] = end - begin;
+            }
+            n++;
             tokens += end - begin;
         }
         splits[row + 1] = n;

@@ -483,13 +483,16 @@ def mark(entries: Structs, layouts: IntArray, body: Words, rows: int, dense_rows
 
 def cut(layout: HostLayout, low: int, width: int) -> HostLayout:
     """The layout of the columns from `low` on, `width` of them."""
-    row, ends, most = layout_rows([layout]), layout.bounds.size, layout.table.starts.size
-    line = np.empty(2 * (ends + most), np.int64)
-    splits, bounds, starts, counts = (line[begin:] for begin in (0, ends, 2 * ends, 2 * ends + most))
-    at = address(line)
-    places = at + 16 * ends, at + 8 * (2 * ends + most), at, at + 8 * ends
-    count = _core.maskpack_cut(address(row), low, width, *places[2:], *places[:2])
-    return HostLayout(width, SpanTable(starts[:count], counts[:count], splits[:ends]), bounds[:ends], places)
+    row = layout_rows([layout])
+    rows, whole = layout.bounds.size - 1, address(row)
+    line = np.empty(2 * rows + 2, np.int64)
+    splits = address(line)
+    count = _core.maskpack_cut(whole, low, width, splits, splits + 8 * (rows + 1), 0, 0)
+    spans = np.empty(2 * count, np.int64)
+    starts = address(spans)
+    places = starts, starts + 8 * count, splits, splits + 8 * (rows + 1)
+    _core.maskpack_cut(whole, low, width, *places[2:], *places[:2])
+    return HostLayout(width, SpanTable(spans[:count], spans[count:], line[: rows + 1]), line[rows + 1 :], places)
 
 
 def store_layouts(stored: Structs, layouts: IntArray, body: Words, used: int) -> int | None:

@@ -40,7 +40,8 @@ EXTREMES = (*ODD, 2, 3, 7, 63, 64, 127, 128, 255, 256, 2**15, 2**31 - 1, -(2**31
 VALUES = (*EXTREMES, None, True, "", "x", "mask", "int64", [], {}, [0], [[]], {"float": "inf"}, 0.5, 1e308, 2**64)
 COUNT = 20000
 LIMIT = 1 << 22
-FREE = 1 << 20
+FREE = (1 << 20) + (1 << 17)
+"""Bytes that reading may take beside twice those of a message: layouts may take the first, all else the second."""
 SMALL = 1 << 15
 """The widths and the bytes up to which the slow reader of the norm reads a message, too."""
 CLOSELY = 16
