@@ -660,14 +660,6 @@ def test_named_fields_skip_what_cannot_be_restored() -> None:
 # -------------------------------------------------------------------- values under the mask
 
 
-def stray_batch() -> TensorDict:
-    """One advantage under the mask of a row, with pads beside it."""
-    batch = rollout()
-    assert not batch["response_mask"][5, 4]
-    batch["advantages"][5, 4] = 7.5
-    return batch
-
-
 @quiet
 @given(batches(objects=False))
 def test_non_pads_are_found_exactly(case: Case) -> None:
@@ -866,26 +858,6 @@ def test_edge_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int)
 
 
 # -------------------------------------------------------------------- one pad a row
-
-
-def signed_zeros() -> TensorDict:
-    """`advantages * mask`: 0.0 under the mask of some rows, -0.0 in others."""
-    batch = rollout()
-    batch["advantages"] = torch.tensor([1.5, -2.5] * 4)[: len(batch), None] * batch["attention_mask"][:, PROMPT:]
-    assert torch.signbit(batch["advantages"]).any(1).tolist() == [False, True] * 3 + [False]
-    return batch
-
-
-@pytest.mark.parametrize("pads", [[SIGNED_ZERO, PER_ROW], [PER_ROW, SIGNED_ZERO], [0, SIGNED_ZERO, PER_ROW]], ids=str)
-def test_pads_of_one_a_row_are_tried_in_order(pads: list[Any]) -> None:
-    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    registry = {"x": MaskNestingSpec("m", pads), "m": MaskNestingSpec("m")}
-    for filler in ([0.0, -0.0, 0.0], [2.0, -0.0, float("nan")], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]):
-        x = torch.where(mask != 0, 5.0, torch.tensor(filler)[:, None])
-        batch = TensorDict({"m": mask, "x": x}, batch_size=[3])
-        nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
-        assert nested["x"].is_nested
-        assert_same_batch(unnest(nested), batch)
 
 
 @pytest.mark.parametrize(

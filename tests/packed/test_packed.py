@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,13 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_same_batch, assert_same_object, assert_same_rows, assert_same_tensor
+from oracle import assert_same_batch, assert_same_object, assert_same_tensor
 from samples import received, sent
 from strategies import Case, batches
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack import (
-    EDGE,
-    PER_ROW,
     RL_FIELDS,
     MaskAxis,
     MaskNestingRegistry,
@@ -112,17 +109,6 @@ def test_objects_below_two_batch_dims() -> None:
     assert decompress(packed[[1, 0]]).get("uid").tolist() == [[(1, 0), (1, 1), (1, 2)], [(0, 0), (0, 1), (0, 2)]]
 
 
-# -------------------------------------------------------------------- values under the mask
-
-
-@quiet
-def test_stray_value_where_tokens_are_as_many_as_rows() -> None:
-    """The packed values then have the shape of a field with one value a row."""
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
-    batch = TensorDict({"attention_mask": mask, "values": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])}, [2])
-    assert_same_batch(decompress(compress(batch)), batch)
-
-
 # -------------------------------------------------------------------- rows
 
 
@@ -143,42 +129,6 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
             assert_same_batch(decompress(part), oracle.take_rows(case.batch, rows[begin : begin + len(part)]))
             begin += len(part)
         assert begin == case.rows
-
-
-_UNDER = {  # rows of 3 tokens and 2 pads, in each form that a field may have
-    "zero": [[5, 6, 7, 0, 0], [5, 6, -7, 0, 0]],
-    "edge": [[5, 6, 7, 7, 7], [5, 6, -7, -7, -7]],
-    "per row": [[5, 6, 7, 1, 1], [5, 6, -7, 2, 2]],
-    "one sign a row": [[5, 6, 7, -0.0, -0.0], [5, 6, -7, 0, 0]],
-    "any zero": [[5, 6, 7, 0, -0.0], [5, 6, -7, -0.0, 0]],
-    "stays padded": [[5, 6, 7, 8, 9], [5, 6, -7, 0, 0]],
-}
-
-
-@quiet
-@pytest.mark.parametrize("one", _UNDER)
-@pytest.mark.parametrize("two", _UNDER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128], ids=str)
-def test_parts_of_any_pads_join_and_so_do_empty_ones(one: str, two: str, dtype: torch.dtype) -> None:
-    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, EDGE, SIGNED_ZERO, ANY_ZERO, PER_ROW])}
-    fields = [torch.tensor(_UNDER[kind], dtype=torch.float64) for kind in (one, two)]
-    mask = torch.tensor([[1, 1, 1, 0, 0]] * 2)
-    parts = [
-        TensorDict({"m": mask, "x": torch.complex(x, x) if dtype.is_complex else x.to(dtype)}, [2]) for x in fields
-    ]
-    packed = [compress(part, registry=registry) for part in parts]
-    for order in ("ab", "ba", "aB", "Ab", "Ba", "bA", "AB", "aBb", "AbaB"):  # a capital: no rows of this part
-        picked = [packed["ab".index(name.lower())][: 2 * name.islower()] for name in order]
-        want = torch.cat([parts["ab".index(name.lower())][: 2 * name.islower()] for name in order])
-        for whole in (PackedBatch.cat(picked), BatchView.cat([BatchView.of(part) for part in picked]).materialize()):
-            whole = decompress(whole) if isinstance(whole, PackedBatch) else whole
-            assert_same_batch(whole, want)
-    if "stays padded" not in (one, two) and not (dtype.is_complex and "any zero" in (one, two)):
-        nested = [nest_batch_by_mask(part, registry) for part in parts]
-        for rows in ([0, 1, 2, 3], [3, 0, 0], [2], [1, 2]):
-            some = samples.rows_of(samples.joined(nested), rows)
-            assert_same_batch(unnest(some), torch.cat(parts)[rows])
-            assert_same_batch(decompress(compress(some, registry=registry)), torch.cat(parts)[rows])
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 300])
@@ -248,82 +198,6 @@ def test_zeros_of_any_sign_in_wider_batches() -> None:
         row = order.index(0)
         assert_same_tensor(whole["x"][row], torch.cat([zeros[0], torch.zeros(9)]))
         assert_same_tensor(whole["y"][row], torch.cat([torch.zeros(9), zeros[0]]))
-
-
-# -------------------------------------------------------------------- parts of different widths
-
-
-def lengths(most: int) -> st.SearchStrategy[int]:
-    return st.one_of(st.just(most), st.integers(0, most))
-
-
-@dataclass
-class Run:
-    """Parts of one run: the same fields and dtypes, other widths, other rows; also none."""
-
-    forms: dict[str, tuple[Any, ...]]
-    parts: list[dict[str, Any]]
-
-    def batch(self, number: int, prompt: int = 0, response: int = 0) -> TensorDict:
-        """A part in its own widths, or as it would have been made in others."""
-        zeros, own = self.parts[number]["zeros"], self.parts[number]["own"]
-        where = {**own, "prompt": prompt or own["prompt"], "response": response or own["response"], "seed": number}
-        batch = samples.rollout(**where, values=True, holes=self.parts[number]["holes"], objects=False)
-        for name, (axis, dtype, pad, trailing, dim) in self.forms.items():
-            batch[name] = samples.of(axis, dtype, pad, trailing, **where).movedim(1, dim).contiguous()
-        rows = own["rows"]
-        scored = torch.arange(where["response"]) < torch.tensor([r for _, r in rows])[:, None]
-        batch["advantages"] = batch["advantages"].where(scored, torch.tensor(zeros)[:, None])
-        batch["temperature"] = NonTensorData(0.7, batch_size=[len(rows)])
-        batch["global_token_num"] = NonTensorData([p + r for p, r in rows], batch_size=[len(rows)])
-        return batch
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    rope, text_pad = draw(st.sampled_from([(0, samples.EDGE), (3, samples.EDGE), (4, samples.EDGE), (4, 1)]))
-    forms = {
-        "values": ("response", draw(st.sampled_from([torch.float32, torch.bfloat16])), 0, (), 1),
-        "returns": (draw(st.sampled_from(["response", "sequence"])), torch.float32, 0, (), 1),
-        "position_ids": ("sequence", torch.int64, text_pad, (rope,) if rope else (), 2 if rope else 1),
-        "routed_experts": ("sequence", torch.int16, draw(st.sampled_from([0, -1])), (2, 2), 1),
-        "teacher_ids": ("sequence", torch.int32, samples.PAD, (2,), 1),
-    }
-    visible = text_pad == 1 or forms["routed_experts"][2] == -1  # without padding, a part cannot tell which pads it has
-    parts = []
-    for _ in range(draw(st.integers(1, 4))):
-        prompt, response = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-        rows = draw(st.lists(st.tuples(lengths(prompt), lengths(response)), min_size=int(visible), max_size=3))
-        rows += [(0, 0)] * visible
-        zeros = [0.0 if r == response else draw(st.sampled_from([0.0, -0.0])) for _, r in rows]
-        own = {"rows": rows, "prompt": prompt, "response": response}
-        parts.append({"own": own, "zeros": zeros, "holes": draw(st.booleans())})
-    return Run(forms, parts)
-
-
-@quiet
-@given(runs(), st.data())
-def test_cat_of_any_widths(run: Run, data: st.DataObject) -> None:
-    """As if every part had been padded to the widest prompt on the left and to the widest response on the right."""
-    options = {"pad_token_id": samples.PAD, "strict_mask_nesting": True}
-    numbers = range(len(run.parts))
-    prompt, response = (max(part["own"][name] for part in run.parts) for name in ("prompt", "response"))
-    packs = [compress(run.batch(number), **options) for number in numbers]
-    wide = [run.batch(number, prompt, response) for number in numbers]
-    for number, packed in enumerate(packs):
-        assert_same_batch(decompress(packed), run.batch(number))
-    want, joined = torch.cat(wide), PackedBatch.cat(packs)
-    for there in (joined, received(joined)):
-        assert_same_rows(decompress(there), want)
-        assert_same_rows(unnest(decompress(there, format="nested")), want)
-    assert_same_rows(decompress(compress(want, **options)), want)
-    rows = data.draw(st.lists(st.integers(0, len(joined) - 1), max_size=4)) if len(joined) else []
-    assert_same_rows(decompress(joined[rows]), oracle.take_rows(want, rows))
-    twice = PackedBatch.cat([PackedBatch.cat(packs[:1]), PackedBatch.cat([*packs[1:], packs[0]])])
-    assert_same_rows(decompress(twice), torch.cat([*wide, wide[0]]))
-    layouts = {name: (layout.width, layout.anchor) for name, layout in joined.layouts.items()}
-    sizes = {"prompt": (prompt, prompt), "response": (response, 0), "sequence": (prompt + response, prompt)}
-    assert layouts == sizes
 
 
 # -------------------------------------------------------------------- objects of the whole batch
@@ -501,24 +375,6 @@ def test_a_field_without_a_pad_does_not_lose_its_columns() -> None:
             BatchView.cat([BatchView.of(part) for part in parts])
 
 
-@pytest.mark.parametrize(
-    ("sure", "unsure", "edge"),
-    [
-        ([(3, 2), (1, 3)], [(0, 1)], False),
-        ([(3, 3), (2, 1)], [(2, 0), (3, 4)], False),
-        ([(2, 2)], [(0, 1), (3, 4)], True),
-    ],
-)
-def test_pads_that_were_one_of_several_join(sure: Any, unsure: Any, edge: bool) -> None:
-    """Rows without right padding, or of one token, are padded with 0 and by EDGE alike."""
-    parts = [positions_of(sure, 3, 4, edge), positions_of(unsure, 3, 4, edge)]
-    for order in ([0, 1], [1, 0], [1, 0, 1]):
-        packed = [compress(parts[part], pad_token_id=0) for part in order]
-        joined = PackedBatch.cat(packed)
-        assert_same_batch(decompress(joined), torch.cat([parts[part] for part in order]))
-        assert joined.forms["position_ids",].kind == "padded"
-
-
 # -------------------------------------------------------------------- parts that do not fit
 
 
@@ -542,18 +398,6 @@ def test_a_field_that_becomes_dense_keeps_no_hints() -> None:
     joined = PackedBatch.cat([compress(part) for part in parts])
     assert joined.forms["position_ids",].hints == ()
     assert_same_batch(decompress(joined), torch.cat(parts))
-
-
-def test_a_part_without_padding_has_the_first_pad_of_its_spec() -> None:
-    def part(mask: list[list[int]], positions: list[list[int]]) -> TensorDict:
-        fields = {"attention_mask": torch.tensor(mask), "position_ids": torch.tensor(positions)}
-        return TensorDict(fields, batch_size=[len(mask)])
-
-    full, padded = part([[1, 1, 1]], [[0, 1, 2]]), part([[1, 1, 1, 0]], [[0, 1, 2, 0]])
-    for order in (1, -1):
-        joined = PackedBatch.cat([compress(batch) for batch in (full, padded)][::order])
-        assert joined.forms["position_ids",].kind == "padded"
-        assert decompress(joined)["position_ids"].tolist()[::order] == [[0, 1, 2, 2], [0, 1, 2, 0]]
 
 
 def test_a_field_joined_of_one_that_becomes_dense() -> None:

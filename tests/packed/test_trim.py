@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from samples import PAD, VARIANTS, assert_same, workload
+from samples import assert_same
 from tensordict import TensorDict
 
 import maskpack as mp
@@ -14,42 +14,6 @@ from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core.pads import ANY_ZERO
 
 P, R = 20, 50
-
-
-def sliced(x, first, last):
-    """The columns of the prompt, the response or the sequence axis between the first and the last real one."""
-    if x.dim() < 2:
-        return x
-    dim = 2 if x.dim() == 3 and x.shape[2] == P + R else 1
-    begin, end = {P + R: (first, last), P: (first, P), R: (0, last - P)}.get(x.shape[dim], (0, x.shape[dim]))
-    return x.narrow(dim, begin, end - begin)
-
-
-@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", [list(range(12)), [3, 1], [5]])
-def test_columns_that_are_real_in_any_row(variant, rows):
-    batch = workload(variant, 12, P, R)
-    packed = mp.compress(batch, pad_token_id=PAD).take(rows)
-    whole = mp.decompress(packed)
-    real = [column for column in range(P + R) if any(row[column] for row in whole["attention_mask"].tolist())]
-    trimmed = mp.decompress(packed, widths="trim")
-    assert list(trimmed.keys()) == list(whole.keys())
-    for name, value in whole.items():
-        if isinstance(value, torch.Tensor) and not value.is_nested:
-            assert_same(trimmed[name], sliced(value, real[0], real[-1] + 1).contiguous())
-    assert_same(unnest(mp.decompress(packed, format="nested", widths="trim")), trimmed)
-    assert_same(mp.decompress(packed), whole)
-
-
-def test_no_rows_and_no_tokens():
-    batch = workload("reference", 3, P, R)
-    packed = mp.compress(batch, pad_token_id=PAD)
-    assert mp.decompress(packed[:0], widths="trim")["input_ids"].shape == (0, 0)
-    empty = batch.apply(lambda x: torch.full_like(x, PAD) if x.dtype == torch.int64 else torch.zeros_like(x))
-    for name in ("attention_mask", "response_mask", "position_ids"):
-        empty[name] = torch.zeros_like(empty[name])
-    assert mp.decompress(mp.compress(empty, pad_token_id=PAD), widths="trim")["responses"].shape == (3, 0)
 
 
 def test_batch_dims_behind_the_rows_are_refused():
