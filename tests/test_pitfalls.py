@@ -21,11 +21,8 @@ from samples import (
     of,
     parts_of,
     per_row,
-    positions,
     response_mask,
     rollout,
-    row_list,
-    rows_of,
     tokens,
 )
 from tensordict import TensorDict, TensorDictBase
@@ -95,51 +92,6 @@ def assert_refused(batch, error, match, **options):
 # -------------------------------------------------------------------- values
 
 
-def test_01_holes_in_the_response_mask():
-    batch = rollout(holes=True)
-    assert_exact(batch)
-    nested = nest(batch)
-    for name in ("responses", "response_mask", "old_log_probs", "token_level_scores"):
-        for b, row in enumerate(row_list(nested[name])):
-            assert freeze(row) == freeze(batch[name][b, : ROWS[b][1]])
-    final = [row[-1].item() for row in row_list(nested["token_level_scores"]) if len(row)]
-    assert final == [1.0] * len(final)  # the reward lies under a hole, and is there
-
-
-def test_01_holes_without_an_attention_mask():
-    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
-    lengths = [4, 3, 0]
-    prefix = [[s < n for s in range(5)] for n in lengths]
-    batch = TensorDict({"response_mask": mask, "old_log_probs": field(prefix, torch.float32)}, batch_size=[3])
-    assert_exact(batch)
-    assert [len(row) for row in row_list(nest(batch)["old_log_probs"])] == lengths
-    batch["rm_scores"] = torch.zeros(3, 5)
-    batch["rm_scores"][1, 4] = 1.0  # behind the last token that the mask names
-    assert_kept(batch, "rm_scores")
-
-
-def test_01_trailing_holes_do_not_shift_extract_response():
-    rows = ((2, 3), (3, 1), (1, 2))
-    batch = rollout(rows, 3, 3, holes=True, objects=False)
-    values = torch.arange(18.0).view(3, 6)
-    nested = nest(batch)
-    out = mp.extract_response(nested, values)
-    for b, (_, r) in enumerate(rows):
-        assert out[b].tolist() == [*values[b, 2 : 2 + r].tolist(), *[0.0] * (3 - r)]
-
-
-@pytest.mark.parametrize("weights", [[0.5, 2.0, 0.0], [1, 2, 0]], ids=str)
-@pytest.mark.parametrize("name", ["attention_mask", "response_mask", "loss_mask"])
-def test_02_masks_keep_their_weights(name, weights):
-    data = tokens(((0, 3), (0, 3)), 0, 4)
-    data.setdefault(name, torch.zeros(2, 4, dtype=torch.int64))
-    data[name] = torch.tensor([[*weights, 0], [*reversed(weights), 0]])
-    if name == "attention_mask":  # what it weighs with 0 is no token
-        for other in ("responses", "input_ids"):
-            data[other][data[name] == 0] = PAD
-    assert_exact(TensorDict(data, batch_size=[2]))
-
-
 STRAYS = [
     ("old_log_probs", (0, 5), 1e-30),
     ("old_log_probs", (4, 0), float("nan")),
@@ -168,58 +120,7 @@ def test_03_a_value_under_the_mask_is_kept_or_named(name, place, value):
         compress(batch, strict_mask_nesting=True)
 
 
-def test_03_position_ids_repeat_their_last_number():
-    batch = rollout()
-    assert batch["position_ids"][0].tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 4, 4, 4]
-    assert_exact(batch, strict_mask_nesting=True)
-
-
-def test_05_key_order_stays_and_no_helper_key_is_left():
-    batch = rollout()
-    names = sorted(batch.keys(), key=lambda name: name[::-1])
-    batch = TensorDict({name: batch.get(name) for name in names}, batch_size=[B])
-    for restored in both_ways(batch).values():
-        assert list(restored.keys()) == names
-    assert list(nest(batch).keys()) == [*names, "_maskpack"]
-    assert list(mp.unnest_batch_by_mask(nest(batch), "responses", "advantages").keys()) == [
-        name for name in names if name in ("responses", "advantages")
-    ]
-
-
-@pytest.mark.parametrize(("rows", "prompt", "response"), [(4, 2, 2), (4, 5, 3), (2, 2, 2), (1, 2, 2)])
-def test_06_mrope_with_equal_lengths(rows, prompt, response):
-    data = tokens(((prompt, response),) * rows, prompt, response)
-    text = positions(data["attention_mask"])
-    data["position_ids"] = torch.stack([text, text * 2, text * 3, text * 5 + 1], 1)
-    batch = TensorDict(data, batch_size=[rows])
-    assert_exact(batch)
-    ids = nest(batch)["position_ids"]
-    assert [tuple(row.shape) for row in row_list(ids)] == [(prompt + response, 4)] * rows
-    assert freeze(row_list(ids)[0]) == freeze(data["position_ids"][0].T.contiguous())
-
-
 # -------------------------------------------------------------------- shapes and edges
-
-SHAPES = {
-    "no rows": ((), 3, 4),
-    "no columns": (((0, 0), (0, 0)), 0, 0),
-    "no rows, no columns": ((), 0, 0),
-    "an empty row": (((1, 2), (0, 0), (3, 4)), 3, 4),
-    "all rows empty": (((0, 0),) * 3, 3, 4),
-    "one row": (((2, 1),), 3, 4),
-    "one full row": (((3, 4),), 3, 4),
-    "no prompts": (((0, 2), (0, 4)), 0, 4),
-    "no responses": (((2, 0), (3, 0)), 3, 0),
-    "one token": (((0, 1),), 0, 1),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_07_sizes(shape):
-    rows, prompt, response = shape
-    batch = rollout(rows, prompt, response, objects=False)
-    assert_exact(batch)
-    assert_exact(batch.lock_())
 
 
 def test_08_dense_prompts_without_a_prompt_mask():
@@ -228,14 +129,6 @@ def test_08_dense_prompts_without_a_prompt_mask():
         batch_size=[B],
     )
     assert_kept(batch, "prompts")
-
-
-def test_08_prompts_already_jagged():
-    data = tokens(((2, 3), (4, 1)), 4, 3)
-    data["prompts"] = jagged([torch.tensor([5, 6]), torch.tensor([7, 8, 9, 10])])
-    batch = TensorDict(data, batch_size=[2])
-    assert_exact(batch)
-    assert nest(batch)["responses"].is_nested
 
 
 # -------------------------------------------------------------------- state
@@ -254,16 +147,6 @@ def test_09_an_error_leaves_the_batch_as_it_was(last):
 
 
 # -------------------------------------------------------------------- torch, tensordict, Ray
-
-
-def test_12_a_slice_carries_its_own_bytes_only():
-    rows = ((20, 30),) * 64
-    packed = compress(rollout(rows, 40, 60, objects=False))
-    whole = len(pickle.dumps(packed, protocol=5))
-    parts = [len(pickle.dumps(part, protocol=5)) for part in packed.chunk(8)]
-    one = len(pickle.dumps(packed[:1], protocol=5))  # all headers, and a row
-    for size in parts:
-        assert size - one < (whole - one) * 7 / 63 + 512
 
 
 def test_12a_packed_rows_never_index_a_jagged_leaf(monkeypatch):
@@ -308,31 +191,6 @@ def _row_operations(packed):
     }
 
 
-def out_of_band(value):
-    buffers: list[pickle.PickleBuffer] = []
-    return pickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
-
-
-def test_13_values_leave_out_of_band():
-    rows = ((100, 400),) * 32
-    batch = rollout(rows, 128, 512, objects=False)
-    packed = compress(batch)
-    for part in (packed, packed[3:11], mp.PackedBatch.cat(packed.chunk(4))):
-        stream, buffers = out_of_band(part)
-        carried = sum(buffer.raw().nbytes for buffer in buffers)
-        assert part.nbytes <= carried < part.nbytes + 8 * len(part.table.arrays()), "arrays begin at multiples of 8"
-        assert len(stream) < 16_384
-        assert_same(mp.decompress(pickle.loads(stream, buffers=buffers)), mp.decompress(part))
-
-
-def test_14_an_all_ones_loss_mask_costs_next_to_nothing():
-    rows, width = 16, 4096
-    ones = torch.ones(rows, width, dtype=torch.int64)
-    batch = TensorDict({"attention_mask": ones, "loss_mask": ones.clone()}, batch_size=[rows])
-    assert compress(batch).nbytes < 1024
-    assert_exact(batch)
-
-
 def test_15_layouts_stay_on_the_device_of_the_mask():
     layout = mp.RowLayout.from_mask(torch.tensor([[1, 1, 0], [0, 1, 0]])).to("meta")
     for tensor in (layout.offsets, layout.cu_seqlens, layout.indices, layout.to_mask()):
@@ -359,33 +217,6 @@ def test_15_masks_come_back_on_the_device_of_the_batch():
     assert_exact(mixed)
 
 
-def writable_tensors(batch):
-    for value in batch.values(include_nested=True, leaves_only=True):
-        if isinstance(value, torch.Tensor):
-            yield value.values() if value.is_nested else value
-
-
-def test_16_what_comes_from_read_only_buffers_is_a_copy():
-    batch = rollout(holes=True, objects=False)
-    batch["attention_mask"] = batch["attention_mask"].bool()
-    batch["unknown"] = torch.randn(B, 2)
-    with pytest.warns(mp.errors.MaskpackWarning, match="unknown"):
-        stream, buffers = out_of_band(compress(batch))
-    stored = [bytes(buffer.raw()) for buffer in buffers]
-    for layout in ("padded", "nested"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns of a tensor on read-only memory
-            received = pickle.loads(stream, buffers=stored)
-            for part in (received, received[1:4], received.take([2, 0]), mp.PackedBatch.cat(received.chunk(2))):
-                out = mp.decompress(part, format=layout)
-                expected = freeze(mp.decompress(part, format=layout))
-                for tensor in writable_tensors(out.exclude("_maskpack")):
-                    tensor.fill_(1)
-                assert freeze(mp.decompress(part, format=layout)) == expected
-    assert stored == [bytes(buffer.raw()) for buffer in buffers]
-    assert_same(mp.decompress(pickle.loads(stream, buffers=stored)), batch)
-
-
 # -------------------------------------------------------------------- coverage
 
 
@@ -403,25 +234,6 @@ def test_17_strict_finds_tensors_wherever_they_hide():
         assert '"extra_info/[0]/deep/[0]" (1,) float32, 112 bytes: with 6 more, tensors inside' in str(caught.value)
         assert "2 field(s)" in str(caught.value)
     assert freeze(batch) == before
-
-
-def test_18_restored_tokens_are_padded_with_the_pad_token():
-    batch = rollout()
-    for name, restored in both_ways(batch).items():
-        for column in ("input_ids", "responses", "prompts"):
-            assert (restored[column][4] == PAD).all(), (name, column)  # the empty row is pad tokens throughout
-    rows = mp.decompress(compress(batch)[4:5], "input_ids")
-    assert (rows["input_ids"] == PAD).all()
-    chunk = rows_of(nest(batch), slice(4, 5))
-    assert (mp.select_and_pad_to_response(chunk, "responses")["responses"] == PAD).all()
-
-
-def test_18_pad_0_is_a_pad_like_any_other():
-    batch = rollout(objects=False)
-    for name in ("input_ids", "prompts", "responses"):
-        batch[name][batch[name] == PAD] = 0
-    assert_exact(batch, pad_token_id=0)
-    assert_kept(batch, "input_ids", pad_token_id=1)
 
 
 # -------------------------------------------------------------------- torch's defaults

@@ -295,6 +295,7 @@ def test_like_gives_the_missing_masks() -> None:
 
 
 @quiet
+@pytest.mark.filterwarnings("error:.*not writable")
 @given(batches(), st.sampled_from(["padded", "nested"]))
 def test_what_decompress_returns_is_writable_and_its_own(case: Case, form: Any) -> None:
     packed = compress(case.batch, **case.options)
