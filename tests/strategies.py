@@ -6,8 +6,7 @@ all bit patterns, so that NaN payloads and -0.0 are everywhere.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,57 +117,6 @@ def _row(draw: st.DrawFn, kind: str, width: int) -> list[bool]:
         "alternating": lambda place: (place + a) % 2 == 0,
     }[kind]
     return [real(place) for place in range(width)]
-
-
-def _with_bits(rows: int, width: int, real: Callable[[int, int], bool]) -> tuple[oracle.Mask, int]:
-    return [[real(row, place) for place in range(width)] for row in range(rows)], width
-
-
-def _chance(seed: int, share: float) -> Callable[[int, int], bool]:
-    rng = random.Random(seed)
-    return lambda row, place: rng.random() < share
-
-
-MANY_RUNS: dict[str, tuple[oracle.Mask, int]] = {
-    "alternating": _with_bits(16, 512, lambda row, place: (place + row) % 2 == 1),
-    "random": _with_bits(40, 300, _chance(1, 0.5)),
-    "rare": _with_bits(12, 700, _chance(2, 0.1)),
-    "odd width": _with_bits(30, 131, _chance(3, 0.7)),
-    "blocks": _with_bits(16, 512, lambda row, place: place // 4 % 2 == row % 2),
-    "three wide": _with_bits(900, 3, lambda row, place: place != row % 4),
-    "one wide": _with_bits(1200, 1, lambda row, place: row % 3 > 0),
-    "no width": _with_bits(600, 0, lambda row, place: True),
-    "full to both ends": _with_bits(20, 64, lambda row, place: row < 10 or place % 2 == 0 or place == 63),
-    "some rows": _with_bits(9, 400, lambda row, place: place % 2 == 0 if row == 4 else place < 40 * row),
-}
-"""Masks as lists, with their width, that bits say in fewer bytes than runs."""
-
-FEW_RUNS: dict[str, tuple[oracle.Mask, int]] = {
-    "right": _with_bits(40, 512, lambda row, place: place < 12 * row),
-    "left": _with_bits(40, 512, lambda row, place: place >= 512 - 12 * row),
-    "holes": _with_bits(40, 640, lambda row, place: 13 * row <= place < 640 - row and place % 160 > 3 * row % 11),
-    "empty": _with_bits(40, 512, lambda row, place: False),
-    "no rows": ([], 9),
-}
-"""The same that usual batches have."""
-
-
-def batch_under(mask: oracle.Mask, width: int) -> tuple[TensorDict, dict[str, MaskNestingSpec]]:
-    """A batch with a mask, fields under it with a pad of every kind, and their registry."""
-    rows, real = len(mask), oracle.mask_tensor(mask, width)
-    ids = torch.arange(rows * width, dtype=torch.int32).view(rows, width) % 1009
-    packed = oracle.pack(ids.to(torch.int16), mask)
-    fields = {
-        "mask": real.to(torch.int64),
-        "ids": torch.where(real, ids, 2000),
-        "log_probs": torch.where(real, ids.float() / 7, torch.tensor(0.0)),
-        "position_ids": oracle.unpack(packed, mask, width, oracle.EDGE),
-        "per_row": torch.where(real, ids, torch.arange(rows, dtype=torch.int32)[:, None]),
-        "row": torch.arange(rows),
-    }
-    pads = {"ids": 2000, "position_ids": EDGE, "per_row": PER_ROW}
-    registry = {name: MaskNestingSpec("mask", pads.get(name, 0)) for name in fields if name != "row"}
-    return TensorDict(fields, batch_size=[rows]), registry
 
 
 def mask_values(rng: np.random.Generator, mask: oracle.Mask, width: int, dtype: torch.dtype) -> Tensor:

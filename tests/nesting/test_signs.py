@@ -1,8 +1,6 @@
-"""The signs of zeros under a mask: fields of no width, and bits of other writers at tokens, which mean nothing."""
+"""The signs of zeros under a mask: bits of other writers at tokens, which mean nothing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +9,9 @@ from oracle import assert_same_batch
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
+from maskpack.core.pads import ANY_ZERO
 
 ZEROS = {"m": ("m", 0), "x": ("m", [0, ANY_ZERO])}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("pads", [ANY_ZERO, [ANY_ZERO, 1], [0, ANY_ZERO], mp.PER_ROW, SIGNED_ZERO])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_field_of_no_width(rows: int, pads: Any, dtype: torch.dtype) -> None:
-    batch = TensorDict({"m": torch.zeros(rows, 0).long(), "x": torch.zeros(rows, 0, dtype=dtype)}, [rows])
-    registry = {"m": ("m", 0), "x": ("m", pads)}
-    assert_same_batch(mp.unnest_batch_by_mask(mp.nest_batch_by_mask(batch, registry=registry)), batch)
-    packed = mp.compress(batch, registry=registry)
-    for one in (packed, mp.PackedBatch.cat([packed, packed])[:rows], mp.PackedBatch.from_bytes(packed.to_bytes())):
-        assert_same_batch(mp.decompress(one), batch)
-        assert_same_batch(mp.unnest_batch_by_mask(mp.decompress(one, format="nested")), batch)
 
 
 def records(signs: torch.Tensor) -> bytes:

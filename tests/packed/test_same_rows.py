@@ -263,20 +263,6 @@ def test_fields_that_are_joined(place: str, kinds: tuple[str, str], tmp_path: Pa
         assert packed.table.kind(packed.numbers["whole",]) == "concat"
 
 
-@pytest.mark.parametrize("name", [*strategies.MANY_RUNS, *strategies.FEW_RUNS])
-def test_masks_of_many_spans_and_of_few(place: str, name: str) -> None:
-    mask, width = (strategies.MANY_RUNS | strategies.FEW_RUNS)[name]
-    batch, registry = strategies.batch_under(mask[:12], width)
-    few = torch.arange(width) < torch.arange(len(batch))[:, None] % (width + 1)
-    batch["few"], registry["few"] = few, MaskNestingSpec("few")
-    batch["under few"], registry["under few"] = batch["ids"] * few, MaskNestingSpec("few")
-    with at(place) as here:
-        packed = compress(batch.to(here.device), registry=registry)
-        assert_rows(packed, batch, here.device)
-        if not is_interpreted(place):
-            assert_rows(PackedBatch.from_bytes(packed.to_bytes()), batch, here.device)
-
-
 PLANNED = ("reference", "multi-turn", "routed-experts", "ppo")
 """The workloads whose third padded batch on a device has a plan."""
 

@@ -1,4 +1,4 @@
-"""decompress(widths="trim"): the columns that are real in any row, of each axis, against slices of the whole batch."""
+"""decompress(widths="trim"): what is refused, and signs of zeros. Programs of test_join.py trim batches of all kinds."""
 
 from __future__ import annotations
 

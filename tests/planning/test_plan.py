@@ -210,18 +210,6 @@ def test_a_budget_of_rows() -> None:
     assert plan.updates == [[[0, 1, 2], [3, 4, 5], [6]]]
 
 
-def test_by_hand() -> None:
-    plan = plan_micro_batches([5, 9, 2, 7, 8, 1, 6, 4], 12, options=of(num_updates=2))
-    assert plan.updates == [[[0, 3], [1, 2]], [[4, 7], [5, 6]]]
-    assert plan.micro_batches == [[0, 3], [1, 2], [4, 7], [5, 6]]
-    assert (plan.dummies, plan.oversized, plan.counts) == ([0, 0], [], [2, 2])
-    assert plan.loads() == [12, 11, 12, 7]
-    assert plan.multiple_of == 1
-    padded = plan_micro_batches([10, 1, 9, 1, 1, 1], 20, options=of(cost="padded"))
-    assert padded.updates == [[[0, 2], [1, 3, 4, 5]]]
-    assert plan_micro_batches([10, 1, 9, 1, 1, 1], 23).updates == [[[0, 1, 2, 3, 4, 5]]]
-
-
 # -------------------------------------------------------------------- splits
 
 

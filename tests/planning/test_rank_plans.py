@@ -257,15 +257,3 @@ def test_loss_weights_by_hand() -> None:
     assert by_mode["token-mean"] == [[1 / 5.5] * 2] * 2
     assert by_mode["seq-mean-token-sum"] == [[1 / 3] * 2] * 2
     assert by_mode["seq-mean-token-mean"] == [[1 / 3 / 3, 1 / 3 / 0.5], [0, 1 / 3 / 2]]
-
-
-def test_weights_do_not_depend_on_the_count() -> None:
-    """Splitting micro-batches changes no row's weight (pitfall: token-mean losses reweighted silently)."""
-    lengths, tokens = [4, 3, 2, 1, 4, 4], [3, 0, 2, 1, 1, 4]
-    plan = plan_micro_batches(lengths, 9, loss_tokens=tokens)
-    for mode in MODES:
-        want = dict(zip(itertools.chain(*plan.micro_batches), np.concatenate(plan.loss_weights(mode)), strict=True))
-        for count in (3, 5, 8):
-            more = plan.with_count(count)
-            for rows, dummy, weights in zip(more.micro_batches, more.is_dummy, more.loss_weights(mode), strict=True):
-                assert weights.tolist() == [0.0 if dummy else want[row] for row in rows]
