@@ -1,4 +1,4 @@
-"""decompress(widths="trim"): what is refused, and signs of zeros. Programs of test_join.py trim batches of all kinds."""
+"""decompress(widths="trim"): what is refused, signs of zeros. Programs of test_join.py trim batches of all kinds."""
 
 from __future__ import annotations
 
