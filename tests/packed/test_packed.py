@@ -21,8 +21,6 @@ from torch import Tensor
 
 from maskpack import (
     RL_FIELDS,
-    MaskAxis,
-    MaskNestingRegistry,
     MaskNestingSpec,
     PackedBatch,
     compress,
@@ -32,7 +30,6 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
-from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
@@ -131,30 +128,6 @@ def test_split_and_chunk(case: Case, number: int, data: st.DataObject) -> None:
         assert begin == case.rows
 
 
-@pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 300])
-def test_zeros_of_any_sign(width: int) -> None:
-    """`x * mask`, in a bit for each pad; trimmed, and as other dtypes. test_same_rows.py has the rest."""
-    rng = torch.Generator().manual_seed(width)
-    mask = (torch.rand(7, width, generator=rng) < torch.tensor([0, 0.5, 1, 0.1, 0.9, 0.5, 0.3])[:, None]).long()
-    mask[4:, width // 2 :] = 0
-    x = torch.randn(7, width, generator=rng) * mask
-    registry = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m", [0, SIGNED_ZERO, ANY_ZERO])}
-    registry["turned"] = MaskNestingSpec("m", ANY_ZERO, ragged_dim=-1)
-    batch = TensorDict({"m": mask, "x": x, "turned": (-x).t().contiguous().t()}, [7])
-    for _ in range(2):  # looked at, and by its plan
-        packed = compress(batch, registry=registry, strict_mask_nesting=True)
-        assert packed.nbytes < batch["m"].nbytes + 2 * x.nbytes * mask.float().mean() + 2 * 7 * -(-width // 8) + 64
-        assert_same_batch(decompress(packed), batch)
-        assert_same_batch(decompress(packed[[6, 1, 1, 3]]), oracle.take_rows(batch, [6, 1, 1, 3]))
-    thin = decompress(packed[5:], widths="trim")
-    columns = torch.nonzero(mask[5:].any(0)).view(-1)
-    at = slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
-    assert_same_tensor(thin["x"], x[5:, at].contiguous())
-    nested = nest_batch_by_mask(batch, registry, strict_mask_nesting=True)
-    assert_same_tensor(unnest(nested.to(torch.float64))["x"], x.double())
-    assert_same_tensor(unnest(nested.to(torch.int32))["x"], x.int())
-
-
 def test_a_batch_without_names_does_not_take_those_of_its_sub_batches() -> None:
     batch = TensorDict({"m": torch.ones(2, 3), "sub": TensorDict({"x": torch.ones(2, 3)}, [2, 3])}, [2])
     batch["sub"].names = ["rows", ""]
@@ -181,23 +154,6 @@ def test_names_of_dims_are_kept() -> None:
             assert names_of(unnest(decompress(some, format="nested"))) == ((name,), (name, "columns"))
     nested = samples.joined([nest_batch_by_mask(named(name), {"x": MaskNestingSpec(None)}) for name in ("one", "two")])
     assert unnest(nested)["x"].shape == (4, 3)
-
-
-def test_zeros_of_any_sign_in_wider_batches() -> None:
-    """Columns that a join adds hold 0.0, on either side."""
-    axes = {"m": MaskAxis("m"), "left": MaskAxis("n", padded="left")}
-    specs = {"m": MaskNestingSpec("m"), "n": MaskNestingSpec("left")}
-    specs |= {"x": MaskNestingSpec("m", ANY_ZERO), "y": MaskNestingSpec("left", ANY_ZERO)}
-    mask = torch.tensor([[1.0, 0, 1, 0, 0]])
-    zeros = torch.tensor([[1.0, -0.0, -2.0, 0.0, -0.0]])
-    narrow = TensorDict({"m": mask, "n": mask, "x": zeros, "y": zeros}, [1])
-    wide = TensorDict({name: torch.arange(1.0, 15)[None] for name in "mnxy"}, [1])
-    parts = [compress(part, registry=MaskNestingRegistry(specs, axes=axes)) for part in (narrow, wide)]
-    for order in ([0, 1], [1, 0]):
-        whole = decompress(PackedBatch.cat([parts[at] for at in order]))
-        row = order.index(0)
-        assert_same_tensor(whole["x"][row], torch.cat([zeros[0], torch.zeros(9)]))
-        assert_same_tensor(whole["y"][row], torch.cat([torch.zeros(9), zeros[0]]))
 
 
 # -------------------------------------------------------------------- objects of the whole batch
@@ -346,21 +302,6 @@ def positions_of(rows: list[tuple[int, int]], prompt: int, response: int, edge: 
     fields = samples.tokens(rows, prompt, response, pad=0)
     count = samples.positions(fields["attention_mask"])
     return TensorDict(fields | {"position_ids": count if edge else count * fields["attention_mask"]}, [len(rows)])
-
-
-@pytest.mark.parametrize("edge", [False, True])
-@pytest.mark.parametrize("other", [False, True])
-def test_every_field_of_an_axis_grows_alike(edge: bool, other: bool) -> None:
-    """Equal widths of the sequence, other splits: the positions of each part grow by the pad of that part."""
-    parts = [positions_of([(2, 3), (1, 2)], 2, 6, edge), positions_of([(4, 1), (5, 2)], 5, 3, other)]
-    packed = [compress(part, pad_token_id=0) for part in parts]
-    wide = [positions_of([(2, 3), (1, 2)], 5, 6, edge), positions_of([(4, 1), (5, 2)], 5, 6, other)]
-    joined = PackedBatch.cat(packed)
-    views = BatchView.cat([BatchView.of(part) for part in packed])
-    for out in (decompress(joined), views.materialize(), unnest(decompress(joined, format="nested"))):
-        assert {out[name].shape[1] for name in ("input_ids", "attention_mask", "position_ids")} == {11}
-        assert_same_tensor(out["position_ids"], torch.cat([part["position_ids"] for part in wide]))
-    assert joined.forms["position_ids",].kind == "padded"
 
 
 def test_a_field_without_a_pad_does_not_lose_its_columns() -> None:
