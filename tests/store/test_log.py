@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import random
 import shutil
 import warnings
 
@@ -125,49 +124,6 @@ def test_deleted_rows_are_gone(path):
         log.delete([7])
     log.close()
     assert opened(path).append(batch_of(1)) == range(7, 14)
-
-
-@pytest.mark.parametrize("objects", [False, True])
-def test_compaction_keeps_rows_numbers_and_tags(path, objects):
-    rng = random.Random(3)
-    batches, steps = {}, {}
-    log = opened(path, segment_bytes=1 << 14)
-    image = torch.arange(4000.0)
-    for step in range(30):
-        rows = [(rng.randrange(1, 6), rng.randrange(6)) for _ in range(rng.randrange(1, 6))]
-        batch = batch_of(step, rows)
-        if objects:
-            batch["image"] = NonTensorStack(*[{"x": image + row % 2, "n": step} for row in range(len(rows))])
-        numbers = log.append(batch, {"step": step, "row": [*range(len(rows))]})
-        kept(batches, numbers, batch)
-        steps |= dict.fromkeys(numbers, step)
-        if step % 3 == 2:
-            gone = rng.sample(sorted(batches), len(batches) // 2)
-            log.delete(gone)
-            for row in gone:
-                del batches[row]
-    reader = opened(path, mode="r")
-    before = reader.take(reader.rows[:1])
-    size = log.nbytes
-    freed = log.compact(0.0, segments=1)
-    assert log.nbytes == size - freed
-    rest = log.compact(0.0)
-    assert min(freed, rest) > 0
-    assert log.nbytes == size - freed - rest
-    log.close()
-    for held in (reader, opened(path), opened(path, mode="r")):
-        assert held.rows.tolist() == sorted(batches)
-        same_rows(held, batches, batches)
-        assert held.tags(sorted(batches))["step"] == [steps[row] for row in sorted(batches)]
-        assert held.where(step=4).tolist() == [row for row in sorted(batches) if steps[row] == 4]
-        assert held.next_row == log.next_row
-        held.close()
-    assert_same(mp.decompress(before), batches[min(batches)])
-    again = opened(path)
-    again.delete(again.rows)
-    again.append(batch_of(99))
-    again.compact()
-    assert opened(path, mode="r").rows.tolist() == [*range(again.next_row - 7, again.next_row)]
 
 
 def test_objects_that_need_a_pickle(path):
