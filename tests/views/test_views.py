@@ -201,26 +201,6 @@ def test_lengths_are_copies() -> None:
 # -------------------------------------------------------------------- no data moves
 
 
-def test_nothing_is_fetched_until_it_is_needed() -> None:
-    batch = rollout()
-    store = Store()
-    a, b = store.put(pack(batch)), store.put(pack(batch[:3]))
-    view = BatchView.cat([a, b, a[1:2]])
-    view = view.take(np.argsort(-view.lengths("response"), kind="stable"))
-    view = view.with_fields(compress(TensorDict({"x": torch.arange(11)}, [11])))
-    assert len(view.chunk(4)[3]) == 2
-    assert view.lengths("response").tolist() == sorted([3, 6, 0, 4, 0, 1, 6, 3, 6, 0, 6], reverse=True)
-    assert view.nbytes > 0
-    assert store.calls == 0
-    assert rows_of(view) == list(range(11))
-    assert store.calls == 0, "the rows of x are here"
-    view.materialize(get=store.get)
-    assert store.take_counts() == [1, 1]
-    view.materialize("uid", get=store.get)
-    assert store.take_counts() == [1, 1], "and nothing was kept"
-    assert store.calls == 2
-
-
 def test_rows_that_follow_each_other_are_not_copied() -> None:
     packed = compress(TensorDict({"x": torch.arange(100.0).sqrt(), "y": torch.arange(100.0).exp()}, [100]))
     view = BatchView.of(packed)
@@ -521,6 +501,7 @@ def test_a_reference_to_something_else(found: Any) -> None:
 def test_rows_that_are_here_need_no_get() -> None:
     view = BatchView.cat([Store().put(pack(rollout())), BatchView.of(pack(rollout()))])
     assert len(view[7:].materialize()) == 7
+    assert rows_of(view.with_fields(numbers(14))) == [*range(14)], "nor do fields"
 
 
 # -------------------------------------------------------------------- errors
