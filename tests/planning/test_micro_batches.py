@@ -58,10 +58,6 @@ THREE = plan_of([[1, 4, 6], [0, 2], [3, 5]])
 """7 rows in three micro-batches: those of `samples.rollout`."""
 
 
-def real(plan: MicroBatchPlan) -> list[list[int]]:
-    return [rows for rows, dummy in zip(plan.micro_batches, plan.is_dummy, strict=True) if not dummy]
-
-
 # -------------------------------------------------------------------- there and back
 
 
