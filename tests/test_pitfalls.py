@@ -114,10 +114,6 @@ def test_03_a_value_under_the_mask_is_kept_or_named(name, place, value):
     assert_refused(
         batch, mp.errors.LossyPadError, rf'"{name}" holds .* at \({place[0]}, {place[1]}', strict_mask_nesting=True
     )
-    with pytest.raises(mp.errors.LossyPadError, match=name):
-        nest(batch, strict_mask_nesting=True)
-    with pytest.raises(mp.errors.LossyPadError, match=name):
-        compress(batch, strict_mask_nesting=True)
 
 
 # -------------------------------------------------------------------- shapes and edges
