@@ -21,6 +21,8 @@ from torch import Tensor
 
 from maskpack import (
     RL_FIELDS,
+    MaskAxis,
+    MaskNestingRegistry,
     MaskNestingSpec,
     PackedBatch,
     compress,
@@ -30,6 +32,7 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
+from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
@@ -154,6 +157,23 @@ def test_names_of_dims_are_kept() -> None:
             assert names_of(unnest(decompress(some, format="nested"))) == ((name,), (name, "columns"))
     nested = samples.joined([nest_batch_by_mask(named(name), {"x": MaskNestingSpec(None)}) for name in ("one", "two")])
     assert unnest(nested)["x"].shape == (4, 3)
+
+
+def test_zeros_of_any_sign_in_wider_batches() -> None:
+    """Columns that a join adds hold 0.0, on either side."""
+    axes = {"m": MaskAxis("m"), "left": MaskAxis("n", padded="left")}
+    specs = {"m": MaskNestingSpec("m"), "n": MaskNestingSpec("left")}
+    specs |= {"x": MaskNestingSpec("m", ANY_ZERO), "y": MaskNestingSpec("left", ANY_ZERO)}
+    mask = torch.tensor([[1.0, 0, 1, 0, 0]])
+    zeros = torch.tensor([[1.0, -0.0, -2.0, 0.0, -0.0]])
+    narrow = TensorDict({"m": mask, "n": mask, "x": zeros, "y": zeros}, [1])
+    wide = TensorDict({name: torch.arange(1.0, 15)[None] for name in "mnxy"}, [1])
+    parts = [compress(part, registry=MaskNestingRegistry(specs, axes=axes)) for part in (narrow, wide)]
+    for order in ([0, 1], [1, 0]):
+        whole = decompress(PackedBatch.cat([parts[at] for at in order]))
+        row = order.index(0)
+        assert_same_tensor(whole["x"][row], torch.cat([zeros[0], torch.zeros(9)]))
+        assert_same_tensor(whole["y"][row], torch.cat([torch.zeros(9), zeros[0]]))
 
 
 # -------------------------------------------------------------------- objects of the whole batch
