@@ -56,7 +56,7 @@ from maskpack.packed.file.write import write_message
 from maskpack.packed.host_plan import HostPlan
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Job, Table, encode, merge, packed_forms, plans, wholes_first
+from maskpack.packed.table import Table, merge, of_values, packed_forms, plans, wholes_first
 from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
@@ -652,24 +652,22 @@ def _encoded(found: Gathered, seen: Seen, options: Options, given: Mapping[str, 
     dense_rows = 1 if found.plan.root.more_dims is None else found.rows
     values = {number: found.values.get(form.path, found.entries[form.path]) for number, form in enumerate(tensors)}
     away = encode_on_device(tensors, values, found.pads, layouts, found.rows, dense_rows)
-    done = [] if away is None else away.numbers
-    rest = [number for number in range(len(tensors)) if number not in done]
+    by_device = [] if away is None else away.numbers
+    rest = [number for number in range(len(tensors)) if number not in by_device]
     bits = host_words(ready := {number: values[number] for number in rest}, ready)
     odd = [] if away is None else [tensors[number].path for number in away.odd]
     odd += [tensors[at].path for at in rest if tensors[at].dtype is torch.bool and odd_bools(bits[at])]
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
-    jobs = [
-        Job(tensors[number], words=bits[number].reshape(-1), pads=found.pads.get(tensors[number].path))
-        for number in rest
-    ]
     table = None if away is None else away.table
     if rest or away is None:
-        encoded = encode(jobs, layouts, found.rows, dense_rows, by_kernels=device_of(values) is not None)
-        assert encoded is not None  # bools were looked at
+        by_kernels, own = device_of(values) is not None, [tensors[number] for number in rest]
+        size = layouts, found.rows, dense_rows
+        done = of_values(own, [bits[number] for number in rest], *size, found.pads, by_kernels=by_kernels)
+        assert done is not None  # bools were looked at
         if away is None:
-            learn_forms(tensors, values, found.rows, encoded)
-        table = encoded.table if away is None else _together(away, encoded.table, rest, len(tensors))
+            learn_forms(tensors, values, found.rows, done)
+        table = done.table if away is None else _together(away, done.table, rest, len(tensors))
     elif seen.signature is not None:
         plan = DevicePlan.of(found, schema, not options.verify, given)
         if plan is not None:

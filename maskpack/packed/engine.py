@@ -30,7 +30,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.table import Job, encode
+from maskpack.packed.table import of_values
 
 _CALL = "from_engine"
 _MOST_EXPERTS = np.iinfo(np.int16).max
@@ -402,14 +402,16 @@ def _packed(rows: Sequence[_Row], prompt_width: int, response_width: int, pad: i
     if rows[0].experts is not None:
         columns["routed_experts"] = ("sequence", 0, np.concatenate([row.experts for row in rows]))
     forms: list[FieldForm] = []
-    jobs: list[Job] = []
+    values: list[Any] = []
+    pads: dict[tuple[str, ...], Pads] = {}
     for name, (layout, value, column) in columns.items():
         tensor, spec = torch.from_numpy(column), RL_FIELDS.find((name,))
         about: dict[str, Any] = {"dtype": tensor.dtype, "device": "cpu", "shape": tuple(tensor.shape[1:])}
         forms.append(FieldForm((name,), "padded", layout, **about, hints=spec.hints if spec else ()))
-        jobs.append(Job(forms[-1], words=words(tensor).numpy().reshape(-1), pads=Pads.of(value, tensor.dtype)))
+        values.append(words(tensor).numpy())
+        pads[name,] = Pads.of(value, tensor.dtype)
     axes = {form.layout: layouts[form.layout] for form in forms if form.layout is not None}
     schema = Schema(Node((), None), tuple(forms), tuple((name, own.width, own.anchor) for name, own in axes.items()))
-    encoded = encode(jobs, layouts, len(rows), len(rows))
-    assert encoded is not None  # there are no bools
-    return PackedBatch(len(rows), schema, encoded.table, {})
+    found = of_values(forms, values, layouts, len(rows), len(rows), pads)
+    assert found is not None  # there are no bools
+    return PackedBatch(len(rows), schema, found.table, {})

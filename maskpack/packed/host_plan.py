@@ -21,7 +21,7 @@ from maskpack.core import abi, native
 from maskpack.core.bits import address, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path
-from maskpack.core.pads import Pad, Pads, pad_words
+from maskpack.core.pads import Pad, Pads, pad_words, trial_of
 from maskpack.fields.options import Options
 from maskpack.layout import scan
 from maskpack.layout.row_layout import RowLayout
@@ -30,7 +30,7 @@ from maskpack.nesting.gather import LOSSY
 from maskpack.nesting.nested import Nested
 from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.table import Job, Table, check_memory, done_jobs, forms_key, job_table, packed_forms, recall
+from maskpack.packed.table import Table, check_memory, done_jobs, forms_key, job_table, packed_forms, recall
 
 _PADDED, _PACKED = 0, 1
 _RESULT, _GIVEN, _PADS, _JOB_ROWS = (
@@ -156,26 +156,31 @@ class HostPlan:
         masks = [source.key for source in parts.origins if source.way == "mask"]
         alike = {path for path in masks if uniform and _may_trust(plan, padded.get(path), tensors[path])}
         schema = replace(plan.schema, forms=packed_forms(plan.schema, tensors, padded))
-        jobs = _jobs(schema, tensors, plan, padded, options, alike if options.verify else padded)
-        rows, held = plan.rows, list[Any]()
-        table = job_table(jobs, parts.names, {}, rows, rows, held)
-        key = forms_key([job.form for job in jobs], rows)
-        recall(table.jobs, key)
+        forms, rows = [form for form in schema.forms if form.path in tensors], plan.rows
+        table, key = job_table(tuple(forms), parts.names), forms_key(forms, rows)
+        jobs = table.jobs.copy()
+        jobs["rows"] = rows
+        trusted, held = alike if options.verify else padded, list[Tensor]()
+        for place, form in zip(table.order.tolist(), forms, strict=True):
+            if form.path in padded:
+                trials = [trial_of(pad, tensors[form.path].dtype, form.path in trusted) for pad in plan.pads[form.path]]
+                held.append(_described(jobs[place], form, tensors[form.path], trials, not options.strict))
+        recall(jobs, key)
         lines = [_line(source, tensors, seen, rows, alike) for source in parts.origins]
         numbers_given = {name: number for number, name in enumerate(given)}
-        source = native.BatchSource(len(lines), len(parts.cuts), len(jobs), native.slots_of(table.jobs))
-        blocks = [lines, parts.cuts, parts.stored(plan.anchors), table.jobs]
+        source = native.BatchSource(len(lines), len(parts.cuts), len(jobs), native.slots_of(jobs))
+        blocks = [lines, parts.cuts, parts.stored(plan.anchors), jobs]
         line = np.concatenate([np.ascontiguousarray(block).view(np.int64).reshape(-1) for block in blocks])
         first, begins = source.places[2], np.arange(len(lines)) * abi.ORIGIN_NUMBERS
         each = first + np.arange(len(jobs)) * abi.JOB_NUMBERS
-        own = [numbers[job.form.path] for job in jobs]
-        places = table.order * abi.JOB_NUMBERS + [_PACKED if job.padded is None else _PADDED for job in jobs]
+        own = [numbers[form.path] for form in forms]
+        places = table.order * abi.JOB_NUMBERS + [_PADDED if form.path in padded else _PACKED for form in forms]
         reads = [
             (at, numbers[key], _MASK) for at, (way, key, *_) in enumerate(parts.origins) if way in ("mask", "prefix")
         ]
         reads += [
-            (len(lines) + at, number, _VALUES if job.padded is None else job.form.ragged_dim)
-            for at, (number, job) in enumerate(zip(own, jobs, strict=True))
+            (len(lines) + at, number, form.ragged_dim if form.path in padded else _VALUES)
+            for at, (number, form) in enumerate(zip(own, forms, strict=True))
         ]
         offsets = [at for at, (way, _, _, _) in enumerate(parts.origins) if way == "jagged"]
         return cls(
@@ -183,9 +188,9 @@ class HostPlan:
             schema,
             frozenset(padded),
             [
-                (int(place), numbers[job.form.path], job.form)
-                for place, job in zip(table.order, jobs, strict=True)
-                if job.padded is None and job.form.kind == "padded"
+                (int(place), numbers[form.path], form)
+                for place, form in zip(table.order, forms, strict=True)
+                if form.kind == "padded" and form.path not in padded
             ],
             parts.names,
             source,
@@ -262,9 +267,6 @@ class HostPlan:
         return True
 
 
-_NO_WORDS = np.zeros(0, np.uint8)
-
-
 def _is_host(plan: BatchPlan, given: Mapping[str, RowLayout], seen: Seen) -> bool:
     """Whether the core reads all tensors and makes all layouts of a batch."""
     held = [*(x for x in seen.tensors if x is not None), *seen.offsets, *given.values()]
@@ -284,24 +286,15 @@ def _may_trust(plan: BatchPlan, form: FieldForm | None, mask: Tensor) -> bool:
     return scan.is_plain(mask)
 
 
-def _jobs(
-    schema: Schema,
-    tensors: Mapping[Path, Tensor],
-    plan: BatchPlan,
-    padded: Collection[Path],
-    options: Options,
-    trusted: Collection[Path],
-) -> list[Job]:
-    """The jobs of a batch; the first pads of fields that are `trusted` are."""
-    jobs: list[Job] = []
-    for form in schema.forms:
-        x = tensors.get(form.path)
-        if x is not None and form.path in padded:
-            keeps = not options.strict and form.ragged_dim == 1 and x.is_contiguous()
-            jobs.append(Job(form, x, plan.pads[form.path], trusted=form.path in trusted, keeps=keeps))
-        elif x is not None:
-            jobs.append(Job(form, words=_NO_WORDS))
-    return jobs
+def _described(row: Any, form: FieldForm, x: Tensor, trials: Sequence[Any], keeps: bool) -> Tensor:
+    """Writes where a padded tensor lies, and which pads it may have, into the row of its job; `keeps`: it may stay as
+    it is. Returns the tensor that the row points to, which may be a copy."""
+    row["field"], held = native.described(x.movedim(form.ragged_dim, 1))
+    row["padded"], row["keeps"] = 1, abi.MAY if keeps and form.ragged_dim == 1 and x.is_contiguous() else 0
+    assert len(trials) <= abi.MOST_PADS
+    row["num_pads"] = len(trials)
+    row["pads"][: len(trials)] = trials
+    return held
 
 
 def _line(

@@ -25,7 +25,7 @@ from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
 from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, pads_of, shape_in
 from maskpack.packed.segments import Segments
-from maskpack.packed.table import Job, Table, encode, merge, words_of_one
+from maskpack.packed.table import Table, merge, of_values, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -122,10 +122,9 @@ def _alone(
     form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Pads | None = None
 ) -> Columns:
     """A field in a body of its own."""
-    job = Job(form, words=held.reshape(-1), pads=pads)
-    encoded = encode([job], layouts, rows, rows)
-    assert encoded is not None
-    return Columns((form.path,), (Body(encoded.table, {form.path: 0}),), Segments.whole(rows))
+    found = of_values([form], [held], layouts, rows, rows, {} if pads is None else {form.path: pads})
+    assert found is not None
+    return Columns((form.path,), (Body(found.table, {form.path: 0}),), Segments.whole(rows))
 
 
 def table_of_rows(packed: PackedBatch) -> Table:
@@ -175,17 +174,11 @@ def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
 
 def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
     tensors = decoded(packed, forms, True)
-    jobs = [
-        Job(
-            form,
-            words=words(tensors[form.path]).numpy().reshape(-1),
-            pads=pads_of(packed, form) if form.kind == "padded" else None,
-        )
-        for form in forms
-    ]
-    encoded = encode(jobs, packed.layouts, packed.num_rows, packed.num_rows)
-    assert encoded is not None
-    return encoded.table
+    pads = {form.path: pads_of(packed, form) for form in forms if form.kind == "padded"}
+    values = [words(tensors[form.path]).numpy() for form in forms]
+    found = of_values(forms, values, packed.layouts, packed.num_rows, packed.num_rows, pads)
+    assert found is not None
+    return found.table
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:

@@ -6,7 +6,6 @@ name -> Values [T, *F] with lengths [B], a tensor [B], or objects --packed_rows-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.table import Job, JobTable, encode_jobs, job_table
+from maskpack.packed.table import JobTable, encoded, job_table
 
 
 class Values(NamedTuple):
@@ -84,18 +83,16 @@ def packed_rows(
             lengths_of[line] = lengths
         about.append((name, layout, values.dtype, tuple(values.shape[1:]), hints.get(name, ())))
         tensors.append(values)
-    plan, layouts = _plan_of(tuple(about)), _Layouts.of([*lengths_of.values()], rows)
-    held = [words(tensors[at].contiguous()) for at in plan.order]
-    jobs = plan.table.jobs.copy()
-    jobs["rows"] = rows
-    jobs["field"]["packed"] = [tensor.data_ptr() or _NOWHERE for tensor in held]
-    jobs["bounds"] = [0 if at is None else layouts.bounds[at] for at in plan.layouts]
-    stored, key = np.zeros(len(lengths_of), abi.STORED), (plan, rows.bit_length())
-    table = encode_jobs(plan.table._replace(jobs=jobs), key, layouts.table, stored, rows, rows)
-    if table is None:
+    (schema, names, table), (layouts, lines) = _plan_of(tuple(about)), _layouts_of([*lengths_of.values()], rows)
+    held = [words(tensor.contiguous()) for tensor in tensors]
+    places = [tensor.data_ptr() or _NOWHERE for tensor in held]
+    stored, key = np.zeros(len(lengths_of), abi.STORED), (table, rows.bit_length())
+    found = encoded(table, key, places, {}, names, layouts, stored, rows, rows)
+    del lines  # not earlier: the layouts have its addresses
+    if found is None:
         raise _odd_error(columns, call)
     objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, plan.schema, table, objects)
+    return PackedBatch(rows, schema, found.table, objects)
 
 
 def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutError:
@@ -103,32 +100,17 @@ def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutErro
     return odd_bools_error(call, [(name,) for name, x in bools if odd_bools(words(x.contiguous()).numpy())])
 
 
-# -------------------------------------------------------------------- plans
+# -------------------------------------------------------------------- kinds and layouts
 
 
 _Told = tuple[tuple[Any, ...], ...]
 """Of each field its name; of tensors also the number of the layout, the dtype, the shape of an element, and hints."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """What is the same for all rows of fields of some names, dtypes and shapes.
-
-    Attributes:
-        schema: of all fields.
-        table: jobs that lack rows and addresses.
-        order: the number of the tensor of each job.
-        layouts: the number of the layout of each job; None for scalars.
-    """
-
-    schema: Schema
-    table: JobTable
-    order: tuple[int, ...]
-    layouts: tuple[int | None, ...]
-
-
 @lru_cache(256)
-def _plan_of(told: _Told) -> _Plan:
+def _plan_of(told: _Told) -> tuple[Schema, tuple[str, ...], JobTable]:
+    """What is the same for all rows of fields of some names, dtypes and shapes: their schema, the names of their
+    layouts, and the jobs of the tensors."""
     names: dict[int, str] = {}
     forms: list[FieldForm] = []
     for name, *tensor in told:
@@ -139,41 +121,28 @@ def _plan_of(told: _Told) -> _Plan:
         layout = None if number is None else names.setdefault(number, name_of_jagged((name,)))
         kind = "dense" if layout is None else "jagged"
         forms.append(FieldForm((name,), kind, layout, dtype=dtype, device="cpu", shape=shape, hints=hints))
-    tensors = tuple([form for form in forms if form.dtype is not None])
-    nothing = [Job(form, words=np.zeros(0, np.uint8)) for form in tensors]
-    table = job_table(nothing, tuple(names.values()), {}, 0, 0, [])
-    order = tuple(np.argsort(table.order).tolist())
-    places = {name: number for number, name in names.items()} | {None: None}
-    layouts = tuple([places[tensors[at].layout] for at in order])
-    return _Plan(Schema(Node((), None), tuple(forms), ()), table, order, layouts)
+    own = tuple(names.values())
+    table = job_table(tuple([form for form in forms if form.dtype is not None]), own)
+    return Schema(Node((), None), tuple(forms), ()), own, table
 
 
-class _Layouts(NamedTuple):
-    """Layouts of rows without padding, for the core: their table, where the bounds of the rows of each lie, and what
-    these point to."""
-
-    table: IntArray
-    bounds: list[int]
-    held: IntArray
-
-    @classmethod
-    def of(cls, lengths: Sequence[IntArray], rows: int) -> _Layouts:
-        """From int64 [B] each."""
-        held = np.zeros((len(lengths), 4 * rows + 2), np.int64)  # of each: starts, counts, splits, bounds
-        table: list[int] = []
-        at = address(held)
-        for line, own in zip(held, lengths, strict=True):
-            filled = own > 0
-            counts = own[filled]
-            line[rows : rows + counts.size] = counts
-            np.cumsum(filled, out=line[2 * rows + 1 : 3 * rows + 1])
-            np.cumsum(own, out=line[3 * rows + 2 :])
-            width = int(own.max(initial=0))
-            if rows * width >= _MOST:
-                RowLayout.from_lengths(own)  # raises: the values take no memory, but cannot be counted
-            table += [rows, width, at, at + 8 * rows, at + 16 * rows, at + 24 * rows + 8]
-            at += line.nbytes
-        return cls(np.array(table, np.int64), table[5::6], held)
+def _layouts_of(lengths: Sequence[IntArray], rows: int) -> tuple[IntArray, IntArray]:
+    """The table of layouts without padding for the core, from int64 [B] each, and what it points to."""
+    lines = np.zeros((len(lengths), 4 * rows + 2), np.int64)  # of each: starts, counts, splits, bounds
+    table: list[int] = []
+    at = address(lines)
+    for line, own in zip(lines, lengths, strict=True):
+        filled = own > 0
+        counts = own[filled]
+        line[rows : rows + counts.size] = counts
+        np.cumsum(filled, out=line[2 * rows + 1 : 3 * rows + 1])
+        np.cumsum(own, out=line[3 * rows + 2 :])
+        width = int(own.max(initial=0))
+        if rows * width >= _MOST:
+            RowLayout.from_lengths(own)  # raises: the values take no memory, but cannot be counted
+        table += [rows, width, at, at + 8 * rows, at + 16 * rows, at + 24 * rows + 8]
+        at += line.nbytes
+    return np.array(table, np.int64), lines
 
 
 _MOST = 1 << 62

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, word_dtype
@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path, path_of, show
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
-from maskpack.core.pads import Pads, PadValue, trial_of
+from maskpack.core.pads import Pads
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.plan import plans as batch_plans
@@ -37,6 +37,7 @@ NO_PADS, ONE_WORD, ONE_EDGE, WORDS, MIXED_PADS = range(5)
 """No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which no kernel decodes."""
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
+_LAYOUT_BOUNDS = int(abi.LAYOUT.fields["bounds"][1]) // 8  # type: ignore[index]
 
 
 def words_of_one(form: FieldForm) -> int:
@@ -440,87 +441,86 @@ def _used(*structs: Structs) -> IntArray:
 # -------------------------------------------------------------------- encoding
 
 
-class Job(NamedTuple):
-    """A tensor that is to be encoded.
+@dataclass(frozen=True, eq=False)
+class JobTable:
+    """What the core is told of the tensors of all batches of a kind.
 
     Attributes:
-        form: with its dtype and shape.
-        padded: the tensor, if it is padded and on the host.
-        trials: its pads, which are tried in order.
-        words: else its packed words, flat.
-        pads: what is under their mask, if they have one.
-        trusted: whether the first pad is taken unseen.
-        keeps: whether a padded tensor, which is contiguous, may stay so.
-    """
-
-    form: FieldForm
-    padded: Tensor | None = None
-    trials: Sequence[PadValue] = ()
-    words: Words | None = None
-    pads: Pads | None = None
-    trusted: bool = False
-    keeps: bool = False
-
-
-class JobTable(NamedTuple):
-    """Jobs for the core.
-
-    Attributes:
-        jobs: JOB [n], each behind those that its hints name.
+        jobs: JOB [n], each behind those that its hints name, without rows and addresses; not to be changed.
         order: int64 [n], the place of each tensor among them.
-        names: the names of the layouts, in the order in which they are stored.
     """
 
     jobs: Structs
     order: IntArray
-    names: tuple[str, ...]
 
 
 class EncodedTable(NamedTuple):
-    """A table, and the jobs, as they were done."""
+    """A table; its jobs, as they were done; and the place of each tensor among them."""
 
     table: Table
-    jobs: JobTable
+    jobs: Structs
+    order: IntArray
 
 
-def encode(
-    jobs: Sequence[Job], layouts: Mapping[str, RowLayout], rows: int, dense_rows: int, *, by_kernels: bool = False
+def of_values(
+    forms: Sequence[FieldForm],
+    values: Sequence[Words],
+    layouts: Mapping[str, RowLayout],
+    rows: int,
+    dense_rows: int,
+    pads: Mapping[Path, Pads] = MappingProxyType({}),
+    *,
+    by_kernels: bool = False,
 ) -> EncodedTable | None:
-    """Encodes packed values; None if bools have other bytes than 0 and 1. `by_kernels`: as kernels can encode them the
-    next time."""
-    held: list[Any] = []
+    """Encodes packed values, the words of each of `forms`; None if bools have other bytes than 0 and 1.
+
+    Args:
+        layouts: those of the forms, and others that are stored, too.
+        rows, dense_rows: B, and the rows of fields without a layout.
+        pads: what is under the mask of each padded field.
+        by_kernels: as kernels can encode them the next time.
+    """
     layouts = wholes_first(layouts)
-    bounds = {name: layouts[name].row_offsets for name in {job.form.layout for job in jobs} if name is not None}
-    table = job_table(jobs, tuple(layouts), bounds, rows, dense_rows, held)
-    key = forms_key([job.form for job in jobs], rows, by_kernels)
-    table.jobs["by_kernels"] = by_kernels
+    table, key = job_table(tuple(forms), tuple(layouts)), forms_key(forms, rows, by_kernels)
     line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
-    out = encode_jobs(table, key, line, stored, rows, dense_rows, dict(layouts))
-    if out is None:
-        return None
-    return EncodedTable(out, table)
+    held = [np.ascontiguousarray(own).reshape(-1) for own in values]
+    places = {at: pads[form.path].place for at, form in enumerate(forms) if form.path in pads}
+    kind = tuple(layouts), line, stored, rows, dense_rows, dict(layouts)
+    return encoded(table, key, [address(own) for own in held], places, *kind, by_kernels)
 
 
-def encode_jobs(
+def encoded(
     table: JobTable,
     key: Hashable,
+    values: Sequence[int],
+    pads: Mapping[int, tuple[int, int, int]],
+    names: tuple[str, ...],
     layouts: IntArray,
     stored: Structs,
     rows: int,
     dense_rows: int,
     known: dict[str, RowLayout] | None = None,
-) -> Table | None:
-    """Encodes as the last jobs of the same key were encoded, if that still fits; None as `encode`. `layouts` and
-    `stored` are as for `native.encode`, `known` as of the Table."""
-    recall(table.jobs, key)
-    found = native.encode(table.jobs, layouts, stored, 1)
+    by_kernels: bool = False,
+) -> EncodedTable | None:
+    """Encodes values at some addresses as the last ones of the same key were encoded, if that still fits; None as
+    `of_values`. `pads` are places of records by the number of the tensor, `layouts` and `stored` as for
+    `native.encode`, `known` as of the Table."""
+    jobs, order = table.jobs.copy(), table.order
+    jobs["rows"] = np.where(jobs["layout"] < 0, dense_rows, rows)
+    jobs["bounds"] = np.append(layouts[_LAYOUT_BOUNDS :: abi.LAYOUT_NUMBERS], 0)[jobs["layout"]]
+    jobs["field"]["packed"][order] = values
+    jobs["by_kernels"] = by_kernels
+    for number, place in pads.items():
+        row = jobs[order[number]]
+        row["given"], row["given_size"], row["given_count"] = place
+    recall(jobs, key)
+    found = native.encode(jobs, layouts, stored, 1)
     if found is None:
-        check_memory(table.jobs["result"])
+        check_memory(jobs["result"])
         return None
-    done_jobs.keep(key, table.jobs)
-    back = table.order
-    places = rows, dense_rows, table.names, stored, found.entries, found.fields[back], table.jobs["under_mask"][back]
-    return Table(*places, found.body, known, is_compact=True)
+    done_jobs.keep(key, jobs)
+    places = rows, dense_rows, names, stored, found.entries, found.fields[order], jobs["under_mask"][order]
+    return EncodedTable(Table(*places, found.body, known, is_compact=True), jobs, order)
 
 
 def forms_key(fields: Sequence[FieldForm], rows: int, by_kernels: bool = False) -> tuple[Any, ...]:
@@ -536,29 +536,22 @@ def recall(jobs: Structs, key: Hashable) -> None:
         jobs["keeps"] = np.where(own > 0, np.maximum(own, known["keeps"]), 0)
 
 
-def job_table(
-    jobs: Sequence[Job],
-    names: tuple[str, ...],
-    bounds: Mapping[str, IntArray],
-    rows: int,
-    dense_rows: int,
-    held: list[Any],
-) -> JobTable:
-    """The jobs of some tensors; `held` keeps what they point to. `names`: the layouts, those that are columns of others
-    last; `bounds` [B + 1] those of the rows of packed values, if they are known."""
+@lru_cache(256)
+def job_table(forms: tuple[FieldForm, ...], names: tuple[str, ...]) -> JobTable:
+    """The jobs of some tensors. `names`: the layouts, those that are columns of others last."""
     places = {name: place for place, name in enumerate(names)}
-    order = _order(jobs)
-    table = native.new_jobs(len(jobs))
-    numbers = {jobs[at].form.path: place for place, at in enumerate(order)}
-    steps = [0] * len(jobs)
-    fields = [jobs[at].form for at in order]
-    for place, at in enumerate(order):
-        _describe(table[place], jobs[at], bounds, places, rows, dense_rows, held)
-        _refer(table, place, jobs[at].form, numbers, fields, steps)
-    native.number_jobs(table)
-    back = np.empty(len(jobs), np.int64)
-    back[order] = np.arange(len(jobs))
-    return JobTable(table, back, names)
+    order = _order(forms)
+    jobs = native.new_jobs(len(forms))
+    numbers = {forms[at].path: place for place, at in enumerate(order)}
+    steps = [0] * len(forms)
+    fields = [forms[at] for at in order]
+    for place, form in enumerate(fields):
+        _describe(jobs[place], form, places)
+        _refer(jobs, place, form, numbers, fields, steps)
+    native.number_jobs(jobs)
+    back = np.empty(len(forms), np.int64)
+    back[order] = np.arange(len(forms))
+    return JobTable(jobs, back)
 
 
 def check_memory(results: IntArray) -> None:
@@ -569,20 +562,20 @@ def check_memory(results: IntArray) -> None:
 
 def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
     """A table of layouts without tensors."""
-    found = encode([], layouts, rows, rows)
+    found = of_values([], [], layouts, rows, rows)
     assert found is not None
     return found.table
 
 
-def _order(jobs: Sequence[Job]) -> list[int]:
-    """The jobs in an order in which each comes after those that its hints name."""
-    numbers = {job.form.path: at for at, job in enumerate(jobs)}
+def _order(forms: Sequence[FieldForm]) -> list[int]:
+    """The tensors in an order in which each comes after those that its hints name."""
+    numbers = {form.path: at for at, form in enumerate(forms)}
     order: dict[int, None] = {}
 
     def named(at: int) -> Iterator[int]:
-        return (numbers[path] for path in _named(jobs[at].form) if path in numbers)
+        return (numbers[path] for path in _named(forms[at]) if path in numbers)
 
-    for first in range(len(jobs)):
+    for first in range(len(forms)):
         above = {} if first in order else {first: named(first)}
         while above:
             at, left = next(reversed(above.items()))
@@ -600,21 +593,11 @@ def _named(form: FieldForm) -> list[Path]:
     return [path for hint in form.hints for path in _paths(form, hint.partition(":")[2])]
 
 
-def _describe(
-    row: Any,
-    job: Job,
-    bounds: Mapping[str, IntArray],
-    places: Mapping[str, int],
-    rows: int,
-    dense_rows: int,
-    held: list[Any],
-) -> None:
-    """Writes where a tensor lies, and which pads it may have, into its row; `held` keeps what the row points to."""
-    form = job.form
+def _describe(row: Any, form: FieldForm, places: Mapping[str, int]) -> None:
+    """Writes what a tensor is into its row."""
     assert form.dtype is not None
     row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
     row["items"], row["size"] = words_of_one(form), size_of_word(form)
-    row["rows"] = dense_rows if form.layout is None else rows
     floats = form.dtype.is_floating_point or form.dtype.is_complex
     row["integers"] = abi.FLOATS if floats else abi.BOOLS if form.dtype is torch.bool else abi.INTEGERS
     for hint in form.hints:
@@ -624,23 +607,6 @@ def _describe(
             row["columns"] = columns if columns > 1 else 0
         elif kind is not None:
             row["hints"] |= 1 << kind
-    if job.padded is not None:
-        row["field"], tensor = native.described(job.padded.movedim(form.ragged_dim, 1))
-        row["padded"], row["keeps"] = 1, abi.MAY if job.keeps else 0
-        assert len(job.trials) <= abi.MOST_PADS
-        trials = [trial_of(pad, form.dtype, job.trusted) for pad in job.trials]
-        row["num_pads"] = len(trials)
-        row["pads"][: len(trials)] = trials
-        held.append(tensor)
-        return
-    assert job.words is not None
-    line = np.ascontiguousarray(job.words)
-    own = bounds.get(form.layout or "")
-    row["field"]["packed"] = address(line)
-    row["bounds"] = 0 if own is None else address(own)
-    held += [line, own, job.pads]
-    if job.pads is not None:
-        row["given"], row["given_size"], row["given_count"] = job.pads.place
 
 
 def _refer(

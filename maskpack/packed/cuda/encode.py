@@ -91,7 +91,7 @@ class KnownForms:
     @classmethod
     def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
-        (jobs, order, names), table = encoded.jobs, encoded.table
+        table, jobs, order = encoded
         units: dict[int, list[Any]] = {}
         kinds: dict[int, int] = {}
         for tensor, (place, at) in enumerate(zip(order.tolist(), table.fields.tolist(), strict=True)):
@@ -99,7 +99,7 @@ class KnownForms:
             has_words = kind in (abi.CONCAT, jobs[place]["form"]["kind"])
             if has_words and all(table.entries[part]["kind"] in _WRITTEN_HERE for part in parts):
                 kinds[tensor], units[tensor] = kind, [_unit_of(table, part) for part in parts]
-        return cls(jobs.copy(), order.tolist(), names, units, kinds)
+        return cls(jobs.copy(), order.tolist(), table.names, units, kinds)
 
     def want_host(self) -> bool:
         """Whether the next batch goes to the host."""
