@@ -137,8 +137,8 @@ def layouts_entry(
     entries = [((f"mask {digest} {name}",), own) for name, own in zip(masks, bits, strict=True)]
     entries += [((f"pads {digest}",), line), ((f"types {digest}",), stored)]
     if any(form.path in flat for form in floats):
-        lengths = np.diff(ends)
-        least, most = int(lengths.min(initial=lengths.max(initial=0))), int(lengths.max(initial=0))
+        lengths = np.diff(ends) if ends[-1] else np.zeros(1, np.int64)
+        least, most = int(lengths.min()), int(lengths.max())
         entries.append(((f"signs {digest}",), jagged_from(values, offsets, least, most)))
     return unflatten(root, entries, rows)
 

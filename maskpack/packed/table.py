@@ -507,7 +507,9 @@ def encoded(
     `native.encode`, `known` as of the Table."""
     jobs, order = table.jobs.copy(), table.order
     jobs["rows"] = np.where(jobs["layout"] < 0, dense_rows, rows)
-    jobs["bounds"] = np.append(layouts[_LAYOUT_BOUNDS :: abi.LAYOUT_NUMBERS], 0)[jobs["layout"]]
+    bounds: IntArray = np.zeros(len(names) + 1, np.int64)  # the last one is for those without a layout
+    bounds[:-1] = layouts[_LAYOUT_BOUNDS :: abi.LAYOUT_NUMBERS]
+    jobs["bounds"] = bounds[jobs["layout"]]
     jobs["field"]["packed"][order] = values
     jobs["by_kernels"] = by_kernels
     for number, place in pads.items():
