@@ -207,8 +207,10 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     read = host_words(tensors, tensors)
     lines = {key: _bytes(read[key], values.dtype, key, call) for key, (values, _) in parts.items()}
     rows = batch.batch_size[0] if batch.batch_dims else max(map(len, lines.values()), default=0)
-    for form in (FieldForm((), "node", node=root), *forms.values()):
-        _check_dims(batch, form, rows, call)
+    nodes = {(): root} | {path: form.node for path, form in forms.items() if form.node is not None}
+    for path, node in nodes.items():
+        if node.more_dims is not None:
+            _check_dims(batch, path, node.more_dims, rows, call)
     layouts: dict[str, RowLayout] = {}
     for digest, said in types.items():
         _add_layouts(layouts, digest, said, lines, rows, call)
@@ -249,20 +251,19 @@ def _all_forms(types: Collection[Types], call: str) -> dict[Path, FieldForm]:
     return forms
 
 
-def _check_dims(batch: TensorDictBase, form: FieldForm, rows: int, call: str) -> None:
+def _check_dims(batch: TensorDictBase, path: Path, dims: tuple[int, ...], rows: int, call: str) -> None:
     """Raises LayoutError if a batch or sub-batch has no rows, or fields without the dims that it had behind them."""
-    dims = form.node.more_dims if form.node is not None else None
-    held: Any = entry_at(batch, form.path) if dims is not None else None
-    if dims is None or not is_sub_batch(held):
+    held: Any = entry_at(batch, path)
+    if not is_sub_batch(held):
         return
-    shapes = {form.path: (*held.batch_size[:1], *dims)}
+    shapes = {path: (*held.batch_size[:1], *dims)}
     for name, value in fields_of(held).items() if dims else ():
         if isinstance(value, Tensor) and not value.is_nested:
-            shapes[(*form.path, name)] = tuple(value.shape)[: 1 + len(dims)]
-    for path, shape in shapes.items():
+            shapes[(*path, name)] = tuple(value.shape)[: 1 + len(dims)]
+    for own, shape in shapes.items():
         if shape != (rows, *dims):
             raise LayoutError(
-                f'{call}: "{show(path)}" has the dims {shape}, in a batch that was nested with {(rows, *dims)}; '
+                f'{call}: "{show(own)}" has the dims {shape}, in a batch that was nested with {(rows, *dims)}; '
                 f"expected these. {INTACT}"
             )
 
