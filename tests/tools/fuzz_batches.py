@@ -193,7 +193,7 @@ class Rows:
         cells: [B, width, *more] of each field.
         pads: of each field and row, the cell that new columns hold; None for EDGE.
         index: int64 [B], a field without a mask.
-        told: the fields that LAYOUTS has, and whether their masks were trimmed, each by itself.
+        told: the fields that LAYOUTS has; whether their masks were trimmed, each by itself; and the axes that it has.
     """
 
     fields: dict[str, Field]
@@ -202,7 +202,7 @@ class Rows:
     cells: dict[str, np.ndarray]
     pads: dict[str, list[Any]]
     index: np.ndarray
-    told: tuple[tuple[str, ...], bool] = ((), False)
+    told: tuple[tuple[str, ...], bool, frozenset[str]] = ((), False, frozenset())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         out = {name: oracle.from_cells(self.cells[name], own.dtype) for name, own in self.fields.items()}
@@ -248,11 +248,19 @@ class Rows:
         cells = {name: np.concatenate([own.cells[name] for own in wide]) for name in parts[0].fields}
         pads = {name: [pad for own in wide for pad in own.pads[name]] for name in parts[0].fields}
         index = np.concatenate([own.index for own in wide])
-        told = parts[0].told[0], any(own.told[1] for own in parts)
+        told = (
+            parts[0].told[0],
+            any(own.told[1] for own in parts),
+            frozenset.intersection(*(own.told[2] for own in parts)),
+        )
         return Rows(parts[0].fields, frames, masks, cells, pads, index, told)
 
     def nested(self) -> Rows:
-        return replace(self, told=(tuple(self.fields), self.told[1]))
+        return replace(self, told=(tuple(self.fields), *self.told[1:]))
+
+    def packed_again(self) -> Rows:
+        """Packed from nested rows, whose layouts without fields are forgotten."""
+        return replace(self, told=(*self.told[:2], frozenset(own.axis for own in self.fields.values())))
 
     @property
     def kind(self) -> Any:
@@ -267,7 +275,7 @@ class Rows:
             frames[axis], kept[axis] = (end - begin, min(max(anchor - begin, 0), end - begin)), slice(begin, end)
         masks = {axis: mask[:, kept[axis]] for axis, mask in self.masks.items()}
         cells = {name: self.cells[name][:, kept[own.axis]] for name, own in self.fields.items()}
-        return replace(self, frames=frames, masks=masks, cells=cells, told=(tuple(self.fields), True))
+        return replace(self, frames=frames, masks=masks, cells=cells, told=(tuple(self.fields), True, self.told[2]))
 
 
 class Held(NamedTuple):
@@ -305,6 +313,8 @@ class Program:
         mask = np.zeros((count, prompt + response), bool)
         for row in mask:
             row[:prompt], row[prompt:] = self.one(ways)(prompt), self.one(ways)(response)
+        if self.rng.random() < 0.3:  # columns that no row needs
+            mask[:, : self.rng.integers(prompt + 1)] = mask[:, prompt + self.rng.integers(response + 1) :] = False
         frames = {"sequence": (prompt + response, prompt), "prompt": (prompt, prompt), "response": (response, 0)}
         masks = {"sequence": mask, "prompt": mask[:, :prompt], "response": mask[:, prompt:]}
         return self.filled(Rows(self.fields, frames, masks, {}, {}, self.rng.integers(0, 999, count)))
@@ -329,7 +339,7 @@ class Program:
                 x = strategies.padded(self.rng, values, mask.tolist(), mask.shape[1], chosen)
             cells[name] = oracle.cells(x)
             pads[name] = pads_of(x, mask, spec)
-        rows = replace(rows, cells=cells, pads=pads, told=(tuple(rows.fields), False))
+        rows = replace(rows, cells=cells, pads=pads, told=(tuple(rows.fields), False, frozenset(rows.frames)))
         batch = TensorDict(rows.tensors(), [len(rows.index)])
         call = mp.nest_batch_by_mask if nested or self.rng.random() < 0.3 else mp.compress
         return Held(call(batch, registry=registry, pad_token_id=PAD, verify=verify), rows)
@@ -386,7 +396,7 @@ class Program:
 
     def nest(self, own: Held) -> Held:
         if not isinstance(own.batch, mp.PackedBatch):
-            return Held(mp.compress(own.batch, pad_token_id=PAD), own.rows)
+            return Held(mp.compress(own.batch, pad_token_id=PAD), own.rows.packed_again())
         return Held(mp.decompress(own.batch, format="nested"), own.rows.nested())
 
     def trim(self, own: Held) -> Held:
