@@ -35,7 +35,7 @@ from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, nee
 from maskpack.errors import LayoutError
 from maskpack.layout.jagged import held_by, jagged_from
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout, host_spans, layout_of_core, layout_of_table
-from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
 MARK, SIGNS = 0xA5, 2
@@ -78,11 +78,12 @@ NOTHING = Nested(Node((), None), {}, {}, {}, ())
 
 @lru_cache(256)
 def _types(schema: Schema, parts: tuple[tuple[str, str, int], ...]) -> Types:
-    """What a schema and its layouts say of types alone, whatever the order of keys."""
+    """What a schema and its layouts say of types alone, whatever the order of keys, and which jagged fields share their
+    offsets."""
     forms = [
-        FieldForm(f.path, f.kind, f.layout, f.ragged_dim, f.dtype, f.node and replace(f.node, device=None))
+        FieldForm(f.path, f.kind, layout, f.ragged_dim, f.dtype, f.node and replace(f.node, device=None))
         for f in sorted(schema.forms, key=lambda form: form.path)
-        if f.layout is not None or f.node is not None
+        if (layout := name_of_jagged(f.path) if f.kind == "jagged" else f.layout) is not None or f.node is not None
     ]
     own = Schema(replace(schema.root, device=None), tuple(forms), tuple(sorted(schema.axes)))
     return Types(own, tuple(sorted(parts)))

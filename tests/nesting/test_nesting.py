@@ -519,6 +519,15 @@ def test_update_with_results_of_other_rows(other: str) -> None:
             call(nested)
 
 
+def test_jagged_fields_that_share_offsets_or_not_are_of_one_kind() -> None:
+    rows = [torch.tensor([1, 2]), torch.tensor([3])]
+    x, y = jagged(rows), jagged(rows)
+    batches = [TensorDict({"x": x, "y": other}, [2]) for other in (y, x * 2)]
+    nested = [nest_batch_by_mask(batch, {}) for batch in batches]
+    assert nested[0][LAYOUTS].keys() == nested[1][LAYOUTS].keys()
+    assert_same_batch(unnest(joined(nested))[:2], batches[0])
+
+
 @pytest.mark.parametrize("width", [5, 70])
 def test_bits_of_masks_behind_their_width_mean_nothing(width: int) -> None:
     mask = torch.arange(width) < torch.tensor([[width], [2], [0]])
