@@ -28,9 +28,16 @@ _A_THREAD = 1 << 26
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
-_LAYOUT, _PADS = (int(abi.FIELD.fields[name][1]) // 8 for name in ("layout", "pads"))  # type: ignore[index]
 _SMALL = 1 << 20
 """Bodies with room for fewer bytes are copied, so that they take no more memory than they need."""
+
+
+def places_in(struct: Any, *names: str) -> list[int]:
+    """The places of members among the numbers of a struct."""
+    return [int(struct.fields[name][1]) // 8 for name in names]
+
+
+_PADDED, _PACKED, _LAYOUT, _PADS = places_in(abi.FIELD, "padded", "packed", "layout", "pads")
 
 
 def _loaded() -> ctypes.CDLL:
@@ -165,7 +172,7 @@ def write(fields: Sequence[NewField]) -> None:
     layouts = {id(field.layout): field.layout for field in fields}
     numbers = {own: number for number, own in enumerate(layouts)}
     table = np.concatenate([field.form for field in fields]).reshape(len(fields), -1)
-    table[:, :2] = [(field.padded.data_ptr(), field.packed.data_ptr()) for field in fields]
+    table[:, [_PADDED, _PACKED]] = [(field.padded.data_ptr(), field.packed.data_ptr()) for field in fields]
     table[:, _LAYOUT] = [numbers[id(field.layout)] for field in fields]
     places = [field.pads.place for field in fields]
     table[:, _PADS : _PADS + 3] = [(at, size, size if count > 1 else 0) for at, size, count in places]

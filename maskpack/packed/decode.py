@@ -35,9 +35,9 @@ MAX_BYTES = 64 << 30
 """The most bytes that a batch may take decoded, unless the caller gives another limit."""
 
 
-_NUMBERS, _PADDED, _PACKED = abi.TARGET.itemsize // 8, 0, 1
-_ENTRY, _PART = _NUMBERS - 2, _NUMBERS - 1
-_PADS = abi.FIELD.fields["pads"][1] // 8  # type: ignore[index]
+_NUMBERS = abi.TARGET_NUMBERS
+_ENTRY, _PART = native.places_in(abi.TARGET, "entry", "part")
+_PADDED, _PACKED, _PADS, _SHIFT = native.places_in(abi.FIELD, "padded", "packed", "pads", "shift")  # its first member
 
 
 def shape_of(
@@ -215,7 +215,7 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
                 pads.append(table.pads[fields])
                 if packed.picked.shown is not None or table.frames != packed.frames:
                     for at in [at for at, place in enumerate(places) if targets.padded[place]]:
-                        block[at, _PADS + 3] = packed.picked.shift(forms[places[at]].layout or "", table)
+                        block[at, _SHIFT] = packed.picked.shift(forms[places[at]].layout or "", table)
             block[:, _PART] = len(given)
             given.append(table.given(table.rows if taken is None else taken.size, taken, to))
             if table.dense_rows != table.rows:  # the rows are no batch dim

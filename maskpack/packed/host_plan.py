@@ -32,15 +32,9 @@ from maskpack.nesting.plan import BatchPlan, Seen
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.table import Table, check_memory, done_jobs, forms_key, job_table, packed_forms, recall
 
-_PADDED, _PACKED = 0, 1
-_RESULT, _GIVEN, _PADS, _JOB_ROWS = (
-    int(abi.JOB.fields[name][1]) // 8  # type: ignore[index]
-    for name in ("result", "given", "under_mask", "rows")
-)
-_AT, _ROWS, _LIMIT = (
-    int(abi.ORIGIN.fields[name][1]) // 8  # type: ignore[index]
-    for name in ("at", "rows", "limit")
-)
+_PADDED, _PACKED = native.places_in(abi.FIELD, "padded", "packed")  # of a job, which begins with its field
+_RESULT, _GIVEN, _PADS, _JOB_ROWS = native.places_in(abi.JOB, "result", "given", "under_mask", "rows")
+_AT, _ROWS, _LIMIT = native.places_in(abi.ORIGIN, "at", "rows", "limit")
 _MASK, _VALUES = -1, 0
 _SPARE = 1 << 15
 _WAYS = {"mask": abi.OF_MASK, "prefix": abi.OF_PREFIX, "jagged": abi.OF_OFFSETS, "given": abi.OF_LAYOUT}

@@ -37,7 +37,7 @@ NO_PADS, ONE_WORD, ONE_EDGE, WORDS, MIXED_PADS = range(5)
 """No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which no kernel decodes."""
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
-_LAYOUT_BOUNDS = int(abi.LAYOUT.fields["bounds"][1]) // 8  # type: ignore[index]
+(_LAYOUT_BOUNDS,) = native.places_in(abi.LAYOUT, "bounds")
 
 
 def words_of_one(form: FieldForm) -> int:
