@@ -655,6 +655,20 @@ def test_a_plan_of_a_batch_with_a_sub_batch_before_its_masks(by_kernels: Place) 
 
 
 @kernel_test
+def test_a_plan_that_trusts_pads_takes_no_rows_of_several_spans(by_kernels: Place) -> None:
+    """Their masks alone tell."""
+    rng = torch.Generator().manual_seed(0)
+    registry = {name: MaskNestingSpec("m") for name in "mx"}
+    for hole in (False, False, False, True):
+        mask = (torch.arange(40) < torch.randint(10, 40, (4, 1), generator=rng)).long()
+        mask[1, 3 : 3 + 2 * hole] = 0
+        batch = TensorDict({"m": mask, "x": mask * torch.randint(1, 99, (4, 40), generator=rng)}, [4])
+        packed = compress(batch.to(DEVICE), registry=registry, verify=False)
+        oracle.assert_same_batch(decompress(packed, device="cpu"), batch.to("cpu"))
+    assert by_kernels.plans == [True, False]
+
+
+@kernel_test
 @pytest.mark.parametrize("reason", ["rows of several spans", "rows that are too long"])
 def test_batches_without_a_plan(by_kernels: Place, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """Nothing is measured in vain for them."""
