@@ -655,6 +655,23 @@ def test_a_plan_of_a_batch_with_a_sub_batch_before_its_masks(by_kernels: Place) 
 
 
 @kernel_test
+def test_a_row_that_lacks_the_last_token_of_its_parts_is_no_concat(by_kernels: Place) -> None:
+    rng = torch.Generator().manual_seed(0)
+    registry = {name: MaskNestingSpec(mask) for name, mask in zip("prsab", "prspr", strict=True)}
+    registry["x"] = MaskNestingSpec("s", hints=("concat:a,b",))
+    for lacks in (0, 0, 1):
+        n = torch.randint(5, 15, (2, 3), generator=rng)
+        p, r = (torch.arange(20) < own[:, None] for own in n)
+        a, b = (torch.randint(1, 30000, (3, 20), generator=rng) * mask for mask in (p, r))
+        rows = [torch.cat([a[row][p[row]], b[row][r[row]]])[: int(n[:, row].sum()) - lacks] for row in range(3)]
+        x = torch.stack([torch.nn.functional.pad(row, (0, 40 - len(row))) for row in rows])
+        batch = TensorDict({"p": p.long(), "r": r.long(), "s": (x > 0).long(), "a": a, "b": b, "x": x}, [3])
+        packed = compress(batch.to(DEVICE), registry=registry)
+        assert (packed.table.kind(packed.numbers["x",]) == "concat") == (not lacks)
+        oracle.assert_same_batch(decompress(packed, device="cpu"), batch.to("cpu"))
+
+
+@kernel_test
 def test_a_plan_that_trusts_pads_takes_no_rows_of_several_spans(by_kernels: Place) -> None:
     """Their masks alone tell."""
     rng = torch.Generator().manual_seed(0)
