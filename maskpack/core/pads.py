@@ -192,6 +192,7 @@ class Pads:
     @cached_property
     def place(self) -> tuple[int, int, int]:
         """Where the records lie: the address of the first, the bytes of one, and their number."""
+        assert self.records.flags.c_contiguous
         return address(self.records), self.records.shape[1], len(self.records)
 
     def __reduce__(self) -> tuple[Any, ...]:

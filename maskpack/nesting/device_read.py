@@ -95,9 +95,8 @@ def fits(x: Tensor, layout: RowLayout) -> bool:
     trainer is."""
     words = layout.width * x.shape[2:].numel()
     programs = layout.num_rows * (-(-words // SPAN))
-    differentiable = x.requires_grad and torch.is_grad_enabled()
     countable = x.dtype.itemsize <= 8 and words <= _MOST and programs < 1 << 26
-    return countable and not differentiable and uses_triton(x.device, call="maskpack")
+    return countable and uses_triton(x.device, call="maskpack")
 
 
 def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:

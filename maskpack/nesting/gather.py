@@ -153,7 +153,8 @@ class Verifier:
         bools = [form.path for form in forms if form.dtype is torch.bool and form.path in self.tensors]
         away = {path for path in unsure if is_away(self.tensors[path])}
         found: dict[Path, Pads | None] = {path: Pads.of(0, self.tensors[path].dtype) for path in self.known}
-        found |= self._read_on_devices([unsure[path] for path in unsure if path in away], bools)
+        if unsure:
+            found |= self._read_on_devices([unsure[path] for path in unsure if path in away], bools)
         found |= self._read_on_host([form for path, form in unsure.items() if path not in found])
         lossy = [form for path, form in padded.items() if found[path] is None]
         if lossy and self.options.strict:
@@ -175,6 +176,9 @@ class Verifier:
             return False
         return odd_bools(words(x[:1] if x.dim() and not x.stride(0) else x).numpy())  # of an expanded row, the first
 
+    def _needs_grad(self, form: FieldForm) -> bool:
+        return self.tensors[form.path].requires_grad and torch.is_grad_enabled()
+
     def _to_try(self, path: Path) -> Sequence[PadValue]:
         return self.pads[path] if self.options.verify else self.pads[path][:1]
 
@@ -184,13 +188,14 @@ class Verifier:
         fields: dict[torch.device, dict[Path, device_read.PaddedField]] = {}
         for form in forms:
             x, layout = self._padded(form)
-            own = device_read.PaddedField(x, layout, self._to_try(form.path), self.options.verify)
+            own = device_read.PaddedField(x.detach(), layout, self._to_try(form.path), self.options.verify)
             fields.setdefault(x.device, {})[form.path] = own
         reads = [device_read.read(own, device) for device, own in fields.items()]
         self.values |= {path: values for read in reads for path, values in read.values.items()}
         taken = [form.path for form in forms if form.path in self.values]
-        self.values |= {form.path: self.gather(form) for form in forms if form.path not in self.values}
-        flags = self._flags(reads, bools) if forms and self.options.verify else {}
+        anew = [form for form in forms if form.path not in self.values or self._needs_grad(form)]
+        self.values |= {form.path: self.gather(form) for form in anew}
+        flags = self._flags(reads, bools) if self.options.verify else {}
         found: dict[Path, PadValue | None] = {}
         for path in taken:
             differs = flags.get(path, [0])
@@ -220,15 +225,17 @@ class Verifier:
         """What is under the masks of padded fields, copied to the host if they are not there; None if no pad fits. One
         pass for each pad, of the fields that the pads before do not fit; it gathers the values of those on the
         host."""
-        found: dict[Path, Pads | None] = {}
+        found: dict[Path, Pads] = {}
         padded = {form.path: self._on_host(form) for form in forms}
         gathered: dict[Path, Tensor | None] = {}
         for form in forms:
             x, layout = padded[form.path]
             gathered[form.path] = None
-            if x.requires_grad and torch.is_grad_enabled():
+            if form.path in self.values:
+                continue
+            if self._needs_grad(form):
                 self.values[form.path] = self.gather(form)
-            elif form.path not in self.values:
+            else:
                 gathered[form.path] = empty_of((layout.num_tokens, *x.shape[2:]), x.dtype)
                 self.values[form.path] = cast("Tensor", gathered[form.path])
         for attempt in range(max((len(self._to_try(form.path)) for form in forms), default=0)):
@@ -240,11 +247,9 @@ class Verifier:
             fields = [(*padded[form.path], pad, gathered[form.path]) for form, pad in trials]
             exact, records = checks.read(fields, not self.options.verify)
             for (form, pad), fits, own in zip(trials, exact, records, strict=True):
-                if fits:
-                    found[form.path] = _pads_of(pad, self.tensors[form.path].dtype, own)
-        for form in [form for form in forms if form.path not in found]:
-            found[form.path], self.values[form.path] = None, self.gather(form)
-        return found
+                if fits and (pads := _pads_of(pad, self.tensors[form.path].dtype, own)) is not None:
+                    found[form.path] = pads
+        return {form.path: found.get(form.path) for form in forms}
 
     def _padded(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
         """A field with its width behind its rows, and its layout, on one device."""
@@ -254,9 +259,8 @@ class Verifier:
 
     def _on_host(self, form: FieldForm) -> tuple[Tensor, RowLayout]:
         x, layout = self._padded(form)
-        return (
-            (x, layout) if not is_away(x) else (x.detach().cpu(), self._layout(form.layout or "", torch.device("cpu")))
-        )
+        x = x.detach().cpu() if is_away(x) else x
+        return x, layout if layout.device == x.device else self._layout(form.layout or "", x.device)
 
     def _layout(self, name: str, device: torch.device) -> RowLayout:
         if (name, device) not in self._moved:

@@ -37,7 +37,7 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
+from maskpack.nesting.coverage import OffAxis, check_coverage, off_axis, warn_dense
 from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import Nested, layouts_entry, read_nested
@@ -513,15 +513,16 @@ def compress(
     batch, carried = whole_batch(batch, "compress")
     layouts = _layouts_of(like)
     seen = seen_of(batch, options, carried, layouts)
-    found = _by_plan(batch, options, carried, layouts, seen, like)
+    found, axes = _by_plan(batch, options, carried, layouts, seen, like), None
     if found is None:
         gathering = gathered(batch, options, carried, layouts, seen)
         found = *_encoded(gathering, seen, options, carried.layouts or layouts), gathering.plan
         axes = gathering.axes
-    else:
-        axes = Axes(batch, options.registry, carried.layouts, layouts, "compress")
     table, schema, plan = found
-    off = off_axis(plan, axes, table.layouts) if plan.declared else {}
+    off: dict[Path, OffAxis] = {}
+    if plan.declared:
+        axes = axes or Axes(batch, options.registry, carried.layouts, layouts, "compress")
+        off = off_axis(plan, axes, table.layouts)
     check_coverage(schema.forms, batch, options, off)
     objects = {f.path: Objects.of(entry_at(batch, f.path)).stowed() for f in schema.forms if f.kind == "object"}
     packed = PackedBatch(table.rows, schema, table, objects, codec)

@@ -446,7 +446,7 @@ class JobTable:
     """What the core is told of the tensors of all batches of a kind.
 
     Attributes:
-        jobs: JOB [n], each behind those that its hints name, without rows and addresses; not to be changed.
+        jobs: JOB [n], each behind those that its hints name, without rows and addresses; read-only.
         order: int64 [n], the place of each tensor among them.
     """
 
@@ -553,6 +553,7 @@ def job_table(forms: tuple[FieldForm, ...], names: tuple[str, ...]) -> JobTable:
     native.number_jobs(jobs)
     back = np.empty(len(forms), np.int64)
     back[order] = np.arange(len(forms))
+    jobs.flags.writeable = False
     return JobTable(jobs, back)
 
 

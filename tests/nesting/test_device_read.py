@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import LayoutError
-from maskpack.nesting import device_read, plan
+from maskpack.nesting import device_read, gather, plan
 
 pytestmark = [*kernel_marks, pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")]
 
@@ -111,6 +111,14 @@ def test_bools_of_other_bytes_are_refused(place: str) -> None:
         nest_batch_by_mask(batch.to(DEVICE), registry)
 
 
+def test_bools_on_a_device_are_looked_at_beside_fields_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    odd = torch.tensor([[1, 2, 0, 0], [1, 1, 1, 0]], dtype=torch.uint8).view(torch.bool)
+    monkeypatch.setattr(gather, "is_away", lambda x: x.dtype is torch.bool)
+    with pytest.raises(LayoutError, match=r'field "free" is torch\.bool with bytes other'):
+        nest_batch_by_mask(TensorDict({"m": mask, "x": mask * 3, "free": odd}, [2]), {"m": ("m", 0), "x": ("m", 0)})
+
+
 def test_fields_that_require_gradients_keep_them() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     x = (torch.rand(2, 4) * mask).requires_grad_()
@@ -121,3 +129,5 @@ def test_fields_that_require_gradients_keep_them() -> None:
     nested["x"].values().sum().backward()
     assert torch.equal(x.grad, mask.float())
     assert not nested["y"].requires_grad
+    assert nested["x"].requires_grad
+    assert_same_tensor(unnest_batch_by_mask(nested)["x"].detach().cpu(), x.detach())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,16 @@ from oracle import assert_same_batch
 from tensordict import TensorDict
 
 import maskpack as mp
-from maskpack.core.pads import ANY_ZERO
+from maskpack.core.pads import ANY_ZERO, Pads
 
 ZEROS = {"m": ("m", 0), "x": ("m", [0, ANY_ZERO])}
+
+
+def test_pads_that_travel_say_where_they_lie_there() -> None:
+    pads = Pads.of_rows(torch.tensor([1.0, 2.0]))
+    assert pads.place == (pads.records.ctypes.data, 5, 2)
+    there = pickle.loads(pickle.dumps(pads))
+    assert there.place == (there.records.ctypes.data, 5, 2)
 
 
 def records(signs: torch.Tensor) -> bytes:
