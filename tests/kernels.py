@@ -20,8 +20,8 @@ from torch import Tensor
 from maskpack import PackedBatch
 from maskpack.core import native
 from maskpack.core.keys import Path
-from maskpack.nesting import checks, device_read, gather
-from maskpack.packed import batch
+from maskpack.nesting import checks, device_read, plan, read
+from maskpack.packed import encode as encoding
 from maskpack.packed.cuda import decode, device_plan, encode, job_table
 from maskpack.packed.cuda.device_plan import DevicePlan
 
@@ -86,7 +86,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
     of_fields, of_plan = encode.encode_on_device, DevicePlan.encoded
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            batch, "encode_on_device", lambda *given: (here.encoded.append(of_fields(*given)), here.encoded[-1])[1]
+            encoding, "encode_on_device", lambda *given: (here.encoded.append(of_fields(*given)), here.encoded[-1])[1]
         )
         patch.setattr(
             DevicePlan, "encoded", lambda *given: (out := of_plan(*given), here.plans.append(out is not None))[0]
@@ -97,8 +97,8 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
             for module in (device_plan, decode, encode, device_read):
                 patch.setattr(module, "uses_triton", lambda device, call: True)
             patch.setattr(checks, "uses_triton", lambda device: True)
-            patch.setattr(gather, "is_away", lambda x: True)
-            patch.setattr(batch.HostPlan, "of", lambda *given: None)  # plans of the host
+            for module in (plan, read):
+                patch.setattr(module, "is_away", lambda x: True)
             for module, name, number in (
                 (job_table, "CHUNK", chunk),
                 (device_read, "CHUNK", chunk),

@@ -23,7 +23,7 @@ enum { FAILED = -1, NO_ROOM = -2 };
 enum { FLOATS, INTEGERS, BOOLS };
 enum { AS_SPANS, AS_MASK, AS_PART }; /* how a layout is stored */
 
-enum { MOST_PADS = 4 };
+enum { MOST_PADS = 8 };
 enum { MOST_STEPS = 8 };   /* from a field to fields that it is near to, or that it is put together from */
 enum { FEW_COLUMNS = 16 }; /* words of an element that are a column each; of more, each index of its first dim is one */
 enum { BLOCK = 256, NEAR = 128, CODED = 64 }; /* words of a block; bits that say that they are distances, or coded */
@@ -82,14 +82,15 @@ typedef struct {
 
 /* Where a layout of a batch comes from: the valid words of a mask [rows, width]; all words of a row up to its last valid
    one; the i64 offsets [rows + 1] of jagged values, of which there are `limit`; or a Layout. A word is valid if it has one of
-   the significant bits. `uniform` if the batch does not fit where the valid words of a mask differ. */
+   the significant bits. `trusts`: 1 + the job of the mask itself, whose pads need no check if all its valid words are equal
+   and all others 0; 0 for none. */
 enum { OF_MASK, OF_PREFIX, OF_OFFSETS, OF_LAYOUT };
 
 typedef struct {
     const void *at;
     i64 size, rows, width, row_stride;
     u64 significant;
-    i64 way, uniform, limit;
+    i64 way, trusts, limit;
 } Origin;
 
 /* A layout of a batch: the tokens of an origin, or those in some of its columns if `low` is not negative. */
@@ -124,9 +125,9 @@ typedef struct {
 
 enum { MAY = 1, DID = 2 }; /* stay padded */
 
-/* A field to be encoded, padded or packed (`field.packed` alone); of packed values, `bounds` are those of their rows, and
-   `index` says which rows to encode. `near`, `head` and `tail` are jobs before it. `given` are the records
-   of a packed field under a mask, `given_count` of `given_size` bytes. `keeps`: whether it may stay padded, MAY or DID the
+/* A field to be read or encoded, padded or packed (`field.packed` alone). What is read goes to `field.packed`, unless that is
+   NULL, and records to `field.pads`. `near`, `head` and `tail` are jobs before it. `given` are the records of a packed field
+   under a mask, `given_count` of `given_size` bytes. `keeps`: whether it may stay padded, MAY or DID the
    last time; it is contiguous then. `by_kernels`: whether kernels encode it the next time, which write no PIECES and no
    SPARSE. `result` is FITS, STRAY or KEPT if none of its pads is under its mask, ODD, or an error; `under_mask` is where its
    records are then; `pad` is the pad that is, `count` entries from `first` on are its own, and the last of them is the field. */
@@ -134,7 +135,6 @@ enum { MAY = 1, DID = 2 }; /* stay padded */
 typedef struct {
     Field field;
     i64 padded, layout, items, size, rows;
-    const i64 *bounds, *index;
     const u8 *given;
     i64 given_size, given_count;
     i64 integers, hints, near, head, tail, columns, keeps, by_kernels, num_pads;

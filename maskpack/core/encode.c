@@ -18,13 +18,12 @@ typedef struct {
 static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
     const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
     const u8 *values = job->field.packed ? job->field.packed : (const u8 *)&ZEROS; /* no words are no NULL, which says STRAY */
-    *rows = (Rows){job->rows, job->size, job->items, job->bounds, job->index, values, NULL, NULL, NULL, NULL};
+    *rows = (Rows){job->rows, job->size, job->items, layout ? layout->bounds : NULL, NULL, values, NULL, NULL, NULL, NULL};
     if (!job->padded) return 1;
     *field = job->field;
     field->mode = NO_PAD;
     rows->field = field;
     rows->layout = layout;
-    rows->bounds = layout->bounds;
     i64 most = 0;
     for (i64 row = 0; row < job->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
     return (rows->scratch = malloc((size_t)(most * job->size + 8))) != NULL;
@@ -243,11 +242,6 @@ static int has_odd_bools(const Rows *rows) {
     return all > 1;
 }
 
-/* The bytes of a record that `read` writes for a mode. */
-static i64 record_size(i64 mode, i64 size, const Layout *layout) {
-    return 1 + size + ((mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
-}
-
 /* Stores `count` records behind the entries of a job with rows; equal ones once, and then without signs if all their bytes
    but the first `least` are 0. */
 static int store_pads(Job *job, const u8 *pads, i64 size, i64 count, i64 least, Out *out) {
@@ -268,9 +262,7 @@ static int store_pads(Job *job, const u8 *pads, i64 size, i64 count, i64 least, 
 static int is_stray(const Job *job, const Rows *rows, Field *field) {
     for (i64 pad = 0; pad < job->num_pads; pad++) {
         i64 row = 0;
-        field->mode = job->pads[pad].mode;
-        memcpy(field->pad, job->pads[pad].pad, sizeof field->pad);
-        field->pads_size = field->pads_step = record_size(field->mode, field->size, rows->layout);
+        try_pad(field, job->pads + pad, rows->layout);
         while (row < job->rows && row_words(rows, row)) row++;
         if (row == job->rows) return 0;
     }
@@ -287,7 +279,6 @@ static int encode_kept(Work *work, i64 at) {
     own.layout = own.near = own.head = own.tail = -1;
     own.items *= work->layouts[job->layout].width;
     own.field.packed = job->field.padded;
-    own.bounds = NULL;
     if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
     open_rows(&rows, &own, work->layouts, &field);
     alone.outs->used = 0;
@@ -317,9 +308,7 @@ static void encode_job(void *context, i64 at) {
     }
     for (job->pad = 0; done == STRAY && job->keeps != DID && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
         work->outs[at].used = 0;
-        field.mode = job->pads[job->pad].mode;
-        memcpy(field.pad, job->pads[job->pad].pad, sizeof field.pad);
-        if (job->padded) field.pads_size = field.pads_step = record_size(field.mode, field.size, rows.layout);
+        if (job->padded) try_pad(&field, job->pads + job->pad, rows.layout);
         done = encode_field(work, at, &rows, work->outs + at, work->slots + job->first, &job->count);
     }
     job->pad--;
@@ -490,100 +479,4 @@ static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *
 API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Entry *slots, Entry *entries,
                         i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
     return encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
-}
-
-/* A scanned layout of a mask; `misfit` if its valid words must be equal and are not. */
-static int scan_mask(const Origin *mask, Layout *out, i64 *misfit, i64 threads) {
-    i64 rows = mask->rows, alike[2];
-    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2));
-    RowScan *found = malloc(sizeof(RowScan) * (size_t)(rows + 1));
-    int fine = line && found;
-    if (fine) {
-        i64 *splits = line, *bounds = line + rows + 1;
-        i64 spans = maskpack_count_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found,
-                                         splits, bounds, alike, threads);
-        *misfit |= mask->uniform && !alike[0];
-        fine = new_layout(out, rows, mask->width, spans);
-        if (fine) {
-            memcpy((i64 *)out->splits, line, sizeof(i64) * (size_t)(2 * rows + 2));
-            maskpack_list_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
-                                (i64 *)out->starts, (i64 *)out->counts, threads);
-        }
-    }
-    free(line);
-    free(found);
-    return fine;
-}
-
-/* A layout of rows from position 0 on. `ends`: where each ends; or, if `offsets`, that of the rows before, too. */
-static int lead_layout(const i64 *ends, int offsets, i64 rows, i64 width, Layout *out) {
-    if (!new_layout(out, rows, width, rows)) return 0;
-    i64 *splits = (i64 *)out->splits, *bounds = (i64 *)out->bounds;
-    splits[0] = bounds[0] = 0;
-    for (i64 row = 0; row < rows; row++) {
-        i64 n = offsets ? ends[row + 1] - ends[row] : ends[row];
-        ((i64 *)out->starts)[splits[row]] = 0;
-        ((i64 *)out->counts)[splits[row]] = n;
-        splits[row + 1] = splits[row] + (n > 0);
-        bounds[row + 1] = bounds[row] + n;
-        out->width = offsets && n > out->width ? n : out->width;
-    }
-    return 1;
-}
-
-/* The layout up to the last valid word of each row of a mask. */
-static int lead_of_mask(const Origin *mask, Layout *out, i64 *misfit, i64 threads) {
-    Layout whole = {0};
-    i64 *ends = malloc(sizeof(i64) * (size_t)(mask->rows + 1));
-    int fine = ends && scan_mask(mask, &whole, misfit, threads);
-    for (i64 row = 0; fine && row < mask->rows; row++) {
-        i64 last = whole.splits[row + 1] - 1;
-        ends[row] = last < whole.splits[row] ? 0 : whole.starts[last] + whole.counts[last];
-    }
-    fine = fine && lead_layout(ends, 0, mask->rows, mask->width, out);
-    free_layout(&whole);
-    free(ends);
-    return fine;
-}
-
-/* The layout of offsets; `misfit` if they are none, or of more than their values. */
-static int layout_of_offsets(const Origin *origin, Layout *out, i64 *misfit) {
-    const i64 *offsets = origin->at;
-    i64 rows = origin->rows, fine = !offsets[0] && offsets[rows] <= origin->limit;
-    for (i64 row = 0; row < rows; row++) fine &= offsets[row] <= offsets[row + 1];
-    *misfit |= !fine;
-    return fine ? lead_layout(offsets, 1, rows, 0, out) : new_layout(out, 0, 0, 0);
-}
-
-static int layout_of_origin(const Origin *origin, Layout *out, i64 *misfit, i64 threads) {
-    if (origin->way == OF_MASK) return scan_mask(origin, out, misfit, threads);
-    if (origin->way == OF_PREFIX) return lead_of_mask(origin, out, misfit, threads);
-    if (origin->way == OF_OFFSETS) return layout_of_offsets(origin, out, misfit);
-    const Layout *given = origin->at;
-    return cut_layout(given, 0, given->width, out);
-}
-
-/* Makes layouts from origins, and encodes them and the fields of a batch; returns what `maskpack_encode` does. */
-API i64 maskpack_compress(const Origin *origins, i64 num_origins, const Cut *cuts, Stored *stored, i64 m, Job *jobs, i64 n,
-                          Entry *slots, Entry *entries, i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
-    Layout *whole = calloc((size_t)(num_origins + 2 * m) + 1, sizeof(Layout));
-    i64 misfit = 0, used = FAILED;
-    if (!whole) {
-        if (n) jobs->result = NO_MEMORY;
-        return FAILED;
-    }
-    Layout *own = whole + num_origins, *layouts = own + m;
-    int fine = 1;
-    for (i64 at = 0; at < num_origins && fine; at++) fine = layout_of_origin(origins + at, whole + at, &misfit, threads);
-    for (i64 at = 0; at < m && fine && !misfit; at++) {
-        if (cuts[at].low >= 0) fine = cut_layout(whole + cuts[at].origin, cuts[at].low, cuts[at].width, own + at);
-        layouts[at] = cuts[at].low < 0 ? whole[cuts[at].origin] : own[at];
-    }
-    for (i64 at = 0; at < n && fine && !misfit; at++)
-        if (!jobs[at].padded && !jobs[at].index && jobs[at].layout >= 0) jobs[at].bounds = layouts[jobs[at].layout].bounds;
-    if (n) jobs->result = fine ? FITS : NO_MEMORY;
-    if (fine && !misfit) used = encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
-    for (i64 at = 0; at < num_origins + m; at++) free_layout(whole + at);
-    free(whole);
-    return used;
 }

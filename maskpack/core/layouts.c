@@ -142,22 +142,89 @@ API i64 maskpack_read_layout(const Stored *stored, const u8 *body, i64 rows, i64
     return n;
 }
 
-/* ------------------------------------------------------------------ a batch to a table and a body, and back */
+/* ------------------------------------------------------------------ the layouts of a batch */
 
-/* A layout with arrays of its own, which `free_layout` frees; 0 without memory. */
-static int new_layout(Layout *out, i64 rows, i64 width, i64 spans) {
-    i64 *line = malloc(sizeof(i64) * (size_t)(2 * rows + 2 + 2 * spans));
-    *out = (Layout){rows, width, line + 2 * rows + 2, line + 2 * rows + 2 + spans, line, line + rows + 1};
-    return line != NULL;
+/* Memory of `room` numbers, of which `used` are taken, or would be if they were there. */
+typedef struct {
+    i64 *numbers, used, room;
+} Arena;
+
+/* A layout of rows with room for `spans` spans; false if there is none. */
+static int new_layout(Arena *arena, Layout *out, i64 rows, i64 width, i64 spans) {
+    i64 *line = arena->numbers + arena->used;
+    *out = (Layout){rows, width, line, line + spans, line + 2 * spans, line + 2 * spans + rows + 1};
+    arena->used += 2 * rows + 2 + 2 * spans;
+    return arena->used <= arena->room;
 }
 
-static void free_layout(const Layout *layout) { free((void *)layout->splits); }
-
-static int cut_layout(const Layout *whole, i64 low, i64 width, Layout *out) {
-    if (!new_layout(out, whole->rows, width, whole->splits[whole->rows])) return 0;
-    maskpack_cut(whole, low, width, (i64 *)out->splits, (i64 *)out->bounds, (i64 *)out->starts, (i64 *)out->counts);
-    return 1;
+/* The layout of a mask; the pads of a job that trusts it are verified unless its valid words are equal. */
+static void scan_mask(Arena *arena, const Origin *mask, RowScan *found, Job *jobs, Layout *out, i64 threads) {
+    i64 rows = mask->rows, alike[2];
+    i64 *splits = (i64 *)(found + rows), *bounds = splits + rows + 1;
+    i64 spans = maskpack_count_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, splits,
+                                     bounds, alike, threads);
+    for (i64 pad = 0; mask->trusts && !alike[0] && pad < MOST_PADS; pad++) jobs[mask->trusts - 1].pads[pad].mode &= ~TRUSTED;
+    if (!new_layout(arena, out, rows, mask->width, spans)) return;
+    memcpy((i64 *)out->splits, splits, sizeof(i64) * (size_t)(2 * rows + 2));
+    maskpack_list_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
+                        (i64 *)out->starts, (i64 *)out->counts, threads);
 }
+
+/* A layout of rows from position 0 on. `ends`: where each ends; or, if `offsets`, that of the rows before, too. */
+static void lead_layout(Arena *arena, const i64 *ends, int offsets, i64 rows, i64 width, Layout *out) {
+    if (!new_layout(arena, out, rows, width, rows)) return;
+    i64 *splits = (i64 *)out->splits, *bounds = (i64 *)out->bounds;
+    splits[0] = bounds[0] = 0;
+    for (i64 row = 0; row < rows; row++) {
+        i64 n = offsets ? ends[row + 1] - ends[row] : ends[row];
+        ((i64 *)out->starts)[splits[row]] = 0;
+        ((i64 *)out->counts)[splits[row]] = n;
+        splits[row + 1] = splits[row] + (n > 0);
+        bounds[row + 1] = bounds[row] + n;
+        out->width = offsets && n > out->width ? n : out->width;
+    }
+}
+
+/* Whether i64 [rows + 1] are the offsets of `limit` values or fewer. */
+static int are_offsets(const i64 *offsets, i64 rows, i64 limit) {
+    i64 fine = !offsets[0] && offsets[rows] <= limit;
+    for (i64 row = 0; row < rows; row++) fine &= offsets[row] <= offsets[row + 1];
+    return (int)fine;
+}
+
+/* Makes the layouts of a batch, [m]: those of its origins, and columns of them. `memory` begins with room for the scan of a
+   mask, sizeof(RowScan) a row and 2 * rows + 2 numbers; behind it `room` numbers are for layouts. Returns the numbers in use;
+   NO_ROOM less those that are enough; or FAILED for offsets that are none. */
+API i64 maskpack_make_layouts(const Origin *origins, i64 num_origins, const Cut *cuts, i64 m, Job *jobs, Layout *whole, Layout *out,
+                              i64 rows, i64 *memory, i64 room, i64 threads) {
+    Arena arena = {memory + rows * (i64)(sizeof(RowScan) / sizeof(i64)) + 2 * rows + 2, 0, room};
+    for (i64 at = 0; at < num_origins; at++) {
+        const Origin *origin = origins + at;
+        Layout *own = whole + at;
+        if (origin->way == OF_LAYOUT) *own = *(const Layout *)origin->at;
+        else if (origin->way == OF_OFFSETS) {
+            if (!are_offsets(origin->at, rows, origin->limit)) return FAILED;
+            lead_layout(&arena, origin->at, 1, rows, 0, own);
+        } else scan_mask(&arena, origin, (RowScan *)memory, jobs, own, threads);
+        if (origin->way != OF_PREFIX || arena.used > room) continue;
+        i64 *ends = memory;
+        for (i64 row = 0; row < rows; row++) {
+            i64 last = own->splits[row + 1] - 1;
+            ends[row] = last < own->splits[row] ? 0 : own->starts[last] + own->counts[last];
+        }
+        lead_layout(&arena, ends, 0, rows, origin->width, own);
+    }
+    for (i64 at = 0; at < m; at++) {
+        const Layout *of = whole + cuts[at].origin;
+        if (cuts[at].low < 0) out[at] = *of;
+        else if (arena.used > room) arena.used += 2 * rows + 2; /* and spans that are not known yet */
+        else if (new_layout(&arena, out + at, rows, cuts[at].width, of->splits[rows]))
+            maskpack_cut(of, cuts[at].low, cuts[at].width, (i64 *)out[at].splits, (i64 *)out[at].bounds, (i64 *)out[at].starts, (i64 *)out[at].counts);
+    }
+    return arena.used <= room ? arena.used : NO_ROOM - arena.used;
+}
+
+/* ------------------------------------------------------------------ layouts from elsewhere */
 
 /* Whether a layout lies in its body and can be read: spans that rise without touching each other, within the width.
    `spans` [index + 1] are counted; a AS_PART may have as many as its parent, and `most` in all are too many. */

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ def places_in(struct: Any, *names: str) -> list[int]:
     return [int(struct.fields[name][1]) // 8 for name in names]
 
 
+_FIRST, _COLUMNS = places_in(abi.JOB, "first", "columns")
 _PADDED, _PACKED, _LAYOUT, _PADS = places_in(abi.FIELD, "padded", "packed", "layout", "pads")
 
 
@@ -114,39 +115,23 @@ def scan(mask: Mask) -> tuple[HostLayout, int | None]:
 # -------------------------------------------------------------------- padded fields
 
 
-class Trial(NamedTuple):
-    """What may be under a mask: a mode, the word of a constant in two halves, and room for the records of rows, uint8
-    [B, n], if these differ."""
+def read(jobs: Structs, layouts: IntArray, nbytes: int) -> None:
+    """Gathers the packed values of padded fields of `nbytes` in all, and finds out what is under their masks.
 
-    mode: int
-    word: tuple[int, int] = (0, 0)
-    records: Words | None = None
-
-
-class PaddedField(NamedTuple):
-    """A field on the host.
-
-    Attributes:
-        padded: [B, S, *F] with any strides.
-        layout: which of its elements are valid.
-        trial: what may be under the mask.
-        packed: its values, contiguous [T, *F]; None if they are not asked for.
+    Args:
+        jobs: JOB [n]; `result` is written, and `pad`, the number of the first pad that is, -1 for fields without pads.
+        layouts: the table of their layouts.
     """
-
-    padded: Tensor
-    layout: HostLayout
-    trial: Trial
-    packed: Tensor | None
-
-
-def read(fields: Sequence[PaddedField]) -> list[bool]:
-    """Whether all masked-out elements of each padded field are its pad; the records of rows are written. Also
-    gathers its values, which are not complete if the result is False."""
-    table, held, layouts, nbytes = _fields_of(fields)
-    if fields and _core.maskpack_read(address(table), len(table), address(layouts), threads_for(nbytes)):
+    if jobs.size and _core.maskpack_read(address(jobs), jobs.size, address(layouts), threads_for(nbytes)):
         raise MemoryError(_NO_MEMORY)
-    del held  # not earlier: the table has its addresses
-    return (table["stray"] == 0).tolist()
+
+
+def pack(padded: Tensor, layout: HostLayout, packed: Tensor) -> None:
+    """Gathers the values of a padded field [B, S, *F], with any strides, into `packed`, contiguous [T, *F]."""
+    jobs = new_jobs(1)
+    jobs["field"], held = described(padded)
+    jobs["field"]["packed"], jobs["padded"], jobs["layout"] = packed.data_ptr(), 1, 0
+    read(jobs, layout_rows([layout]), held.nbytes)
 
 
 class NewField(NamedTuple):
@@ -182,31 +167,8 @@ def write(fields: Sequence[NewField]) -> None:
         raise MemoryError(_NO_MEMORY)
 
 
-def _fields_of(fields: Sequence[PaddedField]) -> tuple[Structs, list[Tensor], IntArray, int]:
-    """The table of fields, what it points to, the table of their layouts, and the bytes of all."""
-    numbers: dict[int, int] = {}
-    layouts: list[HostLayout] = []
-    lines: list[list[Any]] = []
-    held: list[Tensor] = []
-    for padded, layout, trial, packed in fields:
-        if numbers.setdefault(id(layout), len(layouts)) == len(layouts):
-            layouts.append(layout)
-        line, x = _field(padded, packed, trial)
-        line[_LAYOUT] = numbers[id(layout)]
-        lines.append(line)
-        held.append(x)
-    table = structs(np.array(lines, np.int64).reshape(-1), abi.FIELD)
-    return table, held, layout_rows(layouts), sum(x.nbytes for x in held)
-
-
 def described(padded: Tensor) -> tuple[Any, Tensor]:
     """A FIELD of a padded tensor [B, S, *F], without pads; and the tensor that it points to, which may be a copy."""
-    line, held = _field(padded, None, Trial(abi.NO_PAD))
-    return np.array(line, np.int64).view(abi.FIELD)[0], held
-
-
-def _field(padded: Tensor, packed: Tensor | None, trial: Trial) -> tuple[list[Any], Tensor]:
-    """A row of the table of fields, under layout 0; and the tensor that it points to, which may be a copy."""
     padded = padded.detach().resolve_conj().resolve_neg()
     is_expanded = padded.shape[1] > 1 and not padded.stride(1)
     padded = padded[:, :1] if is_expanded else padded
@@ -216,18 +178,11 @@ def _field(padded: Tensor, packed: Tensor | None, trial: Trial) -> tuple[list[An
         padded = (bits if row_stride else bits[:1]).contiguous()
         outer, row_stride = (1, 0), padded.stride(0) if row_stride else 0
     size, groups = padded.element_size(), math.prod(padded.shape[2:])
-    field: list[Any] = [
-        *(padded.data_ptr(), 0 if packed is None else packed.data_ptr(), row_stride * size),
-        *(outer[0], outer[1] * size, size, groups // max(outer[0], 1), is_expanded, 0, trial.mode, *trial.word),
-        *((0, 0, 0) if trial.records is None else _records(trial.records)),
-        *(0, 0),
-    ]
-    return field, padded
-
-
-def _records(records: Words) -> tuple[int, int, int]:
-    """Where the records of a field are, the bytes of one, and from one to the next; 0 if there is one for all rows."""
-    return address(records), records.shape[1], records.strides[0] if len(records) > 1 else 0
+    row: Any = np.zeros(1, abi.FIELD)[0]
+    row["padded"], row["row_stride"] = padded.data_ptr(), row_stride * size
+    row["outer"], row["outer_stride"] = outer[0], outer[1] * size
+    row["size"], row["items"], row["is_expanded"] = size, groups // max(outer[0], 1), is_expanded
+    return row, padded
 
 
 def _line(layout: HostLayout) -> tuple[int, ...]:
@@ -256,12 +211,15 @@ def _outer(x: Tensor) -> tuple[int, int] | None:
 # -------------------------------------------------------------------- tables of packed batches
 
 
+_NO_LAYOUTS: IntArray = np.empty(0, np.int64)
 Structs = Any
 """A NumPy array of structs, whose fields the type checker does not know."""
 
 
 def layout_rows(layouts: Sequence[HostLayout]) -> IntArray:
     """The table of layouts."""
+    if not layouts:
+        return _NO_LAYOUTS
     return np.array([_line(layout) for layout in layouts], np.int64).reshape(-1)
 
 
@@ -282,77 +240,84 @@ class EncodedArrays(NamedTuple):
     body: Words
 
 
-def encode(jobs: Structs, layouts: IntArray, stored: Structs, threads: int) -> EncodedArrays | None:
+def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int, threads: int) -> EncodedArrays | None:
     """Encodes layouts and fields.
 
     Args:
         jobs: JOB [n], as `number_jobs` leaves them; `result`, `pad`, `form` and `under_mask` are written.
         layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
         stored: STORED [m], with `kind`, `parent` and `low` of those that are parts of others; the rest is written.
+        room: bytes of the body; with more it is tried again.
 
     Returns:
         None if a job failed.
     """
+    given, width = np.array(numbers_of(jobs)), abi.ENTRY.itemsize // 8
+    slots = int(given[-1, _FIRST]) + 2 + max(int(given[-1, _COLUMNS]), 1) if jobs.size else 0
+    line: Any = np.empty(2 * slots * width + jobs.size + 1, np.int64)
+    first = address(line)
     source = address(jobs), jobs.size, address(layouts), stored.size, address(stored)
-    return _encoded(lambda *places: _core.maskpack_encode(*source, *places, threads), jobs.size, slots_of(jobs), 0)
-
-
-class BatchSource(NamedTuple):
-    """What a batch is encoded from, in one array: ORIGINs; each layout, as its origin, its first column or -1 for all,
-    and its width; their STOREDs; the JOBs. `slots`: entries that these may take."""
-
-    origins: int
-    layouts: int
-    jobs: int
-    slots: int
-
-    @property
-    def places(self) -> tuple[int, int, int, int]:
-        """Where each part begins but the first, and the end."""
-        cuts = self.origins * abi.ORIGIN_NUMBERS
-        stored = cuts + self.layouts * abi.CUT_NUMBERS
-        jobs = stored + self.layouts * (abi.STORED.itemsize // 8)
-        return cuts, stored, jobs, jobs + self.jobs * abi.JOB_NUMBERS
-
-
-def compress(source: BatchSource, given: IntArray, room: int, threads: int) -> tuple[EncodedArrays | None, IntArray]:
-    """Makes layouts from origins, and encodes them and the fields of a batch; None if it does not fit. `room`: bytes of
-    the body; with more it is tried again. Also returns what is given, changed as `encode` changes its jobs."""
-    line: IntArray = np.array(given)
-    first = address(line)
-    cuts, stored, jobs, _ = (first + 8 * place for place in source.places)
-    call = first, source.origins, cuts, stored, source.layouts, jobs, source.jobs
-
-    def run(*places: int) -> int:
-        line[:] = given
-        return _core.maskpack_compress(*call, *places, threads)
-
-    return _encoded(run, source.jobs, source.slots, room), line
-
-
-def slots_of(jobs: Structs) -> int:
-    """The most entries that numbered jobs take."""
-    return int(jobs["first"][-1] + 2 + max(jobs["columns"][-1], 1)) if jobs.size else 0
-
-
-def _encoded(call: Callable[..., int], count: int, slots: int, room: int) -> EncodedArrays | None:
-    width = abi.ENTRY.itemsize // 8
-    line: Any = np.empty(2 * slots * width + count + 1, np.int64)
-    first = address(line)
     places = first, first + 8 * slots * width, first + 8 * (line.size - 1), first + 16 * slots * width
     while True:
         body = np.empty(room, np.uint8)
-        used = call(*places, address(body), room)
+        used = _core.maskpack_encode(*source, *places, address(body), room, threads)
         if used > abi.NO_ROOM:
             break
         assert room < abi.NO_ROOM - used, "the core asks for the room that it has"
         room = abi.NO_ROOM - used
+        numbers_of(jobs)[...] = given
     if used < 0:
         return None
     fields = line[2 * slots * width : -1].copy()
     entries: Any = line[slots * width : (slots + int(line[-1])) * width].copy()
     kept: Words = np.array(body[:used]) if room < _SMALL else body[:used]
     return EncodedArrays(structs(entries, abi.ENTRY), fields, kept)
+
+
+class MadeLayouts(NamedTuple):
+    """Layouts of a batch: their table for the core, the memory that they lie in, and the numbers that their spans were
+    given room for."""
+
+    table: IntArray
+    memory: IntArray
+    room: int
+
+    def layout(self, number: int) -> HostLayout:
+        """A layout that lies in the memory, which others do that are given."""
+        rows, width, *places = self.table[number * abi.LAYOUT_NUMBERS :][: abi.LAYOUT_NUMBERS].tolist()
+        starts, counts, splits, bounds = ((place - address(self.memory)) // 8 for place in places)
+        own = self.memory[splits : splits + rows + 1]
+        spans = int(own[-1])
+        table = SpanTable(self.memory[starts : starts + spans], self.memory[counts : counts + spans], own)
+        return HostLayout(
+            width, table, self.memory[bounds : bounds + rows + 1], (places[0], places[1], places[2], places[3])
+        )
+
+
+def make_layouts(
+    origins: Structs, cuts: Structs, jobs: Structs, rows: int, room: int, nbytes: int
+) -> MadeLayouts | None:
+    """Makes the layouts of a batch; None if some offsets are none.
+
+    Args:
+        origins, cuts: ORIGIN [k] and, of each layout, CUT [m].
+        jobs: those whose pads some origins trust; changed if they must not be.
+        rows: B.
+        room: numbers for the spans; with more it is tried again.
+        nbytes: bytes of all masks.
+    """
+    count: int = origins.size + cuts.size
+    scan: int = (abi.ROWSCAN_NUMBERS + 2) * rows + 2
+    fixed = count * (2 * rows + 2)
+    table: IntArray = np.empty(count * abi.LAYOUT_NUMBERS, np.int64)
+    own: IntArray = table[origins.size * abi.LAYOUT_NUMBERS :]
+    places = address(origins), origins.size, address(cuts), cuts.size, address(jobs), address(table), address(own), rows
+    while True:
+        memory: IntArray = np.empty(scan + fixed + room, np.int64)
+        used: int = _core.maskpack_make_layouts(*places, address(memory), fixed + room, threads_for(nbytes))
+        if used > abi.NO_ROOM:
+            return None if used < 0 else MadeLayouts(own, memory, room)
+        room = abi.NO_ROOM - used - fixed
 
 
 class Placed(NamedTuple):
@@ -433,6 +398,16 @@ def stage(
 def structs(line: IntArray, dtype: np.dtype[Any]) -> Structs:
     """Numbers as structs, in the same memory."""
     return np.ndarray(line.size * 8 // dtype.itemsize, dtype, line)
+
+
+def numbers_of(structs: Structs) -> IntArray:
+    """int64 [n, k]: the numbers of n contiguous structs, in the same memory. NumPy copies numbers faster."""
+    return structs.view(np.int64).reshape(structs.size, structs.dtype.itemsize // 8)
+
+
+def copied(own: Structs) -> Structs:
+    """A copy of structs."""
+    return structs(np.array(numbers_of(own)), own.dtype)
 
 
 def places_of(structs: Structs) -> IntArray:

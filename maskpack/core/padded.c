@@ -166,14 +166,57 @@ static i64 *divided(const Field *fields, i64 num_fields, const Layout *layouts, 
     return tasks;
 }
 
-/* Gathers the packed values of padded fields and verifies their pads; returns 0, or -1 without memory for its tasks. */
-API i64 maskpack_read(Field *fields, i64 num_fields, const Layout *layouts, i64 threads) {
-    i64 count;
-    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), 0};
-    if (!pass.tasks) return -1;
-    run_tasks(read_task, &pass, count, threads);
-    free(pass.tasks);
-    return 0;
+/* The pad that is looked for under a mask from now on. */
+static void try_pad(Field *field, const Trial *pad, const Layout *layout) {
+    field->mode = pad->mode;
+    memcpy(field->pad, pad->pad, sizeof field->pad);
+    field->pads_size = field->pads_step = 1 + field->size + ((pad->mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
+}
+
+/* Whether packed bools have bytes other than 0 and 1. */
+static int are_odd(const Job *job, const Layout *layouts) {
+    i64 n = job->items * (job->layout < 0 ? job->rows : layouts[job->layout].bounds[job->rows]);
+    u8 all = 0;
+    for (i64 i = 0; job->field.packed && i < n; i++) all |= job->field.packed[i];
+    return all > 1;
+}
+
+/* Gathers the packed values of padded fields and finds the first pad of each that is under its mask: `pad`, and `result` FITS
+   or STRAY; without pads it is FITS. Bools, also packed ones, may be ODD. Returns 0, or -1 without memory for its tasks. */
+API i64 maskpack_read(Job *jobs, i64 n, const Layout *layouts, i64 threads) {
+    Field *fields = malloc(sizeof(Field) * (size_t)(n + 1));
+    i64 *owners = malloc(sizeof(i64) * (size_t)(n + 1)), left = 1, fine = fields && owners;
+    for (i64 at = 0; at < n; at++) {
+        jobs[at].pad = -1;
+        jobs[at].result = jobs[at].padded ? STRAY : FITS;
+    }
+    for (i64 pad = 0; left && fine; pad++) {
+        left = 0;
+        for (i64 at = 0; at < n; at++) {
+            Job *job = jobs + at;
+            if (job->result != STRAY || (pad && pad >= job->num_pads)) continue;
+            fields[left] = job->field;
+            fields[left].layout = job->layout;
+            if (job->num_pads) try_pad(fields + left, job->pads + pad, layouts + job->layout);
+            owners[left++] = at;
+        }
+        i64 count;
+        Pass pass = {fields, layouts, divided(fields, left, layouts, threads, &count), 0};
+        fine = pass.tasks != NULL;
+        if (fine) run_tasks(read_task, &pass, count, threads);
+        free(pass.tasks);
+        for (i64 at = 0; at < left; at++) {
+            Job *job = jobs + owners[at];
+            if (fields[at].stray) continue;
+            job->result = FITS;
+            job->pad = job->num_pads ? pad : -1;
+        }
+    }
+    for (i64 at = 0; at < n && fine; at++)
+        if (jobs[at].integers == BOOLS && jobs[at].result == FITS && are_odd(jobs + at, layouts)) jobs[at].result = ODD;
+    free(fields);
+    free(owners);
+    return fine ? 0 : -1;
 }
 
 /* The inverse of `maskpack_read`. `stream`: whether pads are written past the cache. */

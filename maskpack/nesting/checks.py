@@ -8,27 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import Words, from_words, words
+from maskpack.core.bits import from_words, words
 from maskpack.core.pads import (
-    ANY_ZERO,
     EDGE,
     Pad,
     Pads,
     PadValue,
-    has_records,
     pad_tensor,
     pad_words,
-    record_size,
-    trial_of,
 )
 from maskpack.errors import RegistryError
-from maskpack.layout.row_layout import RowLayout, core_layout
+from maskpack.layout.row_layout import RowLayout
 from maskpack.ops import pack_torch, unpack
 
 
@@ -121,41 +116,3 @@ def _pad_value(field: PackedField) -> Any:
     if held.numel() == 1 and pad_words(number, dtype) == tuple(bits):
         return number
     return held.expand(field.layout.num_rows).to(field.values.device, non_blocking=True)
-
-
-def read(
-    fields: Sequence[tuple[Tensor, RowLayout, PadValue, Tensor | None]], trusted: bool = False
-) -> tuple[list[bool], list[Words | None]]:
-    """Whether all masked-out elements of fields on the host are their pads, or these are `trusted`; and the records of
-    PER_ROW, SIGNED_ZERO and ANY_ZERO, uint8 [B, n].
-
-    Each field is [B, S, *F] with any strides; its values are gathered into the last tensor, contiguous [T, *F], if
-    given. They are not complete if the result is False. One call of the core.
-    """
-    trials = [_trial(x, layout, pad, trusted) for x, layout, pad, _ in fields]
-    works = [
-        native.PaddedField(x, core_layout(layout), trial, out)
-        for (x, layout, _, out), trial in zip(fields, trials, strict=True)
-    ]
-    return native.read(works), [trial.records for trial in trials]
-
-
-def _trial(x: Tensor, layout: RowLayout, pad: PadValue, trusted: bool) -> native.Trial:
-    """A pad for the core, with room for the records of rows."""
-    trial = native.Trial(*trial_of(pad, x.dtype, trusted))
-    if not has_records(trial.mode):
-        return trial
-    return trial._replace(records=np.zeros((layout.num_rows, record_size(trial.mode, x, layout.width)), np.uint8))
-
-
-def first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
-    """Index and value of one element of a field on the host that is not the pad, for a message."""
-    x, held = x.detach(), pad
-    if pad is ANY_ZERO:
-        x, held = torch.where(x == 0, 0, x), 0
-    elif isinstance(pad, Pad) and pad is not EDGE:
-        records = read([(x, layout, pad, None)], trusted=True)[1][0]
-        held = 0 if records is None else Pads(records, x.dtype.itemsize).words(x.dtype)
-    differs = words(x) != words(pack_torch.unpack(pack_torch.pack(x, layout), layout, held))
-    where: list[int] = [int(i) for i in torch.nonzero(differs)[0][: x.dim()]]
-    return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")

@@ -18,9 +18,7 @@ from maskpack.core.tree import entry_at
 from maskpack.errors import CoverageError, MaskpackWarning
 from maskpack.fields.options import Options, Registry
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting.axes import Axes
-from maskpack.nesting.gather import gathered, whole_batch
-from maskpack.nesting.plan import BatchPlan, seen_of
+from maskpack.nesting.read import Opened, read
 from maskpack.nesting.schema import FieldForm
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
@@ -112,11 +110,12 @@ class OffAxis(NamedTuple):
     difference: str
 
 
-def off_axis(plan: BatchPlan, axes: Axes, layouts: Mapping[str, RowLayout]) -> dict[Path, OffAxis]:
+def off_axis(opened: Opened, layouts: Mapping[str, RowLayout]) -> dict[Path, OffAxis]:
     """The jagged fields and the fields [T] whose rows are those of none of the axes that the registry gives them.
     `layouts` are those of the sources of the plan."""
     out: dict[Path, OffAxis] = {}
-    for form in plan.forms:
+    plan, axes = opened.plan, opened.axes
+    for form in plan.forms if plan.declared else ():
         rows = [
             (name, (layouts[name] if plan.sources.get(name) == source else axes.layout_of(source)).row_offsets)
             for name, source in plan.declared.get(form.path, {}).items()
@@ -126,7 +125,7 @@ def off_axis(plan: BatchPlan, axes: Axes, layouts: Mapping[str, RowLayout]) -> d
             continue
         mask, wanted = rows[0]
         if own is None:
-            seen, more = f"it has {entry_at(axes.batch, form.path).shape[0]} tokens", int(wanted[-1])
+            seen, more = f"it has {opened.seen.entries[form.path].shape[0]} tokens", int(wanted[-1])
         elif len(own) != len(wanted):
             seen, more = f"it has {len(own) - 1} rows", len(wanted) - 1
         else:
@@ -242,6 +241,6 @@ def dense_fields(
     options = Options.of("dense_fields", registry, pad_token_id)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MaskpackWarning)
-        batch, carried = whole_batch(batch, options.call)
-        found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
-        return tuple(_dense(found.forms, batch, options, off_axis(found.plan, found.axes, found.layouts)))
+        opened = Opened.of(batch, options)
+        found = read(opened)
+        return tuple(_dense(found.schema.forms, opened.batch, options, off_axis(opened, found.layouts)))

@@ -20,9 +20,8 @@ from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_al
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting import checks
 from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
-from maskpack.nesting.gather import Gathered, gathered, whole_batch
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
-from maskpack.nesting.plan import seen_of
+from maskpack.nesting.read import Opened, Read, read
 from maskpack.nesting.schema import LAYOUTS, FieldForm
 
 
@@ -64,26 +63,26 @@ def nest_batch_by_mask(
     for checks if every pad is trusted.
     """
     options = Options.of("nest_batch_by_mask", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
-    batch, carried = whole_batch(batch, options.call)
-    found = gathered(batch, options, carried, {}, seen_of(batch, options, carried, {}))
-    off = off_axis(found.plan, found.axes, found.layouts)
-    check_coverage(found.forms, batch, options, off)
+    opened = Opened.of(batch, options)
+    found, entries, rows = read(opened), opened.seen.entries, opened.rows
+    schema, off = found.schema, off_axis(opened, found.layouts)
+    check_coverage(schema.forms, opened.batch, options, off)
     fields = _jagged_fields(found, options.call)
 
     def nested(form: FieldForm) -> Any:
-        return rows_only(form.node) if form.node is not None else fields.get(form.path, found.entries[form.path])
+        return rows_only(form.node) if form.node is not None else fields.get(form.path, entries[form.path])
 
-    out = unflatten(rows_only(found.plan.root), [(form.path, nested(form)) for form in found.forms], found.rows)
-    warn_dense(found.forms, options, batch, off, lambda: nbytes_of({**found.entries, **found.values}.values()), 2)
-    home = next((own.device for own in found.layouts.values()), torch.device(found.plan.root.device or "cpu"))
+    out = unflatten(rows_only(schema.root), [(form.path, nested(form)) for form in schema.forms], rows)
+    warn_dense(schema.forms, options, opened.batch, off, lambda: nbytes_of({**entries, **found.values}.values()), 2)
+    home = next((own.device for own in found.layouts.values()), torch.device(schema.root.device or "cpu"))
     flat = {path for path, values in found.values.items() if values.dim() == 1}
-    return out.set(LAYOUTS, layouts_entry(found.schema, found.layouts, found.pads, flat, found.rows, home))
+    return out.set(LAYOUTS, layouts_entry(schema, found.layouts, found.pads, flat, rows, home))
 
 
-def _jagged_fields(found: Gathered, call: str) -> dict[Path, Tensor]:
+def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
     """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
     groups: dict[tuple[str, torch.device], dict[Path, Tensor]] = {}
-    for form in found.forms:
+    for form in found.schema.forms:
         if form.layout is not None:
             values = found.values[form.path].contiguous()
             need_gradients(values, f'field "{show(form.path)}"', call, nested=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from maskpack.core.bits import DTYPES
 from maskpack.core.keys import Key, Path, show
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pads, PadValue
-from maskpack.core.tree import Node, entry_at, flatten, has, is_object, names_of, number_at
+from maskpack.core.tree import Node, entry_at, fields_of, has, is_object, is_sub_batch, names_of, number_at
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options
 from maskpack.fields.registry import MaskNestingSpec
@@ -29,6 +30,7 @@ from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Source
+from maskpack.nesting.jobs import HostJobs, is_away
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, with_dims
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 
@@ -40,13 +42,18 @@ class Seen(NamedTuple):
 
     Attributes:
         signature: None if batches like this one are planned anew.
-        tensors: of each entry, in key order, the tensor or the values of the jagged tensor; None for others.
+        rows: B, 0 if the rows are no batch dim.
+        entries: all but LAYOUTS in key order; sub-batches are Nodes.
+        tensors: of each entry, the strided tensor or the values of the jagged tensor, as they lie in memory; None for
+            others.
         offsets: those of the jagged tensors, each once, [B + 1].
         limits: the least number of values of a field with these offsets.
         jagged: the number of the offsets of each jagged field.
     """
 
     signature: tuple[Any, ...] | None
+    rows: int
+    entries: dict[Path, Any]
     tensors: list[Tensor | None]
     offsets: list[Tensor]
     limits: list[int]
@@ -55,54 +62,54 @@ class Seen(NamedTuple):
 
 def seen_of(batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout]) -> Seen:
     """`carried` is what LAYOUTS says, `stand_in` are the layouts of another batch with the same rows."""
-    found = Seen(None, [], [], [], {})
-    both = carried.layouts and stand_in
-    if type(batch) is not TensorDict or not batch.batch_size or not (rows := batch.batch_size[0]) or both:
-        return found
+    rows = batch.batch_size[0] if batch.batch_size else 0
+    found = Seen(None, rows, {}, [], [], [], {})
     given, of_call = carried.layouts or stand_in, (options.pad_token_id, options.strict, options.verify)
     parts: list[Any] = [rows.bit_length(), options.registry.told, *of_call, carried.keys]
     numbers = {id(layout): number for number, layout in enumerate(given.values())}
     for name, layout in given.items():
         whole, low = layout.__dict__.get("part_of", (None, 0))
-        if layout.num_rows != rows:
-            return found
         parts += (name, layout.width, layout.anchor, layout.device, numbers.get(id(whole)), low)
-    return found._replace(signature=tuple(parts)) if _add(found, parts, batch, ()) else found
+    usual = _add(found, parts, batch, ()) and type(batch) is TensorDict and rows and not (carried.layouts and stand_in)
+    usual = usual and all(layout.num_rows == rows for layout in given.values())
+    return found._replace(signature=tuple(parts)) if usual else found
 
 
-def _add(found: Seen, parts: list[Any], batch: TensorDict, path: Path) -> bool:
-    """Adds the entries of a batch to its signature; false if it is planned anew."""
+def _add(found: Seen, parts: list[Any], batch: Any, path: Path) -> bool:
+    """Adds the entries of a batch; false if it is planned anew."""
     parts += (batch.batch_size[1:], batch.device, names_of(batch))
+    usual = True
     for name, value in batch.items():
-        x: Tensor | None = None
+        own, x = (*path, name), None
         if isinstance(value, Tensor):
             x, number = value, None
-            if type(value) is not Tensor:
-                held = held_by(value)
-                if held is None:
-                    return False
+            if type(value) is not Tensor and (held := held_by(value)) is not None:
                 x, number = held[0], _number_of(found, parts, held[1])
-            if type(x) is not Tensor or x.is_nested or x.layout is not torch.strided or x.is_neg() or x.is_conj():
-                return False
-            if number is not None:
-                found.jagged[(*path, name)] = number
+                found.jagged[own] = number
                 found.limits[number] = min(found.limits[number], x.shape[0])
-            # strides do not tell whether fewer than two elements lie together
-            parts += (name, x.dtype, x.shape[1:], x.stride(), x.is_contiguous(), x.device, number)
+            is_plain = type(x) is Tensor and not x.is_nested and x.layout is torch.strided
+            if not is_plain or x.is_neg() or x.is_conj():
+                usual = False
+                x = None if x.is_nested or x.layout != torch.strided else x.detach().resolve_neg().resolve_conj()
+            if x is not None:  # strides do not tell whether fewer than two elements lie together
+                parts += (name, x.dtype, x.shape[1:], x.stride(), x.is_contiguous(), x.device, number)
         elif is_object(value):
             parts += (name, number_at(batch, (name,)))  # it may be the width of an axis
         elif name == LAYOUTS and not path:
             continue
-        elif type(value) is TensorDict and value.batch_size[:1] == batch.batch_size[:1]:
-            parts += (name, len(value.keys()))
+        elif is_sub_batch(value):
+            usual &= type(value) is TensorDict and value.batch_size[:1] == batch.batch_size[:1]
+            inside: Any = fields_of(value)
+            parts += (name, len(inside.keys()))
+            found.entries[own] = Node.of(value)
             found.tensors.append(None)
-            if not _add(found, parts, value, (*path, name)):
-                return False
+            usual &= _add(found, parts, inside, own)
             continue
         else:
-            return False
+            usual = False
+        found.entries[own] = value
         found.tensors.append(x)
-    return True
+    return usual
 
 
 def _number_of(found: Seen, parts: list[Any], offsets: Tensor) -> int:
@@ -119,7 +126,8 @@ def _number_of(found: Seen, parts: list[Any], offsets: Tensor) -> int:
 # -------------------------------------------------------------------- plans
 
 
-class BatchPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
     """What the batches of one signature are.
 
     Attributes:
@@ -132,6 +140,8 @@ class BatchPlan(NamedTuple):
         declared: of the jagged fields and the fields of one dim that the registry puts on axes of the batch, the names
             and sources of the layouts of which one should be theirs.
         by_value: whether it holds for this batch alone.
+        counted: the layouts that lengths and cu_seqlens of this batch tell.
+        host: what the core is told of such a batch; None if some of its tensors are on a device.
     """
 
     root: Node
@@ -143,22 +153,41 @@ class BatchPlan(NamedTuple):
     widths: Mapping[str, int]
     declared: Mapping[Path, Mapping[str, Source]]
     by_value: bool
+    counted: Mapping[str, RowLayout]
+    host: HostJobs | None = None
 
     @classmethod
     def of(
-        cls, batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout]
+        cls, batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout], seen: Seen
     ) -> BatchPlan:
         """Raises LayoutError and RegistryError for what the registry does not allow."""
         planner = _Planner(batch, options, carried, stand_in)
-        forms = [planner.form(path, value) for path, value in flatten(batch, without=LAYOUTS)]
+        forms = [planner.form(*entry) for entry in seen.entries.items()]
+        for at, (form, x) in enumerate(zip(forms, seen.tensors, strict=True)):
+            if x is not None:
+                shape = x.shape[1 if form.layout is not None or batch.batch_dims else 0 :]
+                if form.kind == "padded" and form.path not in seen.jagged:
+                    shape = x.movedim(form.ragged_dim, 1).shape[2:]
+                forms[at] = replace(form, device=str(x.device), shape=tuple(shape))
         axes, sources, widths = planner.axes, planner.sources, planner.widths
         anchors = {name: axes.anchor_of(source, widths.get(name, 0)) for name, source in sources.items()}
         root = with_dims(Node.of(batch), None if carried is NOTHING else carried.root)
         by_value = planner.by_value or axes.by_value
         rows, declared = planner.rows(forms), planner.declared(forms)
-        return cls(root, tuple(forms), planner.pads, rows, sources, anchors, widths, declared, by_value)
+        by_counts = {name for name, source in sources.items() if source.way in ("lengths", "cu_seqlens")}
+        counted = {name: axes.layout_of(sources[name]) for name in by_counts}
+        plan = cls(root, tuple(forms), planner.pads, rows, sources, anchors, widths, declared, by_value, counted)
+        given = plan.given(carried, stand_in)
+        held = [*(x for x in (*seen.tensors, *seen.offsets) if x is not None), *given.values()]
+        if any(is_away(x) for x in held):
+            return plan
+        return replace(plan, host=HostJobs.of(plan, seen, given, options.verify, not options.strict))
 
-    @property
+    def given(self, carried: Nested, stand_in: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
+        """The layouts of a batch that are known."""
+        return {**stand_in, **carried.layouts, **self.counted}
+
+    @cached_property
     def schema(self) -> Schema:
         """The schema of the nested or packed batch. Its axes are those of all padded fields, also of those that stay
         padded for their values."""
@@ -189,7 +218,7 @@ def plan_of(
     known = plans.get(seen.signature)
     if known is not None:
         return known
-    plan = BatchPlan.of(batch, options, carried, stand_in)
+    plan = BatchPlan.of(batch, options, carried, stand_in, seen)
     return plan if seen.signature is None or plan.by_value else plans.keep(seen.signature, plan)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core import abi, native
+from maskpack.core import native
 from maskpack.core.bits import empty, empty_of, words
 from maskpack.core.index import IntArray
 from maskpack.core.pads import EDGE, Pads, pad_tensor
@@ -25,7 +25,7 @@ def pack(x: Tensor, layout: RowLayout) -> Tensor:
         return x.flatten(0, 1).index_select(0, layout.indices)
     out = torch.empty((layout.num_tokens, *x.shape[2:]), dtype=x.dtype, device=x.device)
     if x.device.type == "cpu":
-        native.read([native.PaddedField(x, core_layout(layout), native.Trial(abi.NO_PAD), out)])
+        native.pack(x, core_layout(layout), out)
         return out
     source, target = words(x), words(out)
     if source.is_contiguous():

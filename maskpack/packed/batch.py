@@ -25,7 +25,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from maskpack.core import native
 from maskpack.core.arguments import flag, list_of, named, said, whole
-from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of, plain
 from maskpack.core.objects import Objects
@@ -35,28 +34,24 @@ from maskpack.errors import LayoutError, MaskpackError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.row_layout import RowLayout, anchored, core_layout
-from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import OffAxis, check_coverage, off_axis, warn_dense
-from maskpack.nesting.gather import Gathered, gathered, whole_batch
+from maskpack.layout.row_layout import RowLayout, core_layout
+from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.nested import Nested, layouts_entry, read_nested
-from maskpack.nesting.plan import BatchPlan, Seen, plan_of, seen_of
+from maskpack.nesting.nested import layouts_entry, read_nested
+from maskpack.nesting.read import Opened
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.arrow import table_of
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
-from maskpack.packed.cuda.device_plan import DevicePlan
-from maskpack.packed.cuda.encode import OnDevice, device_of, encode_on_device, learn_forms
 from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, pads_of, shape_in, trimmed
+from maskpack.packed.encode import encoded_batch
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
-from maskpack.packed.host_plan import HostPlan
 from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
 from maskpack.packed.pickling import from_parts, to_parts
-from maskpack.packed.table import Table, merge, of_values, packed_forms, plans, wholes_first
+from maskpack.packed.table import Table
 from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
@@ -510,23 +505,14 @@ def compress(
         )
     check_codec(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
-    batch, carried = whole_batch(batch, "compress")
-    layouts = _layouts_of(like)
-    seen = seen_of(batch, options, carried, layouts)
-    found, axes = _by_plan(batch, options, carried, layouts, seen, like), None
-    if found is None:
-        gathering = gathered(batch, options, carried, layouts, seen)
-        found = *_encoded(gathering, seen, options, carried.layouts or layouts), gathering.plan
-        axes = gathering.axes
-    table, schema, plan = found
-    off: dict[Path, OffAxis] = {}
-    if plan.declared:
-        axes = axes or Axes(batch, options.registry, carried.layouts, layouts, "compress")
-        off = off_axis(plan, axes, table.layouts)
-    check_coverage(schema.forms, batch, options, off)
-    objects = {f.path: Objects.of(entry_at(batch, f.path)).stowed() for f in schema.forms if f.kind == "object"}
+    opened = Opened.of(batch, options, _layouts_of(like))
+    table, schema = encoded_batch(opened)
+    off = off_axis(opened, table.layouts) if opened.plan.declared else {}
+    check_coverage(schema.forms, opened.batch, options, off)
+    entries = opened.seen.entries
+    objects = {f.path: Objects.of(entries[f.path]).stowed() for f in schema.forms if f.kind == "object"}
     packed = PackedBatch(table.rows, schema, table, objects, codec)
-    warn_dense(schema.forms, options, batch, off, lambda: packed.nbytes, 2)
+    warn_dense(schema.forms, options, opened.batch, off, lambda: packed.nbytes, 2)
     return packed
 
 
@@ -608,93 +594,6 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
             "the layouts; for a BatchView, pass view.layouts_alone()."
         )
     return dict(read_nested(like, "compress: like").layouts)
-
-
-def _by_plan(
-    batch: TensorDictBase,
-    options: Options,
-    carried: Nested,
-    layouts: Mapping[str, RowLayout],
-    seen: Seen,
-    like: Any,
-) -> tuple[Table, Schema, BatchPlan] | None:
-    """The table and the schema of a batch that is encoded as its plan says, and that; None if it has none, or does not
-    fit it."""
-    plan = None if seen.signature is None else plans.get(seen.signature)
-    if isinstance(plan, DevicePlan):
-        found = plan.encoded(seen, batch.batch_size[0])
-        return None if found is None else (*found, plan.plan)
-    given, rows = carried.layouts or layouts, batch.batch_size[0] if batch.batch_size else 0
-    line = like.layout_rows if isinstance(like, PackedBatch) and not carried.layouts else None
-    for uniform in (True, False):
-        if plan is None or not uniform:
-            plan = HostPlan.of(plan_of(batch, options, carried, layouts, seen), options, given, seen, uniform)
-            if plan is None:
-                return None
-            plans.keep(seen.signature, plan)
-        if line is None:
-            line = native.layout_rows([core_layout(layout) for layout in given.values()])
-        found = plan.encoded(seen, rows, line, given, carried)
-        if found is not None:
-            table, schema = found
-            return table, schema, plan.plan
-        if not plan.misfit:
-            return None
-    return None
-
-
-def _encoded(found: Gathered, seen: Seen, options: Options, given: Mapping[str, RowLayout]) -> tuple[Table, Schema]:
-    """The table and the schema of a batch whose values were gathered, of which a GPU encodes what it can. Its plan is
-    remembered then."""
-    forms = packed_forms(found.schema, {**found.entries, **found.values})
-    schema = replace(found.schema, forms=forms)
-    tensors = [form for form in forms if form.dtype is not None]
-    layouts = _on_host(found.layouts)
-    dense_rows = 1 if found.plan.root.more_dims is None else found.rows
-    values = {number: found.values.get(form.path, found.entries[form.path]) for number, form in enumerate(tensors)}
-    away = encode_on_device(tensors, values, found.pads, layouts, found.rows, dense_rows)
-    by_device = [] if away is None else away.numbers
-    rest = [number for number in range(len(tensors)) if number not in by_device]
-    bits = host_words(ready := {number: values[number] for number in rest}, ready)
-    odd = [] if away is None else [tensors[number].path for number in away.odd]
-    odd += [tensors[at].path for at in rest if tensors[at].dtype is torch.bool and odd_bools(bits[at])]
-    if odd:
-        raise odd_bools_error("compress", dict.fromkeys(odd))
-    table = None if away is None else away.table
-    if rest or away is None:
-        by_kernels, own = device_of(values) is not None, [tensors[number] for number in rest]
-        size = layouts, found.rows, dense_rows
-        done = of_values(own, [bits[number] for number in rest], *size, found.pads, by_kernels=by_kernels)
-        assert done is not None  # bools were looked at
-        if away is None:
-            learn_forms(tensors, values, found.rows, done)
-        table = done.table if away is None else _together(away, done.table, rest, len(tensors))
-    elif seen.signature is not None:
-        plan = DevicePlan.of(found, schema, not options.verify, given)
-        if plan is not None:
-            plans.keep(seen.signature, plan)
-    assert table is not None
-    return table, schema
-
-
-def _on_host(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
-    """The layouts on the host. Columns of another layout stay columns of it."""
-    moved: dict[int, RowLayout] = {}
-    out: dict[str, RowLayout] = {}
-    for name, layout in wholes_first(layouts).items():
-        whole, low = layout.__dict__.get("part_of", (None, 0))
-        again = layout.device.type != "cpu" and id(whole) in moved
-        own = moved[id(whole)].narrow(low, low + layout.width) if again else layout.to("cpu")
-        out[name] = moved[id(layout)] = own if own.anchor == layout.anchor else anchored(own, layout.anchor)
-    return out
-
-
-def _together(away: OnDevice, table: Table, rest: Sequence[int], count: int) -> Table:
-    """The table of all tensors, of which a device encoded some and the host the `rest`."""
-    picked = {number: (0, at) for at, number in enumerate(away.numbers)} | {
-        number: (1, at) for at, number in enumerate(rest)
-    }
-    return merge([away.table, table], [picked[number] for number in range(count)])
 
 
 def check_devices(devices: Iterable[torch.device | str], call: str) -> None:

@@ -23,10 +23,10 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import RowLayout, host_spans, min_length
+from maskpack.nesting.jobs import size_of_word, words_of_one
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Shown
-from maskpack.packed.table import size_of_word, words_of_one
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch

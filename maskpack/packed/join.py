@@ -21,11 +21,12 @@ from maskpack.core.tree import Node, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.jobs import words_of_one
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
 from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, pads_of, shape_in
 from maskpack.packed.segments import Segments
-from maskpack.packed.table import Table, merge, of_values, words_of_one
+from maskpack.packed.table import Table, merge, of_values
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch

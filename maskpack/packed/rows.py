@@ -20,9 +20,10 @@ from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.jobs import JobTable, job_table
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.table import JobTable, encoded, job_table
+from maskpack.packed.table import encoded
 
 
 class Values(NamedTuple):
@@ -86,8 +87,8 @@ def packed_rows(
     (schema, names, table), (layouts, lines) = _plan_of(tuple(about)), _layouts_of([*lengths_of.values()], rows)
     held = [words(tensor.contiguous()) for tensor in tensors]
     places = [tensor.data_ptr() or _NOWHERE for tensor in held]
-    stored, key = np.zeros(len(lengths_of), abi.STORED), (table, rows.bit_length())
-    found = encoded(table, key, places, {}, names, layouts, stored, rows, rows)
+    stored = np.zeros(len(lengths_of), abi.STORED)
+    found = encoded(table, places, {}, names, layouts, stored, rows, rows)
     del lines  # not earlier: the layouts have its addresses
     if found is None:
         raise _odd_error(columns, call)

@@ -8,69 +8,36 @@ table is never changed; tables of some rows share the body of the whole.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from maskpack.core import abi, native
 from maskpack.core.bits import Words, address, word_dtype
 from maskpack.core.index import IntArray, cumulated
-from maskpack.core.keys import Path, path_of, show
+from maskpack.core.keys import Path
 from maskpack.core.latest import Latest
 from maskpack.core.native import HostLayout, Structs
 from maskpack.core.pads import Pads
-from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
+from maskpack.nesting.jobs import HostJobs, JobTable, job_table
 from maskpack.nesting.plan import plans as batch_plans
-from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.schema import FieldForm
 
 SLACK = 1.1
 """Most bytes of a body for each byte of the arrays in it, if it is to be sent or joined as it is."""
-_NO_LAYOUT = -1
 NO_PADS, ONE_WORD, ONE_EDGE, WORDS, MIXED_PADS = range(5)
 """No mask; one word for all rows; EDGE for all; a word for each; EDGE and words, which no kernel decodes."""
+_KEEPS, _AT_FORM, _AT_PADS = native.places_in(abi.JOB, "keeps", "form", "under_mask")
+_AT_GIVEN = native.places_in(abi.JOB, "given")[0]
+GIVEN = slice(_AT_GIVEN, _AT_GIVEN + abi.ARRAY_NUMBERS)
+_FORM, UNDER_MASK = slice(_AT_FORM, _AT_FORM + abi.FORM_NUMBERS), slice(_AT_PADS, _AT_PADS + abi.ARRAY_NUMBERS)
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
-(_LAYOUT_BOUNDS,) = native.places_in(abi.LAYOUT, "bounds")
-
-
-def words_of_one(form: FieldForm) -> int:
-    """Words of one element of a field."""
-    assert form.dtype is not None
-    return math.prod(form.shape) * (2 if form.dtype.itemsize == 16 else 1)
-
-
-def size_of_word(form: FieldForm) -> int:
-    """Bytes of a word of a field; items of 16 bytes have two."""
-    assert form.dtype is not None
-    return min(form.dtype.itemsize, 8)
-
-
-def packed_forms(schema: Schema, values: Mapping[Path, Any], padded: Collection[Path] = ()) -> tuple[FieldForm, ...]:
-    """The forms of a schema with the device and the shape of one element of each field. Those of `padded` have their
-    width in their values. Without batch dims, a field that stays padded is one element."""
-
-    def packed(form: FieldForm) -> FieldForm:
-        if form.dtype is None:
-            return form
-        x = values[form.path]
-        if x.layout != torch.strided:
-            raise LayoutError(
-                f'compress: field "{show(form.path)}" has the memory layout {x.layout}; expected strided or jagged. '
-                "Convert it with to_dense(), or leave it out."
-            )
-        shape = x.shape[0 if form.layout is None and schema.root.more_dims is None else 1 :]
-        if form.path in padded:
-            shape = x.movedim(form.ragged_dim, 1).shape[2:]
-        return replace(form, device=str(x.device), shape=tuple(shape))
-
-    return tuple(map(packed, schema.forms))
 
 
 # -------------------------------------------------------------------- tables
@@ -441,19 +408,6 @@ def _used(*structs: Structs) -> IntArray:
 # -------------------------------------------------------------------- encoding
 
 
-@dataclass(frozen=True, eq=False)
-class JobTable:
-    """What the core is told of the tensors of all batches of a kind.
-
-    Attributes:
-        jobs: JOB [n], each behind those that its hints name, without rows and addresses; read-only.
-        order: int64 [n], the place of each tensor among them.
-    """
-
-    jobs: Structs
-    order: IntArray
-
-
 class EncodedTable(NamedTuple):
     """A table; its jobs, as they were done; and the place of each tensor among them."""
 
@@ -481,17 +435,16 @@ def of_values(
         by_kernels: as kernels can encode them the next time.
     """
     layouts = wholes_first(layouts)
-    table, key = job_table(tuple(forms), tuple(layouts)), forms_key(forms, rows, by_kernels)
+    table = job_table(tuple(forms), tuple(layouts))
     line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
     held = [np.ascontiguousarray(own).reshape(-1) for own in values]
     places = {at: pads[form.path].place for at, form in enumerate(forms) if form.path in pads}
     kind = tuple(layouts), line, stored, rows, dense_rows, dict(layouts)
-    return encoded(table, key, [address(own) for own in held], places, *kind, by_kernels)
+    return encoded(table, [address(own) for own in held], places, *kind, by_kernels)
 
 
 def encoded(
     table: JobTable,
-    key: Hashable,
     values: Sequence[int],
     pads: Mapping[int, tuple[int, int, int]],
     names: tuple[str, ...],
@@ -502,59 +455,32 @@ def encoded(
     known: dict[str, RowLayout] | None = None,
     by_kernels: bool = False,
 ) -> EncodedTable | None:
-    """Encodes values at some addresses as the last ones of the same key were encoded, if that still fits; None as
+    """Encodes values at some addresses as the last ones of the same table were encoded, if that still fits; None as
     `of_values`. `pads` are places of records by the number of the tensor, `layouts` and `stored` as for
     `native.encode`, `known` as of the Table."""
-    jobs, order = table.jobs.copy(), table.order
+    jobs, order = native.copied(table.jobs), table.order
     jobs["rows"] = np.where(jobs["layout"] < 0, dense_rows, rows)
-    bounds: IntArray = np.zeros(len(names) + 1, np.int64)  # the last one is for those without a layout
-    bounds[:-1] = layouts[_LAYOUT_BOUNDS :: abi.LAYOUT_NUMBERS]
-    jobs["bounds"] = bounds[jobs["layout"]]
     jobs["field"]["packed"][order] = values
     jobs["by_kernels"] = by_kernels
     for number, place in pads.items():
-        row = jobs[order[number]]
-        row["given"], row["given_size"], row["given_count"] = place
-    recall(jobs, key)
-    found = native.encode(jobs, layouts, stored, 1)
+        native.numbers_of(jobs)[order[number], GIVEN] = place
+    key = table, rows.bit_length(), by_kernels
+    recall(jobs, done_jobs.get(key))
+    found = native.encode(jobs, layouts, stored, 0, 1)
     if found is None:
         check_memory(jobs["result"])
         return None
-    done_jobs.keep(key, jobs)
+    done_jobs.keep(key, Done(None, None, jobs, 0, 8 * rows))
     places = rows, dense_rows, names, stored, found.entries, found.fields[order], jobs["under_mask"][order]
     return EncodedTable(Table(*places, found.body, known, is_compact=True), jobs, order)
 
 
-def forms_key(fields: Sequence[FieldForm], rows: int, by_kernels: bool = False) -> tuple[Any, ...]:
-    """What jobs are remembered by."""
-    return rows.bit_length(), by_kernels, *((f.path, f.dtype, f.layout, f.shape, f.hints) for f in fields)
-
-
-def recall(jobs: Structs, key: Hashable) -> None:
-    """Tells jobs how the last ones of their key were encoded, and which of them stayed padded."""
-    known = done_jobs.get(key)
-    if known is not None:
-        jobs["form"], own = known["form"], jobs["keeps"]
-        jobs["keeps"] = np.where(own > 0, np.maximum(own, known["keeps"]), 0)
-
-
-@lru_cache(256)
-def job_table(forms: tuple[FieldForm, ...], names: tuple[str, ...]) -> JobTable:
-    """The jobs of some tensors. `names`: the layouts, those that are columns of others last."""
-    places = {name: place for place, name in enumerate(names)}
-    order = _order(forms)
-    jobs = native.new_jobs(len(forms))
-    numbers = {forms[at].path: place for place, at in enumerate(order)}
-    steps = [0] * len(forms)
-    fields = [forms[at] for at in order]
-    for place, form in enumerate(fields):
-        _describe(jobs[place], form, places)
-        _refer(jobs, place, form, numbers, fields, steps)
-    native.number_jobs(jobs)
-    back = np.empty(len(forms), np.int64)
-    back[order] = np.arange(len(forms))
-    jobs.flags.writeable = False
-    return JobTable(jobs, back)
+def recall(jobs: Structs, before: Done | None) -> None:
+    """Tells jobs how the last ones of their kind were encoded, and which of them stayed padded."""
+    if before is not None and before.jobs is not None:
+        line, known = native.numbers_of(jobs), native.numbers_of(before.jobs)
+        line[:, _FORM] = known[:, _FORM]
+        line[:, _KEEPS] = np.where(line[:, _KEEPS] > 0, np.maximum(line[:, _KEEPS], known[:, _KEEPS]), 0)
 
 
 def check_memory(results: IntArray) -> None:
@@ -568,94 +494,6 @@ def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
     found = of_values([], [], layouts, rows, rows)
     assert found is not None
     return found.table
-
-
-def _order(forms: Sequence[FieldForm]) -> list[int]:
-    """The tensors in an order in which each comes after those that its hints name."""
-    numbers = {form.path: at for at, form in enumerate(forms)}
-    order: dict[int, None] = {}
-
-    def named(at: int) -> Iterator[int]:
-        return (numbers[path] for path in _named(forms[at]) if path in numbers)
-
-    for first in range(len(forms)):
-        above = {} if first in order else {first: named(first)}
-        while above:
-            at, left = next(reversed(above.items()))
-            found = next((other for other in left if other not in order and other not in above), None)
-            if found is None:
-                order[at] = None
-                del above[at]
-            else:
-                above[found] = named(found)
-    return list(order)
-
-
-def _named(form: FieldForm) -> list[Path]:
-    """The fields that the hints of a field name."""
-    return [path for hint in form.hints for path in _paths(form, hint.partition(":")[2])]
-
-
-def _describe(row: Any, form: FieldForm, places: Mapping[str, int]) -> None:
-    """Writes what a tensor is into its row."""
-    assert form.dtype is not None
-    row["layout"] = _NO_LAYOUT if form.layout is None else places[form.layout]
-    row["items"], row["size"] = words_of_one(form), size_of_word(form)
-    floats = form.dtype.is_floating_point or form.dtype.is_complex
-    row["integers"] = abi.FLOATS if floats else abi.BOOLS if form.dtype is torch.bool else abi.INTEGERS
-    for hint in form.hints:
-        kind = abi.KINDS.index(hint) if hint in abi.KINDS else None
-        if kind == abi.COLUMNS:
-            columns = row["items"] if row["items"] <= abi.FEW_COLUMNS else form.shape[0]
-            row["columns"] = columns if columns > 1 else 0
-        elif kind is not None:
-            row["hints"] |= 1 << kind
-
-
-def _refer(
-    table: Structs,
-    place: int,
-    form: FieldForm,
-    numbers: Mapping[Path, int],
-    forms: Sequence[FieldForm],
-    steps: list[int],
-) -> None:
-    """Writes the fields that the hints of a field name into its row, if they come before it and fit. `steps` counts
-    how many lead on from each."""
-    row = table[place]
-    for hint in form.hints:
-        name, _, rest = hint.partition(":")
-        found = [numbers.get(path, place) for path in _paths(form, rest)]
-        if (
-            not found
-            or max(found) >= place
-            or max(steps[at] for at in found) >= abi.MOST_STEPS
-            or any(table["size"][at] != row["size"] or table["items"][at] != row["items"] for at in found)
-        ):
-            continue
-        others = [forms[at].layout for at in found]
-        if (table["head"][found] >= 0).any() or _chain(table, found[0]) >= abi.MOST_STEPS:
-            continue  # what follows from others is nobody's head or tail; neither does a reader take too long a chain
-        if name == "concat" and len({form.layout, *others} - {None}) == 3:
-            row["head"], row["tail"] = found
-        elif name == "near" and others == [form.layout] and form.layout is not None and form.dtype != torch.bool:
-            row["near"] = found[0]
-        else:
-            continue
-        steps[place] = max(steps[place], 1 + max(steps[at] for at in found))
-
-
-def _chain(table: Structs, place: int) -> int:
-    """The number of fields that a field is near to: the one that it names, the one that that one names, ..."""
-    length = 0
-    while table["near"][place] >= 0:
-        place, length = int(table["near"][place]), length + 1
-    return length
-
-
-def _paths(form: FieldForm, names: str) -> list[Path]:
-    """Fields that a hint names, in the sub-batch of its own field."""
-    return [(*form.path[:-1], *path_of(tuple(name.split("/")))) for name in names.split(",")] if names else []
 
 
 def wholes_first(layouts: Mapping[str, RowLayout]) -> dict[str, RowLayout]:
@@ -690,17 +528,32 @@ def stored_before(layouts: Mapping[str, RowLayout]) -> Structs:
     return stored
 
 
-done_jobs: Latest[Structs] = Latest()
-"""The last jobs of fields, as they were done."""
-plans: Latest[Any] = Latest()
-"""The plans of batches (host_plan.py, cuda/device_plan.py)."""
+class Done(NamedTuple):
+    """What is remembered of a batch that was encoded.
+
+    Attributes:
+        host, line: of a batch on the host, its HostJobs, and the line with its jobs.
+        jobs: its jobs, as they were done.
+        room: bytes of a body that is a little larger.
+        spans: numbers that the spans of its layouts take.
+    """
+
+    host: HostJobs | None
+    line: IntArray | None
+    jobs: Structs | None
+    room: int
+    spans: int
+
+
+done_jobs: Latest[Done] = Latest()
+"""Of the latest batches, by their JobTable, the number of bits of their rows, and whether kernels encode the next."""
 device_forms: Latest[Any] = Latest()
 """How the tensors of batches on a GPU were encoded the last time (cuda/encode.py)."""
 
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
-    for known in (batch_plans, plans, done_jobs, device_forms):
+    for known in (batch_plans, done_jobs, device_forms):
         known.clear()
 
 

@@ -35,6 +35,7 @@ from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.coverage import DenseField, hidden_tensors
 from maskpack.nesting.nested import read_nested
+from maskpack.nesting.read import fitting_pad
 from maskpack.nesting.response import RESPONSE, SEQUENCE
 from maskpack.nesting.schema import LAYOUTS
 
@@ -317,7 +318,7 @@ def _under(x: Tensor, layout: RowLayout) -> Tensor:
 def _constant(x: Tensor, layout: RowLayout) -> int | None:
     """The one number of a field [B, S] of integers under a mask; None if there are several, or none."""
     values = _under(x, layout)
-    return int(values[0]) if len(values) and checks.read([(x, layout, int(values[0]), None)])[0][0] else None
+    return int(values[0]) if len(values) and fitting_pad(x, layout, [int(values[0])]) is not None else None
 
 
 def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue | None:
@@ -333,8 +334,7 @@ def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue |
     pads += [Pad.EDGE] if is_integer(x) else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
     pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
-    fitting, _ = checks.read([(x, layout, pad, None) for pad in pads])
-    return next((pad for pad, fits in zip(pads, fitting, strict=True) if fits), None)
+    return fitting_pad(x, layout, pads)
 
 
 def _pads_like(pad: PadValue, x: Tensor) -> list[PadValue]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
 from maskpack.errors import LayoutError
-from maskpack.nesting import device_read, gather, plan
+from maskpack.nesting import device_read, plan, read
 
 pytestmark = [*kernel_marks, pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")]
 
@@ -114,7 +114,8 @@ def test_bools_of_other_bytes_are_refused(place: str) -> None:
 def test_bools_on_a_device_are_looked_at_beside_fields_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
     odd = torch.tensor([[1, 2, 0, 0], [1, 1, 1, 0]], dtype=torch.uint8).view(torch.bool)
-    monkeypatch.setattr(gather, "is_away", lambda x: x.dtype is torch.bool)
+    for module in (plan, read):
+        monkeypatch.setattr(module, "is_away", lambda x: getattr(x, "dtype", None) is torch.bool)
     with pytest.raises(LayoutError, match=r'field "free" is torch\.bool with bytes other'):
         nest_batch_by_mask(TensorDict({"m": mask, "x": mask * 3, "free": odd}, [2]), {"m": ("m", 0), "x": ("m", 0)})
 

@@ -19,10 +19,11 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from maskpack import EDGE, MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask, unnest_batch_by_mask
-from maskpack.core import abi, native
+from maskpack.core import native
 from maskpack.errors import CoverageError, LossyPadError, MaskpackError
+from maskpack.nesting import jobs, plan
 from maskpack.nesting.schema import LAYOUTS
-from maskpack.packed import host_plan, table
+from maskpack.packed import table
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 PAD = samples.PAD
@@ -38,13 +39,13 @@ def nothing_remembered() -> None:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of the batches for which a plan was made."""
     seen: list[int] = []
-    of = host_plan.HostPlan.of
+    of = jobs.HostJobs.of
 
-    def counted(plan: Any, *args: Any, **more: Any) -> Any:
+    def counted(plan: Any, *args: Any) -> Any:
         seen.append(plan.rows)
-        return of(plan, *args, **more)
+        return of(plan, *args)
 
-    monkeypatch.setattr(host_plan.HostPlan, "of", counted)
+    monkeypatch.setattr(jobs.HostJobs, "of", counted)
     return seen
 
 
@@ -90,6 +91,8 @@ KINDS: dict[str, Any] = {
 def test_batches_of_every_kind_have_plans(kind: str, planned: list[int]) -> None:
     for seed in range(4):
         batch = KINDS[kind](samples.workload("multi-turn", seed=seed))
+        if seed == 0:
+            planned.clear()  # those of what the batch is made with
         packed = compress(batch, pad_token_id=PAD)
         padded = unnest_batch_by_mask(batch) if LAYOUTS in batch else batch
         oracle.assert_same_batch(decompress(packed), padded)
@@ -102,7 +105,7 @@ def test_a_nested_batch_whose_rows_are_not_those_of_its_layouts(planned: list[in
     for seed in (0, 1):
         nested = nest_batch_by_mask(samples.workload(seed=seed), pad_token_id=PAD)
         compress(nested, pad_token_id=PAD)
-    assert len(planned) == 1
+    assert len(planned) == 2  # to nest, and to compress what is nested
     other = nest_batch_by_mask(samples.workload(seed=5), pad_token_id=PAD)
     with pytest.raises(MaskpackError, match="responses"):
         compress(nested.clone().set("responses", other["responses"]), pad_token_id=PAD)
@@ -186,7 +189,7 @@ def test_other_rows_of_about_as_many(planned: list[int]) -> None:
 
 
 def test_plans_are_bounded_and_forgotten(planned: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table.plans, "_most", 2)
+    monkeypatch.setattr(plan.plans, "_most", 2)
     made = [samples.workload(rows=4, response=response) for response in (8, 9, 10)]
     for batch, count in zip((*made, *made[1:], made[0]), (1, 2, 3, 3, 3, 4), strict=True):
         compress(batch, pad_token_id=PAD)
@@ -334,15 +337,13 @@ def test_a_mask_whose_pad_is_negative_zero_is_looked_at() -> None:
 
 def test_plans_of_other_widths_begin_with_the_forms_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[set[int]] = []
-    of = host_plan.HostPlan.of
+    encode = native.encode
 
-    def seen(*given: Any) -> Any:
-        plan = of(*given)
-        _, _, first, end = plan.source.places  # of the jobs
-        kinds.append(set(native.structs(plan.line[first:end], abi.JOB)["form"]["kind"].tolist()))
-        return plan
+    def seen(jobs: Any, *given: Any) -> Any:
+        kinds.append(set(jobs["form"]["kind"].tolist()))
+        return encode(jobs, *given)
 
-    monkeypatch.setattr(host_plan.HostPlan, "of", seen)
+    monkeypatch.setattr(native, "encode", seen)
     batch = samples.workload("reference", seed=0)
     compress(batch, pad_token_id=PAD)
     wider = samples.workload("reference", seed=0, response=batch["responses"].shape[1] + 8)

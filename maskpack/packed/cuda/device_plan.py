@@ -26,8 +26,9 @@ from maskpack.core.pads import ANY_ZERO, PER_ROW, SIGNED_ZERO, Pads
 from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
 from maskpack.layout.scan import counted, table_of_rows
 from maskpack.nesting.axes import WHOLE
-from maskpack.nesting.gather import Gathered
-from maskpack.nesting.plan import BatchPlan, Seen
+from maskpack.nesting.jobs import Parts, words_of_one
+from maskpack.nesting.plan import Seen
+from maskpack.nesting.read import Read
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.cuda.encode import (
     BOUNDS,
@@ -41,8 +42,7 @@ from maskpack.packed.cuda.encode import (
     Unit,
     forms_of,
 )
-from maskpack.packed.host_plan import Parts
-from maskpack.packed.table import Table, wholes_first, words_of_one
+from maskpack.packed.table import Table, wholes_first
 
 
 @dataclass
@@ -60,7 +60,6 @@ class DevicePlan:
         cuts: the name of each layout, its mask, and its first column, or WHOLE, and width.
         inputs: the number of the entry of each tensor of the recipe.
         device: where all of them lie.
-        plan: what the batches are.
     """
 
     schema: Schema
@@ -73,34 +72,35 @@ class DevicePlan:
     cuts: Sequence[tuple[str, int, int, int]]
     inputs: Sequence[int]
     device: torch.device
-    plan: BatchPlan
 
     @classmethod
-    def of(cls, found: Gathered, schema: Schema, trusted: bool, given: Mapping[str, RowLayout]) -> DevicePlan | None:
-        """The plan of a batch that was gathered and encoded on its GPU; None if it has none. `trusted`: whether pads
-        are not looked at."""
-        parts, tensors = Parts.of(found.plan, given), [form for form in schema.forms if form.dtype is not None]
-        forms = forms_of(tensors, found.rows)
-        if found.plan.by_value or forms is None or found.plan.root.more_dims is None:
+    def of(cls, found: Read, schema: Schema, layouts: Mapping[str, RowLayout]) -> DevicePlan | None:
+        """The plan of a batch that was read and encoded on its GPU; None if it has none."""
+        opened, plan, trusted = found.opened, found.opened.plan, not found.opened.options.verify
+        parts, rows = Parts.of(plan.sources, plan.widths, opened.given), opened.rows
+        tensors = [form for form in schema.forms if form.dtype is not None]
+        forms = forms_of(tensors, rows)
+        if plan.by_value or forms is None or plan.root.more_dims is None:
             return None
         if any(len(pads.records) > 1 or pads.signs is not None for pads in found.pads.values()):
             return None
-        if trusted and any(pads[0] in (PER_ROW, SIGNED_ZERO, ANY_ZERO) for pads in found.plan.pads.values()):
+        if trusted and any(pads[0] in (PER_ROW, SIGNED_ZERO, ANY_ZERO) for pads in plan.pads.values()):
             return None  # another batch may have other ones
         if any(source.way != "mask" for source in parts.origins) or any(form.reason for form in schema.forms):
             return None
         paths, cuts = [source.key for source in parts.origins], parts.cuts
-        masks = [found.axes.layout_of(source) for source in parts.origins]
+        masks = [opened.axes.layout_of(source) for source in parts.origins]
         if any((np.diff(host_spans(layout).splits) > 1).any() for layout in masks):
             return None  # the next batch is likely to have such rows, too
-        numbers = {path: number for number, path in enumerate(found.entries)}
-        entries = [found.entries[form.path] for form in tensors]
-        devices = {x.device for x in entries} | {found.entries[path].device for path in paths}
+        held: list[Any] = opened.seen.tensors
+        numbers = {form.path: number for number, form in enumerate(plan.forms)}
+        entries = [held[numbers[form.path]] for form in tensors]
+        devices = {x.device for x in entries} | {held[numbers[path]].device for path in paths}
         pads = {at: found.pads[form.path] for at, form in enumerate(tensors) if form.path in found.pads}
         lines = [_line(*own, pads.get(at), trusted) for at, own in enumerate(zip(tensors, entries, strict=True))]
         if len(devices) > 1 or any(line is None for line in lines):
             return None
-        recipe = forms.recipe(range(len(tensors)), wholes_first(found.layouts), found.rows, found.rows)
+        recipe = forms.recipe(range(len(tensors)), wholes_first(layouts), rows, rows)
         if len(recipe.tensors) < len(tensors):
             return None
         units, mask_of = np.array(recipe.units), np.full(len(recipe.units), -1)
@@ -119,10 +119,9 @@ class DevicePlan:
             units,
             [(numbers[path], layout.anchor) for path, layout in zip(paths, masks, strict=True)],
             mask_of,
-            [(name, *cut) for name, cut in zip(wholes_first(found.layouts), cuts, strict=True)],
+            [(name, *cut) for name, cut in zip(wholes_first(layouts), cuts, strict=True)],
             [numbers[tensors[number].path] for number in recipe.tensors],
             devices.pop(),
-            found.plan,
         )
 
     def encoded(self, seen: Seen, rows: int) -> tuple[Table, Schema] | None:

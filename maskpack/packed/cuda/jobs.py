@@ -21,10 +21,11 @@ import numpy.typing as npt
 from maskpack.core import abi, native
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.latest import Latest
+from maskpack.nesting.jobs import words_of_one
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.cuda import job_table
 from maskpack.packed.cuda.job_table import HEAD, JOB, SPAN, TAIL, JobSource, JobTarget
-from maskpack.packed.table import MIXED_PADS, ONE_EDGE, WORDS, Table, words_of_one
+from maskpack.packed.table import MIXED_PADS, ONE_EDGE, WORDS, Table
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch

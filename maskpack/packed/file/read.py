@@ -28,11 +28,12 @@ from maskpack.core.tree import Node
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS, Path, is_hint, show
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.jobs import size_of_word, words_of_one
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file.codec import CODECS, check_codec, check_records, restored_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
-from maskpack.packed.table import Table, size_of_word, words_of_one
+from maskpack.packed.table import Table
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
