@@ -159,15 +159,15 @@ static int new_layout(Arena *arena, Layout *out, i64 rows, i64 width, i64 spans)
 
 /* The layout of a mask; the pads of a job that trusts it are verified unless its valid words are equal. */
 static void scan_mask(Arena *arena, const Origin *mask, RowScan *found, Job *jobs, Layout *out, i64 threads) {
-    i64 rows = mask->rows, alike[2];
-    i64 *splits = (i64 *)(found + rows), *bounds = splits + rows + 1;
-    i64 spans = maskpack_count_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, splits,
-                                     bounds, alike, threads);
-    for (i64 pad = 0; mask->trusts && !alike[0] && pad < MOST_PADS; pad++) jobs[mask->trusts - 1].pads[pad].mode &= ~TRUSTED;
-    if (!new_layout(arena, out, rows, mask->width, spans)) return;
+    i64 rows = mask->rows, *splits = (i64 *)(found + rows);
+    Scan scan = {mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, splits, NULL, NULL, rows / (4 * threads) + 1};
+    int alike = count_all(&scan, splits, splits + rows + 1, threads);
+    for (i64 pad = 0; mask->trusts && !alike && pad < MOST_PADS; pad++) jobs[mask->trusts - 1].pads[pad].mode &= ~TRUSTED;
+    if (!new_layout(arena, out, rows, mask->width, splits[rows])) return;
     memcpy((i64 *)out->splits, splits, sizeof(i64) * (size_t)(2 * rows + 2));
-    maskpack_list_spans(mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, out->splits,
-                        (i64 *)out->starts, (i64 *)out->counts, threads);
+    scan.starts = (i64 *)out->starts;
+    scan.counts = (i64 *)out->counts;
+    run_tasks(list_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
 }
 
 /* A layout of rows from position 0 on. `ends`: where each ends; or, if `offsets`, that of the rows before, too. */
@@ -192,12 +192,12 @@ static int are_offsets(const i64 *offsets, i64 rows, i64 limit) {
     return (int)fine;
 }
 
-/* Makes the layouts of a batch, [m]: those of its origins, and columns of them. `memory` begins with room for the scan of a
-   mask, sizeof(RowScan) a row and 2 * rows + 2 numbers; behind it `room` numbers are for layouts. Returns the numbers in use;
-   NO_ROOM less those that are enough; or FAILED for offsets that are none. */
+/* Makes the layouts of a batch, [m]: those of its origins, and columns of them, in `memory` of `room` numbers. `found` is for
+   the scan of a mask, sizeof(RowScan) a row and 2 * rows + 2 numbers. Returns the numbers in use; NO_ROOM less those that are
+   needed; or FAILED for offsets that are none. */
 API i64 maskpack_make_layouts(const Origin *origins, i64 num_origins, const Cut *cuts, i64 m, Job *jobs, Layout *whole, Layout *out,
-                              i64 rows, i64 *memory, i64 room, i64 threads) {
-    Arena arena = {memory + rows * (i64)(sizeof(RowScan) / sizeof(i64)) + 2 * rows + 2, 0, room};
+                              i64 rows, RowScan *found, i64 *memory, i64 room, i64 threads) {
+    Arena arena = {memory, 0, room};
     for (i64 at = 0; at < num_origins; at++) {
         const Origin *origin = origins + at;
         Layout *own = whole + at;
@@ -205,9 +205,9 @@ API i64 maskpack_make_layouts(const Origin *origins, i64 num_origins, const Cut 
         else if (origin->way == OF_OFFSETS) {
             if (!are_offsets(origin->at, rows, origin->limit)) return FAILED;
             lead_layout(&arena, origin->at, 1, rows, 0, own);
-        } else scan_mask(&arena, origin, (RowScan *)memory, jobs, own, threads);
+        } else scan_mask(&arena, origin, found, jobs, own, threads);
         if (origin->way != OF_PREFIX || arena.used > room) continue;
-        i64 *ends = memory;
+        i64 *ends = (i64 *)found;
         for (i64 row = 0; row < rows; row++) {
             i64 last = own->splits[row + 1] - 1;
             ends[row] = last < own->splits[row] ? 0 : own->starts[last] + own->counts[last];

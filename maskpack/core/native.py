@@ -83,35 +83,6 @@ class HostLayout(NamedTuple):
     places: tuple[int, int, int, int] | None = None
 
 
-class Mask(NamedTuple):
-    """Words [rows, width] of `size` bytes each from an address on, rows `row_stride` bytes apart. `significant` are the
-    bits of a word of which one makes it valid; all but the sign for floats."""
-
-    at: int
-    size: int
-    rows: int
-    width: int
-    row_stride: int
-    significant: int
-
-
-def scan(mask: Mask) -> tuple[HostLayout, int | None]:
-    """The layout of a mask; and the word of all valid tokens, if they are equal and all other words are 0."""
-    rows = mask.rows
-    line = np.empty(14 * rows + 4, np.int64)  # what is found, splits, bounds, and whether all are alike
-    at = address(line)
-    splits, bounds, alike = (at + 8 * first for first in (12 * rows, 13 * rows + 1, 14 * rows + 2))
-    threads = threads_for(rows * mask.width * mask.size)
-    count = _core.maskpack_count_spans(*mask, at, splits, bounds, alike, threads)
-    spans = np.empty(2 * count, np.int64)
-    starts = address(spans)
-    _core.maskpack_list_spans(*mask, at, splits, starts, starts + 8 * count, threads)
-    table = SpanTable(spans[:count], spans[count:], line[12 * rows : 13 * rows + 1])
-    places = starts, starts + 8 * count, splits, bounds
-    found = HostLayout(mask.width, table, line[13 * rows + 1 : 14 * rows + 2], places)
-    return found, int(line[-1]) if line[-2] else None
-
-
 # -------------------------------------------------------------------- padded fields
 
 
@@ -274,6 +245,10 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int, threads
     return EncodedArrays(structs(entries, abi.ENTRY), fields, kept)
 
 
+SPANS = 64
+"""Numbers for the spans of a row that there is room for at first. What is not needed is not touched."""
+
+
 class MadeLayouts(NamedTuple):
     """Layouts of a batch: their table for the core, the memory that they lie in, and the numbers that their spans were
     given room for."""
@@ -301,20 +276,21 @@ def make_layouts(
 
     Args:
         origins, cuts: ORIGIN [k] and, of each layout, CUT [m].
-        jobs: those whose pads some origins trust; changed if they must not be.
+        jobs: JOB [n], those whose pads some origins trust; changed if they must not be.
         rows: B.
         room: numbers for the spans; with more it is tried again.
         nbytes: bytes of all masks.
     """
     count: int = origins.size + cuts.size
-    scan: int = (abi.ROWSCAN_NUMBERS + 2) * rows + 2
+    scan: IntArray = np.empty((int(abi.ROWSCAN_NUMBERS) + 2) * rows + 2, np.int64)
     fixed = count * (2 * rows + 2)
     table: IntArray = np.empty(count * abi.LAYOUT_NUMBERS, np.int64)
     own: IntArray = table[origins.size * abi.LAYOUT_NUMBERS :]
-    places = address(origins), origins.size, address(cuts), cuts.size, address(jobs), address(table), address(own), rows
+    told = address(origins), origins.size, address(cuts), cuts.size, address(jobs)
+    outs = address(table), address(own), rows, address(scan)
     while True:
-        memory: IntArray = np.empty(scan + fixed + room, np.int64)
-        used: int = _core.maskpack_make_layouts(*places, address(memory), fixed + room, threads_for(nbytes))
+        memory: IntArray = np.empty(fixed + room, np.int64)
+        used: int = _core.maskpack_make_layouts(*told, *outs, address(memory), fixed + room, threads_for(nbytes))
         if used > abi.NO_ROOM:
             return None if used < 0 else MadeLayouts(own, memory, room)
         room = abi.NO_ROOM - used - fixed

@@ -68,32 +68,21 @@ static void list_spans(void *context, i64 task) {
 }
 
 /* Counts the spans of a mask [rows, width]: splits and bounds [rows + 1] are the cumulated spans and tokens of the rows,
-   `found` keeps RowScan for `maskpack_list_spans`. `alike` [2]: whether all valid words are equal and all other bits 0,
-   and that word. Returns the number of spans. */
-API i64 maskpack_count_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 row_stride, u64 significant, RowScan *found,
-                             i64 *splits, i64 *bounds, i64 *alike, i64 threads) {
-    Scan scan = {mask, size, rows, width, row_stride, significant, found, NULL, NULL, NULL, rows / (4 * threads) + 1};
-    run_tasks(count_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
+   `scan->found` keeps a RowScan each. Returns whether all valid words are equal and all other bits 0. */
+static int count_all(Scan *scan, i64 *splits, i64 *bounds, i64 threads) {
+    run_tasks(count_spans, scan, (scan->rows + scan->rows_a_task - 1) / scan->rows_a_task, threads);
     u64 value = 0;
     i64 seen = 0, equal = 1;
     splits[0] = bounds[0] = 0;
-    for (i64 row = 0; row < rows; row++) {
-        splits[row + 1] = splits[row] + found[row].spans;
-        bounds[row + 1] = bounds[row] + found[row].tokens;
-        equal &= found[row].alike && (!found[row].spans || !seen || found[row].value == value);
-        if (found[row].spans) {
-            value = found[row].value;
+    for (i64 row = 0; row < scan->rows; row++) {
+        const RowScan *found = scan->found + row;
+        splits[row + 1] = splits[row] + found->spans;
+        bounds[row + 1] = bounds[row] + found->tokens;
+        equal &= found->alike && (!found->spans || !seen || found->value == value);
+        if (found->spans) {
+            value = found->value;
             seen = 1;
         }
     }
-    alike[0] = equal && seen;
-    alike[1] = (i64)value;
-    return splits[rows];
-}
-
-/* Lists the spans that `maskpack_count_spans` counted: starts and counts [splits[rows]]. */
-API void maskpack_list_spans(const u8 *mask, i64 size, i64 rows, i64 width, i64 row_stride, u64 significant, RowScan *found,
-                             const i64 *splits, i64 *starts, i64 *counts, i64 threads) {
-    Scan scan = {mask, size, rows, width, row_stride, significant, found, splits, starts, counts, rows / (4 * threads) + 1};
-    run_tasks(list_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
+    return equal && seen;
 }

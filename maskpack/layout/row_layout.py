@@ -86,7 +86,27 @@ class RowLayout:
         Raises LayoutError if the mask has no dim, or is jagged, or `num_tokens` is wrong; on CUDA also for more than
         2^31 - 1 valid tokens, the limit of int32.
         """
-        return layout_and_value(mask, num_tokens)[0]
+        need_tensor(mask, "mask", "RowLayout.from_mask")
+        num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
+        if mask.is_nested or not mask.dim():
+            shape = "jagged" if mask.is_nested else tuple(mask.shape)
+            raise LayoutError(
+                f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
+                "Reshape the mask to one entry per row and position."
+            )
+        if mask.dim() != 2:
+            mask = mask.reshape(math.prod(mask.shape[:-1]), mask.shape[-1])
+        rows, width = mask.shape
+        if mask.device.type == "cpu":
+            found = scan.on_host(mask.detach())
+            _check_num_tokens(found.table, num_tokens)
+            return layout_of_core(found)
+        total, cache = scan.on_device(mask.detach(), num_tokens)
+        if "_table" in cache:
+            _check_num_tokens(cache["_table"], num_tokens)
+        layout = RowLayout(rows, width, total, mask.device)
+        layout.__dict__.update(cache)
+        return layout
 
     @classmethod
     def from_lengths(
@@ -418,32 +438,6 @@ def prefix_of(layout: RowLayout) -> RowLayout:
     last = table.splits[1:][filled] - 1
     lengths[filled] = table.starts[last] + table.counts[last]
     return RowLayout.from_lengths(lengths, layout.width, device=layout.device)
-
-
-def layout_and_value(mask: Tensor, num_tokens: int | None = None) -> tuple[RowLayout, Tensor | None]:
-    """`RowLayout.from_mask`, and the value () of the valid tokens if all have the same bits and all other bits are 0.
-    The value is None for masks on CUDA."""
-    need_tensor(mask, "mask", "RowLayout.from_mask")
-    num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
-    if mask.is_nested or not mask.dim():
-        shape = "jagged" if mask.is_nested else tuple(mask.shape)
-        raise LayoutError(
-            f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
-            "Reshape the mask to one entry per row and position."
-        )
-    if mask.dim() != 2:
-        mask = mask.reshape(math.prod(mask.shape[:-1]), mask.shape[-1])
-    rows, width = mask.shape
-    if mask.device.type == "cpu":
-        found, value = scan.on_host(mask.detach())
-        _check_num_tokens(found.table, num_tokens)
-        return layout_of_core(found), value
-    total, cache = scan.on_device(mask.detach(), num_tokens)
-    if "_table" in cache:
-        _check_num_tokens(cache["_table"], num_tokens)
-    layout = RowLayout(rows, width, total, mask.device)
-    layout.__dict__.update(cache)
-    return layout, None
 
 
 def _check_num_tokens(table: SpanTable, num_tokens: int | None) -> None:

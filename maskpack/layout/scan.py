@@ -10,23 +10,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from maskpack.core import native
+from maskpack.core import abi, native
 from maskpack.core.backends import uses_triton
-from maskpack.core.bits import from_words, word_dtype, words
+from maskpack.core.bits import words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
 
 
-def on_host(mask: Tensor) -> tuple[native.HostLayout, Tensor | None]:
-    """Of a mask [B, S] on the CPU: its layout; and the value () of the valid tokens, if all have the same bits and all
-    other bits are 0, else None."""
+def on_host(mask: Tensor) -> native.HostLayout:
+    """The layout of a mask [B, S] on the CPU."""
     dtype, bits = readable(mask)
-    layout, value = native.scan(described(dtype, bits))
-    if value is None or mask.dtype != dtype:
-        return layout, None
-    word = np.frombuffer(value.to_bytes(8, "little", signed=True), word_dtype(dtype.itemsize), 1)
-    return layout, from_words(word, dtype)[0]
+    whole: Any = np.array([0, -1, mask.shape[1]], np.int64).view(abi.CUT)
+    room = native.SPANS * len(bits)
+    made = native.make_layouts(described(dtype, bits), whole, native.new_jobs(0), len(bits), room, bits.nbytes)
+    assert made is not None
+    return made.layout(0)
 
 
 def is_plain(mask: Tensor) -> bool:
@@ -44,13 +43,16 @@ def readable(mask: Tensor) -> tuple[torch.dtype, Tensor]:
     return mask.dtype, (bits if bits.stride(1) == 1 else bits.contiguous()).expand(shape)
 
 
-def described(dtype: torch.dtype, bits: Tensor) -> native.Mask:
-    """A mask [B, S] of a dtype with plain zeros, whose words lie together in each row."""
-    size = bits.element_size()
-    signed_zero = dtype.is_floating_point and "fnuz" not in str(dtype)
-    rows, width = bits.shape
-    significant = -1 if size == 8 and not signed_zero else (1 << 8 * size - signed_zero) - 1
-    return native.Mask(bits.data_ptr(), size, rows, width, bits.stride(0) * size, significant)
+def described(dtype: torch.dtype, bits: Tensor) -> native.Structs:
+    """ORIGIN [1] of a mask [B, S] of a dtype with plain zeros, whose words lie together in each row. A word is valid if
+    one of its bits is set, for floats one other than the sign."""
+    origin: Any = np.zeros(1, abi.ORIGIN)
+    signed_zero, size = dtype.is_floating_point and "fnuz" not in str(dtype), bits.element_size()
+    origin["at"], origin["size"], origin["way"] = bits.data_ptr(), size, abi.OF_MASK
+    origin["rows"], origin["width"] = bits.shape
+    origin["row_stride"] = bits.stride(0) * size
+    origin["significant"] = -1 if size == 8 and not signed_zero else (1 << 8 * size - signed_zero) - 1
+    return origin
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:

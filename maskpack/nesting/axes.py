@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import dense_at, entry_at, flatten, has, number_at
@@ -19,7 +18,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
 from maskpack.layout.jagged import offsets_of, to_host
-from maskpack.layout.row_layout import RowLayout, anchored, layout_and_value, layout_of_offsets, prefix_of
+from maskpack.layout.row_layout import RowLayout, anchored, layout_of_offsets, prefix_of
 from maskpack.nesting.schema import LAYOUTS
 
 _T = TypeVar("_T")
@@ -95,7 +94,6 @@ class Axes:
     by_value: bool = False
     _found: dict[tuple[Path, Key], Axis | None] = field(default_factory=dict[tuple[Path, Key], Axis | None])
     _layouts: dict[Source, RowLayout] = field(default_factory=dict[Source, RowLayout])
-    _values: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
 
     def __post_init__(self) -> None:
         self.by_value = bool(self.carried and self.stand_in)
@@ -127,11 +125,6 @@ class Axes:
             self._layouts[source] = self._made(source)
         return self._layouts[source]
 
-    def value_of(self, mask: Path) -> Tensor | None:
-        """The value () of all valid tokens of a mask, if its scan found one value and 0 elsewhere."""
-        self.layout_of(Source("mask", mask))
-        return self._values.get(mask)
-
     def _made(self, source: Source) -> RowLayout:
         way, key, low, width = source
         if way == "given":
@@ -145,9 +138,7 @@ class Axes:
             return self._read(key, RowLayout.from_cu_seqlens, tensor)
         if way == "lengths":
             return self._read(key, RowLayout.from_lengths, tensor, None if width < 0 else width)
-        layout, value = self._read(key, layout_and_value, tensor)
-        if value is not None:
-            self._values[key] = value
+        layout = self._read(key, RowLayout.from_mask, tensor)
         return anchored(layout, self.anchor_of(source, layout.width))
 
     def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:

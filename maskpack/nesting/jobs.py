@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -331,7 +331,9 @@ class HostJobs:
         if plan.root.more_dims is None:
             jobs["rows"][jobs["layout"] < 0] = 1
         known = list(given)
-        inputs = [_describe_origin(*own, numbers, seen, known) for own in zip(origins, parts.origins, strict=True)]
+        inputs = [
+            _describe_origin(origins[at : at + 1], own, numbers, seen, known) for at, own in enumerate(parts.origins)
+        ]
         whole = {source.key: at for at, source in enumerate(parts.origins) if source.way == "mask" and verify}
         padded: list[tuple[FieldForm, int]] = []
         nbytes = 0
@@ -394,17 +396,16 @@ class HostJobs:
 
 
 def _describe_origin(row: Any, source: Source, numbers: Mapping[Path, int], seen: Seen, given: Sequence[str]) -> Input:
-    """Writes what a layout comes from into its ORIGIN."""
+    """Writes what a layout comes from into its ORIGIN [1]."""
     row["way"] = _WAYS[source.way]
     if source.way == "jagged":
         return Input(len(seen.tensors) + seen.jagged[source.key], _OFFSETS)
     if source.way == "given":
         return Input(len(seen.tensors) + len(seen.offsets) + given.index(source.key), _LAYOUT)
-    number = numbers[source.key]
-    _, *mask = scan.described(*scan.readable(cast("Tensor", seen.tensors[number])))
-    for name, value in zip(("size", "rows", "width", "row_stride", "significant"), mask, strict=True):
-        row[name] = value
-    return Input(number, _MASK)
+    x: Any = seen.tensors[numbers[source.key]]
+    native.numbers_of(row)[...] = native.numbers_of(scan.described(*scan.readable(x)))
+    row["way"] = _WAYS[source.way]
+    return Input(numbers[source.key], _MASK)
 
 
 def _is_copied(x: Any, way: int) -> bool:

@@ -200,7 +200,9 @@ def _on_host(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found], s
     assert host is not None
     table = native.layout_rows([core_layout(layout) for layout in given.values()])
     located = host.located(seen, rows, table, host.line)
-    made = native.make_layouts(located.origins, host.cuts, located.jobs, rows, 8 * rows, rows * host.mask_bytes)
+    made = native.make_layouts(
+        located.origins, host.cuts, located.jobs, rows, native.SPANS * rows, rows * host.mask_bytes
+    )
     if made is None:
         opened.check_jagged(opened.axes.layouts_of(plan.sources))  # raises
         raise AssertionError("offsets that are none have no layout")

@@ -65,7 +65,7 @@ def _on_host(opened: Opened) -> tuple[Table, Schema] | None:
     opened.check_jagged(given)
     layouts = native.layout_rows([core_layout(layout) for layout in given.values()])
     key = host.table, rows.bit_length(), False
-    before = done_jobs.get(key) or Done(None, None, None, 0, 8 * rows)
+    before = done_jobs.get(key) or Done(None, None, None, 0, native.SPANS * rows)
     known = before.line if before.host is host else None
     line, origins, jobs, held = host.located(seen, rows, layouts, host.line if known is None else known)
     made = native.make_layouts(origins, host.cuts, jobs, rows, before.spans, rows * host.mask_bytes)

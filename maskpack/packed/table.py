@@ -470,7 +470,7 @@ def encoded(
     if found is None:
         check_memory(jobs["result"])
         return None
-    done_jobs.keep(key, Done(None, None, jobs, 0, 8 * rows))
+    done_jobs.keep(key, Done(None, None, jobs, 0, native.SPANS * rows))
     places = rows, dense_rows, names, stored, found.entries, found.fields[order], jobs["under_mask"][order]
     return EncodedTable(Table(*places, found.body, known, is_compact=True), jobs, order)
 

@@ -77,19 +77,19 @@ static void pad_words(u8 *padded, const u8 *values, const u8 *mask, const i64 *b
 static void run(u64 seed) {
     static const i64 widths[] = {1, 5, 40, 300, 700}, sizes[] = {1, 2, 4, 8}, modes[] = {CONSTANT, BY_EDGE, BY_ROW, BY_SIGNS};
     state = seed;
-    i64 rows = draw(9), width = widths[draw(5)], kind = draw(3), alike[2], num_entries = 0, n = 1 + draw(MOST_FIELDS);
+    i64 rows = draw(9), width = widths[draw(5)], kind = draw(3), num_entries = 0, n = 1 + draw(MOST_FIELDS);
     u8 *mask = room(rows * width), *body = room(ROOM);
     for (i64 row = 0; row < rows; row++) {
         i64 stop = draw(width + 1);
         for (i64 column = 0; column < width; column++)
             mask[row * width + column] = kind == 0 ? 1 : kind == 1 ? column < stop : draw(10) < 8;
     }
-    RowScan *found = room(rows * (i64)sizeof(RowScan));
-    i64 *splits = room(8 * rows), *bounds = room(8 * rows);
-    i64 spans = maskpack_count_spans(mask, 1, rows, width, width, 255, found, splits, bounds, alike, 2);
-    i64 *starts = room(8 * spans), *counts = room(8 * spans);
-    maskpack_list_spans(mask, 1, rows, width, width, 255, found, splits, starts, counts, 2);
-    Layout layout = {rows, width, starts, counts, splits, bounds};
+    Origin origin = {.at = mask, .size = 1, .rows = rows, .width = width, .row_stride = width, .significant = 255, .way = OF_MASK};
+    Cut whole = {0, -1, width};
+    RowScan *found = room((rows + 1) * (i64)sizeof(RowScan) + 16 * (rows + 1));
+    i64 numbers = 2 * rows + 2 + rows * (width + 1), *memory = room(8 * numbers);
+    Layout layout, of_origin;
+    maskpack_make_layouts(&origin, 1, &whole, 1, NULL, &of_origin, &layout, rows, found, memory, numbers, 2);
 
     Stored stored = {0};
     Job jobs[MOST_FIELDS] = {0};

@@ -13,6 +13,7 @@ import warm_workers
 
 import maskpack
 from maskpack.core import abi, build, native
+from maskpack.layout import scan
 
 PACKAGE = Path(maskpack.__file__).parent
 
@@ -95,7 +96,12 @@ def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monk
         for begin in rng.integers(0, 700, rng.integers(0, 12)):
             mask[row, begin : begin + rng.integers(1, 90)] = 1
     at, size, stride = mask[:, 3:].ctypes.data, mask.itemsize, mask.strides[0]
-    (width, table, bounds, _), value = native.scan(native.Mask(at, size, 40, 687, stride, -1))
+    origin = np.array([at, size, 40, 687, stride, -1, abi.OF_MASK, 1, 0]).view(abi.ORIGIN)
+    whole, jobs = np.array([0, -1, 687]).view(abi.CUT), native.new_jobs(1)
+    jobs["pads"]["mode"] = abi.CONSTANT + abi.TRUSTED
+    made = native.make_layouts(origin, whole, jobs, 40, 0, mask.nbytes)
+    assert made is not None
+    width, table, bounds, _ = made.layout(0)
     spans = [
         (row, column)
         for row in range(40)
@@ -105,15 +111,16 @@ def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monk
     assert np.repeat(np.arange(40), np.diff(table.splits)).tolist() == [row for row, _ in spans]
     assert (table.starts + 3).tolist() == [column for _, column in spans]
     assert bounds.tolist() == [0, *np.cumsum((mask[:, 3:690] != 0).sum(1)).tolist()]
-    assert (width, value) == (687, 1)
-    mask[20, 400] = 3
-    assert native.scan(native.Mask(at, size, 40, 687, stride, -1))[1] is None
+    assert (width, set(jobs["pads"]["mode"].flat)) == (687, {abi.CONSTANT + abi.TRUSTED})
+    mask[20, 400] = 3  # so that the words of tokens differ
+    native.make_layouts(origin, whole, jobs, 40, native.SPANS * 40, mask.nbytes)
+    assert set(jobs["pads"]["mode"].flat) == {abi.CONSTANT}
 
 
 def test_words_that_are_not_significant_are_masked_out_but_not_zero() -> None:
     mask = torch.tensor([[0.0, -0.0, 2.0, 2.0]])
-    (_, table, bounds, _), value = native.scan(native.Mask(mask.data_ptr(), 4, 1, 4, 16, (1 << 31) - 1))
-    assert (table.starts.tolist(), table.counts.tolist(), bounds.tolist(), value) == ([2], [2], [0, 2], None)
+    _, table, bounds, _ = scan.on_host(mask)
+    assert (table.starts.tolist(), table.counts.tolist(), bounds.tolist()) == ([2], [2], [0, 2])
 
 
 def test_threads_for_what_pays() -> None:

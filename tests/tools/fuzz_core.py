@@ -12,7 +12,6 @@ import ctypes
 import itertools
 import runpy
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,23 +126,43 @@ class Core:
 
     def encode(self, jobs: np.ndarray, mask: Mask, threads: int) -> Table:
         """The jobs of a mask as a table, whose layouts were given and, which must be the same, scanned."""
-        scanned = jobs.copy()
-        layouts = address(mask.line), 1
-        found = self._encoded(
-            "encode", jobs, lambda table: (address(jobs), jobs.size, *layouts, address(table.stored)), threads
-        )
-        bits = mask.mask.astype(np.int8)
+        self.read(jobs.copy(), mask, threads)
+        bits, again = mask.mask.astype(np.int8), jobs.copy()
         way = OF_MASK if jobs.size % 2 else OF_LAYOUT
         at = address(bits if way == OF_MASK else mask.line)
-        origin = np.array([at, 1, *bits.shape, mask.width, -1, way, 0, 0])
-        cuts = np.array([0, -1, mask.width])
-        first = address(origin), 1, address(cuts)
-        last = 1, address(scanned), jobs.size
-        again = self._encoded("compress", scanned, lambda table: (*first, address(table.stored), *last), threads)
-        assert all((one == other).all() for one, other in zip(found, again, strict=True))
-        return found
+        origin, cuts = np.array([at, 1, *bits.shape, mask.width, -1, way, 0, 0]), np.array([0, -1, mask.width])
+        whole, out, scan = np.zeros(6, np.int64), np.zeros(6, np.int64), np.zeros(20 * mask.rows + 2, np.int64)
+        told = *(address(origin), 1, address(cuts), 1, address(again)), address(whole), address(out), mask.rows
+        room = 0
+        while True:
+            memory = np.full(room + MARGIN, 0x55)
+            used = self.call("make_layouts", *told, address(scan), address(memory), room, threads)
+            assert (memory[room:] == 0x55).all()
+            if used >= 0:
+                break
+            room = -2 - used
+        one, other = self._encoded(jobs, mask.line, threads), self._encoded(again, out, threads)
+        assert all((own == same).all() for own, same in zip(one, other, strict=True))
+        return one
 
-    def _encoded(self, name: str, jobs: np.ndarray, source: Callable[[Table], tuple[int, ...]], threads: int) -> Table:
+    def read(self, jobs: np.ndarray, mask: Mask, threads: int) -> None:
+        """Padded fields to packed values, which must be those that they were made of, unless no pad fits."""
+        held: list[tuple[Any, Any, bytes]] = []
+        for job in jobs:
+            nbytes = int(mask.bounds[-1] * job["items"] * job["size"]) if job["padded"] else 0
+            want = ctypes.string_at(int(job["field"]["packed"]), nbytes) if nbytes else b""
+            out, records = (np.full(size + MARGIN, 0x55, np.uint8) for size in (nbytes, mask.rows * (1 + job["size"])))
+            if job["padded"]:
+                job["field"]["packed"], job["field"]["pads"] = address(out[:nbytes]), address(records)
+            held.append((out, records, want))
+        assert self.call("read", address(jobs), jobs.size, address(mask.line), threads) == 0
+        for job, (out, records, want) in zip(jobs, held, strict=True):
+            assert (out[-MARGIN:] == 0x55).all()
+            assert (records[-MARGIN:] == 0x55).all()
+            assert (job["pad"] >= 0) == (job["padded"] and job["result"] == 0)
+            assert job["result"] or out[:-MARGIN].tobytes() == want
+
+    def _encoded(self, jobs: np.ndarray, layout: np.ndarray, threads: int) -> Table:
         jobs["first"] = np.concatenate([[0], np.cumsum(jobs["columns"] + 3)[:-1]])
         entries = np.zeros(int((jobs["columns"] + 3).sum()), ENTRY)
         slots = np.full(entries.nbytes, 0xBE, np.uint8)  # as memory that was in use before
@@ -153,7 +172,8 @@ class Core:
             jobs[...] = given
             table = Table(entries, fields, np.full(room + 1, 0xAA, np.uint8), np.zeros(1, STORED))
             places = map(address, (slots, entries, count, fields, table.body))
-            used = self.call(name, *source(table), *places, room, threads)
+            told = address(jobs), jobs.size, address(layout), 1, address(table.stored)
+            used = self.call("encode", *told, *places, room, threads)
             assert used != -1, jobs["result"]
             assert table.body[room] == 0xAA
             if used >= 0:
@@ -277,7 +297,7 @@ def run(core: Core, seed: int) -> None:
         line["outer"], line["size"], line["items"] = outer, dtype.itemsize, inner
         line["row_stride"], line["outer_stride"] = full[:1].nbytes or 0, width * inner * dtype.itemsize
         line["padded"], line["packed"] = address(full), address(values)
-        job["padded"], job["bounds"] = rng.random() < 0.7, address(mask.bounds)
+        job["padded"] = rng.random() < 0.7
         job["items"], job["size"], job["rows"], job["integers"] = outer * inner, dtype.itemsize, rows, 1
         items = outer * inner
         parts = [count for count in range(2, items + 1) if items % count == 0]
