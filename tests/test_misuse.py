@@ -92,566 +92,242 @@ def names():
 
 
 MISUSES = """
+# a call <- what may not stand in the place of its … ;
+#     more of it
+# ---- nothing
+…(None) <- compress ; from_engine ; nest_batch_by_mask ; decompress ; unnest_batch_by_mask ;
+    select_and_pad_to_response ; p.take ; p.split ; PackedBatch.cat ; PackedBatch.from_bytes ; BatchView.of ;
+    BatchView.cat ; view.take ; view.with_fields ; BatchMeta.of ; RowLayout.from_mask ; RowLayout.from_lengths ;
+    RowLayout.from_cu_seqlens ; RowLayout.cat ; L.take ; MaskAxis ; MaskNestingRegistry ;
+    MaskNestingRegistry.from_dict ; rank_plans.for_rows ; plan.apply ; plan.restore ; prefix_tree ; inputs.shard ;
+    PackedInputs.of ; report ; assert_covered ; packed_trainer ; WorkerGroup ; group.put ; group.pack
 # ---- compress, and the arguments that it shares with nesting
-compress(None)
-compress(p)
-compress(b, registry=None)
-compress(b, registry={"input_ids": "sequence"})
-compress(b, registry={3: spec})
-compress(b)
-compress(b, pad_token_id="0")
-compress(b, pad_token_id=0, strict_mask_nesting="yes")
-compress(b, pad_token_id=0, verify="always")
-compress(b, pad_token_id=0, like=m)
-compress(b, pad_token_id=0, like=b)
-compress(b, pad_token_id=0, codec="gzip")
-compress(b, pad_token_id=0, codec=["zstd"])
-compress(TensorDict({"x": meta}, [2]))
-compress(TensorDict({"_maskpack": TensorDict({"spans": m}, [2])}, [2]))
-compress(TensorDict({"x": strided}, [2]))
-compress(TensorDict({"x": sparse}, [2]))
-compress(TensorDict({"x": torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)}, [2]))
-compress(TensorDict({"attention_mask": m[:, 0], "input_ids": m}, [2]), pad_token_id=0)
-compress(TensorDict({"attention_mask": m, "prompts": m[:, :1], "responses": m[:, :1]}, [2]), pad_token_id=0)
-compress(TensorDict({"attention_mask": m, "responses": torch.zeros(2, 9)}, [2]), pad_token_id=0)
-compress(b.clone().set("v", m), registry=RL_FIELDS | {"v": MaskNestingSpec("sequence", 0, -7)}, pad_token_id=0)
-compress(b.clone().set("v", m), registry=RL_FIELDS | {"v": MaskNestingSpec("sequence", 0.5)}, pad_token_id=0)
-compress(TensorDict({"x": m, "lengths": torch.tensor([9, 1])}, [2]), registry=LENGTHS)
-compress(TensorDict({"x": m, "lengths": m}, [2]), registry=LENGTHS)
-compress(TensorDict({"x": m, "lengths": torch.tensor([1, 2, 3])}, []), registry=LENGTHS)
-compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([1, 5])}, []), registry=FLAT)
-compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([0, 7, 5])}, []), registry=FLAT)
-compress(TensorDict({"x": torch.zeros(5), "cu": torch.tensor([], dtype=torch.int64)}, []), registry=FLAT)
-from_engine(None)
-from_engine([])
-from_engine([{}])
+compress(b, pad_token_id=0, …) <- strict_mask_nesting="yes" ; verify="always" ; like=m ; like=b ; codec="gzip" ;
+    codec=["zstd"]
+compress(…, registry=LENGTHS) <- TensorDict({"x": m, "lengths": torch.tensor([9, 1])}, [2]) ;
+    TensorDict({"x": m, "lengths": m}, [2]) ; TensorDict({"x": m, "lengths": torch.tensor([1, 2, 3])}, [])
+compress(…, pad_token_id=0) <- TensorDict({"attention_mask": m[:, 0], "input_ids": m}, [2]) ;
+    TensorDict({"attention_mask": m, "prompts": m[:, :1], "responses": m[:, :1]}, [2]) ;
+    TensorDict({"attention_mask": m, "responses": torch.zeros(2, 9)}, [2])
+compress(b, …) <- registry=None ; registry={"input_ids": "sequence"} ; pad_token_id="0"
+compress(…) <- p ; b ; TensorDict({"x": meta}, [2]) ;
+    TensorDict({"_maskpack": TensorDict({"spans": m}, [2])}, [2]) ; TensorDict({"x": strided}, [2]) ;
+    TensorDict({"x": sparse}, [2]) ;
+    TensorDict({"x": torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.qint8)}, [2]) ;
+    b.clone().set("v", m), registry=RL_FIELDS | {"v": MaskNestingSpec("sequence", 0, -7)}, pad_token_id=0 ;
+    b.clone().set("v", m), registry=RL_FIELDS | {"v": MaskNestingSpec("sequence", 0.5)}, pad_token_id=0 ;
+    TensorDict({"x": torch.zeros(5), "cu": torch.tensor([1, 5])}, []), registry=FLAT ;
+    TensorDict({"x": torch.zeros(5), "cu": torch.tensor([0, 7, 5])}, []), registry=FLAT
+from_engine(…, prompts=[[1]]) <- [{"output_ids": "ab"}] ; [{"output_ids": [[1], [2]]}] ;
+    [{"output_ids": [1], "meta_info": {"output_token_logprobs": [1.0]}}] ;
+    [{"output_ids": [1], "meta_info": {"output_token_logprobs": 1}}] ;
+    [{"output_ids": [1], "meta_info": {"routed_experts": [[1], [2, 3]]}}] ; [SimpleNamespace(outputs=3)] ;
+    [SimpleNamespace(outputs=[3])]
+from_engine([{"output_ids": [1]}], …) <- prompts=3 ; prompts=[3] ; prompts=[[1]], response_width=0 ;
+    prompts=[[1]], prompt_width=-1 ; prompts=[[1]], experts_shape=3
 from_engine([{"meta_info": 3}])
-from_engine([{"output_ids": 3}], prompts=[[1]])
-from_engine([{"output_ids": "ab"}], prompts=[[1]])
-from_engine([{"output_ids": [[1], [2]]}], prompts=[[1]])
-from_engine([{"output_ids": [1]}], prompts=3)
-from_engine([{"output_ids": [1]}], prompts=[3])
-from_engine([{"output_ids": [1]}], prompts=[[1]], pad_token_id="0")
-from_engine([{"output_ids": [1]}], prompts=[[1]], response_width=0)
-from_engine([{"output_ids": [1]}], prompts=[[1]], prompt_width=-1)
-from_engine([{"output_ids": [1]}], prompts=[[1]], experts_shape=3)
-from_engine([{"output_ids": [1], "meta_info": {"output_token_logprobs": [1.0]}}], prompts=[[1]])
-from_engine([{"output_ids": [1], "meta_info": {"output_token_logprobs": 1}}], prompts=[[1]])
-from_engine([{"output_ids": [1], "meta_info": {"routed_experts": [[1], [2, 3]]}}], prompts=[[1]])
-from_engine([{"output_ids": [1], "meta_info": {"routed_experts": "%"}}], prompts=[[1]], experts_shape=(2, 2))
-from_engine([SimpleNamespace(outputs=3)], prompts=[[1]])
-from_engine([SimpleNamespace(outputs=[3])], prompts=[[1]])
-nest_batch_by_mask(None)
-nest_batch_by_mask(b, "RL_FIELDS")
-nest_batch_by_mask(b, pad_token_id=None)
-nest_batch_by_mask(b, pad_token_id=0, strict_mask_nesting="no")
-nest_batch_by_mask(b, pad_token_id=0, verify=1)
-nest_batch_by_mask(TensorDict({"x": meta}, [2]))
-nest_batch_by_mask(TensorDict({"_maskpack": m}, [2]))
-take(p, [0])
-take(b, 0)
-take(b, [2])
-take(b, "first")
+nest_batch_by_mask(b, …) <- "RL_FIELDS" ; pad_token_id=None ; pad_token_id=0, strict_mask_nesting="no" ;
+    pad_token_id=0, verify=1
+nest_batch_by_mask(…) <- TensorDict({"x": meta}, [2]) ; TensorDict({"_maskpack": m}, [2])
+take(…, [0]) <- p ; TensorDict({}, []) ; TensorDict({"x": strided}, [2]) ; TensorDict({"x": sparse}, [2])
+take(b, …) <- 0 ; [2] ; "first"
 take(n, [True])
-take(TensorDict({}, []), [0])
-take(TensorDict({"x": strided}, [2]), [0])
-take(TensorDict({"x": sparse}, [2]), [0])
-cat(b)
-cat([])
-cat([b, p])
-cat([b, n])
-cat([b, b.float()])
-cat([n, TensorDict({}, [])])
+cat(…) <- b ; [] ; [b, p] ; [b, n] ; [b, b.float()] ; [n, TensorDict({}, [])]
 # ---- decompress, unnest and the response axis
-decompress(None)
-decompress(p, ["responses"])
-decompress(p, None)
-decompress(p, ("responses", "input_ids"))
-decompress(p, format="jagged")
-decompress(p, widths="short")
-decompress(p, device="cuda:99")
-decompress(p, format="nested", device="meta")
-unnest_batch_by_mask(None)
-unnest_batch_by_mask(b)
-unnest_batch_by_mask(n, "nope")
-unnest_batch_by_mask(n, ["responses"])
-unnest_batch_by_mask(n, None)
-unnest_batch_by_mask(TensorDict({"_maskpack": m}, [2]))
-select_and_pad_to_response(None)
-select_and_pad_to_response(n, "nope")
-select_and_pad_to_response(n, ["responses"])
-select_and_pad_to_response(n, None)
-select_and_pad_to_response(n, registry=None)
-select_and_pad_to_response(b.select("attention_mask"))
-select_and_pad_to_response(TensorDict({"_maskpack": m}, [2]))
-extract_response(None, m)
-extract_response(b, None)
-extract_response(b, meta)
-extract_response(b, strided)
-extract_response(b, sparse)
-extract_response(b, m, registry=3)
-extract_response(b.select("responses"), m)
+decompress(p, …) <- ["responses"] ; None ; ("responses", "input_ids") ; format="jagged" ; widths="short" ;
+    device="cuda:99" ; format="nested", device="meta"
+unnest_batch_by_mask(n, …) <- "nope" ; ["responses"] ; None
+unnest_batch_by_mask(…) <- b ; TensorDict({"_maskpack": m}, [2])
+select_and_pad_to_response(n, …) <- "nope" ; ["responses"] ; None ; registry=None
+select_and_pad_to_response(…) <- b.select("attention_mask") ; TensorDict({"_maskpack": m}, [2])
+extract_response(b, …) <- None ; meta ; strided ; sparse ; m, registry=3
+extract_response(…) <- None, m ; b.select("responses"), m
 # ---- PackedBatch
-p[0]
-p[5]
-p[-3]
-p[True]
-p[torch.tensor(1)]
-p["responses"]
-p[("responses",)]
-p[[0, 1], [0]]
-p[torch.tensor([True])]
-p[[1 << 70]]
-p[[-3]]
-p[slice("a", "b")]
-p.narrow("nope", 0, 1)
-p.narrow(["responses"], 0, 1)
-p.narrow(3, 0, 1)
-p.narrow("responses", 0, 1)
+p[…] <- 0 ; 5 ; -3 ; True ; torch.tensor(1) ; "responses" ; ("responses",) ; [0, 1], [0] ; torch.tensor([True]) ;
+    [1 << 70] ; [-3] ; slice("a", "b")
+p.narrow(…, 0, 1) <- "nope" ; ["responses"] ; 3 ; "responses"
 p.narrow("responses", 0, 1, dim="layers")
 p.select()
-p.select("nope")
-p.select(["responses"])
-p.select(3)
+p.select(…) <- "nope" ; ["responses"] ; 3
 p.select("responses").take_tokens(None)
-p.take_tokens([[0, 0, 1]], "nope")
-p.take_tokens([[0, 0, 1]])
-p.take(None)
-p.take([True, False, True])
-p.split(0)
-p.split(None)
-p.split([2, -1, 1])
-p.split([[1], [1, 0]])
-p.split([1 << 70])
-p.chunk(0)
-p.chunk(True)
+p.take_tokens(…) <- [[0, 0, 1]], "nope" ; [[0, 0, 1]]
+p.split(…) <- 0 ; [2, -1, 1] ; [[1], [1, 0]] ; [1 << 70]
+p.chunk(…) <- 0 ; True
 p.lengths("nope")
 compress(TensorDict({"x": torch.ones(2)}, [2])).lengths("sequence")
 p.pin_memory()
-p.to_bytes(allow_pickle="no")
-p.to_bytes(checksum="crc32")
+p.to_bytes(…) <- allow_pickle="no" ; checksum="crc32"
 compress(TensorDict({"x": torch.ones(2, 1)}, [])).take([0])
 compress(TensorDict({"x": torch.ones(2, 1)}, [])).split(1)
 compress(b.clone().set_non_tensor("o", object()), pad_token_id=0).to_bytes()
-PackedBatch.cat(p)
-PackedBatch.cat(None)
-PackedBatch.cat([p, compress(b.select("attention_mask"))])
-PackedBatch.cat([p, compress(b.float(), pad_token_id=0)])
-PackedBatch.from_bytes(None)
-PackedBatch.from_bytes(b"")
-PackedBatch.from_bytes(data[:-1])
-PackedBatch.from_bytes(data, allow_pickle="no")
-PackedBatch.from_bytes(np.zeros((4, 4))[::2, ::2])
-PackedBatch.from_bytes(pickle.dumps(p))
-PackedBatch.load(3)
-PackedBatch.load(__file__)
-PackedBatch.load(__file__, allow_pickle=1)
-p.save(3)
-p.save("/tmp", allow_pickle="no")
+PackedBatch.cat(…) <- p ; [p, compress(b.select("attention_mask"))] ; [p, compress(b.float(), pad_token_id=0)]
+PackedBatch.from_bytes(…) <- b"" ; data[:-1] ; data, allow_pickle="no" ; np.zeros((4, 4))[::2, ::2] ;
+    pickle.dumps(p)
+PackedBatch.load(…) <- 3 ; __file__ ; __file__, allow_pickle=1
+p.save(…) <- 3 ; "/tmp", allow_pickle="no"
 # ---- views
-BatchView.of(None)
 BatchView.at(p, None)
 BatchView.at("elsewhere", batch_meta).materialize()
-BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: None)
-BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: [b])
-BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: [p[:1]])
-BatchView.cat(view)
-BatchView.cat(None)
-BatchView.cat([view, BatchView.of(compress(b.select("attention_mask")))])
-view[-1]
-view["responses"]
-view[1.5]
-view[[7]]
-view.take(None)
+BatchView.at("elsewhere", batch_meta).materialize(…) <- get=lambda refs: None ; get=lambda refs: [b] ;
+    get=lambda refs: [p[:1]]
+BatchView.cat(…) <- view ; [view, BatchView.of(compress(b.select("attention_mask")))]
+view[…] <- -1 ; "responses" ; 1.5 ; [7]
 view.select()
-view.select("nope")
-view.select(["responses"])
-view.select(3)
-view.split(0)
-view.split("1")
-view.split([5])
+view.select(…) <- "nope" ; ["responses"] ; 3
+view.split(…) <- 0 ; "1" ; [5]
 view.chunk(0)
 view.lengths("nope")
-view.with_fields(None)
 view.with_fields(p[:1])
-view.materialize("nope")
-view.materialize(["responses"])
-view.materialize(3)
-view.materialize(format="jagged")
-view.materialize(device="nowhere")
-view.to_packed("nope")
-view.to_packed(["responses"])
+view.materialize(…) <- "nope" ; ["responses"] ; 3 ; format="jagged" ; device="nowhere"
+view.to_packed(…) <- "nope" ; ["responses"]
 BatchView.of(compress(TensorDict({"x": torch.ones(2)}, [2]))).lengths("sequence")
-BatchMeta.of(None)
 batch_meta.take([0.5])
 # ---- RowLayout
-RowLayout.from_mask(None)
-RowLayout.from_mask(strided)
-RowLayout.from_mask(meta)
-RowLayout.from_mask(sparse)
-RowLayout.from_mask(m, num_tokens=4)
-RowLayout.from_mask(m, num_tokens="5")
-RowLayout.from_lengths(None)
-RowLayout.from_lengths([-1])
-RowLayout.from_lengths([[1], [1, 2]])
-RowLayout.from_lengths([], -1)
-RowLayout.from_lengths([1 << 62, 1 << 62])
-RowLayout.from_lengths([1], device="nowhere")
-RowLayout.from_cu_seqlens(None)
-RowLayout.from_cu_seqlens(torch.tensor([]))
-RowLayout.from_cu_seqlens(torch.tensor([1, 3]))
-RowLayout.from_cu_seqlens(torch.tensor([0, 3, 2]))
-RowLayout.from_cu_seqlens(torch.tensor([[0, 3]]))
-RowLayout.from_cu_seqlens(torch.tensor([0, 3]), 2)
-RowLayout.from_cu_seqlens(torch.tensor([0, 3]), "3")
-RowLayout.from_cu_seqlens(meta[0].long())
-RowLayout.from_spans([0], [1], [1], "3")
-RowLayout.from_spans([0], [1, 1], [1], 3)
-RowLayout.from_spans([0], [4], [1], 3)
-RowLayout.from_spans([0, 1], [1, 1], [2], 3)
-RowLayout.from_spans([0, 0], [1, 1], [3, -1], 3)
-RowLayout.from_spans(["a"], [1], [1], 3)
-RowLayout.from_spans([0], [1], [1], 3, anchor=9)
-RowLayout.from_spans([0], [1], [1], 3, device="nowhere")
-RowLayout.from_spans([0], [1], [1, 2**63 - 1, 2**63 - 1, 2], 4)
-RowLayout.from_spans([2**63 - 1], [5], [1], 4)
-RowLayout.from_spans([1, 0], [1, 1], [2], 4)
-RowLayout.from_spans([1 << 31], [1], [1], (1 << 31) + 1, device="meta")
+RowLayout.from_mask(…) <- strided ; meta ; sparse ; m, num_tokens=4 ; m, num_tokens="5"
+RowLayout.from_lengths(…) <- [-1] ; [[1], [1, 2]] ; [], -1 ; [1 << 62, 1 << 62] ; [1], device="nowhere"
+RowLayout.from_cu_seqlens(…) <- torch.tensor([]) ; torch.tensor([1, 3]) ; torch.tensor([[0, 3]]) ;
+    torch.tensor([0, 3]), 2 ; torch.tensor([0, 3]), "3" ; meta[0].long()
+RowLayout.from_spans([0], [1], …) <- [1], "3" ; [1], 3, anchor=9 ; [1], 3, device="nowhere" ;
+    [1, 2**63 - 1, 2**63 - 1, 2], 4
+RowLayout.from_spans(…) <- [0], [1, 1], [1], 3 ; [0, 1], [1, 1], [2], 3 ; [0, 0], [1, 1], [3, -1], 3 ;
+    ["a"], [1], [1], 3 ; [2**63 - 1], [5], [1], 4 ; [1 << 31], [1], [1], (1 << 31) + 1, device="meta"
 RowLayout.from_lengths([1 << 30, 1 << 30]).cu_seqlens
 RowLayout.from_lengths([1 << 30, 1 << 30]).to("meta")
 RowLayout.cat(L)
-RowLayout.cat(None)
-L.take(None)
 L.take([9])
-L.narrow(-1, 2)
-L.narrow(2, 1)
-L.narrow(0, 9)
+L.narrow(…) <- -1, 2 ; 2, 1 ; 0, 9
 L.to("nowhere")
 L.to_mask("bool")
 # ---- ops
-ops.pack(b["input_ids"], m[0, 0])
-ops.pack(b["input_ids"], m[:1])
-ops.pack(None, L)
-ops.pack(jagged, L)
-ops.pack(meta, L)
-ops.pack(m, L, backend="cuda")
-ops.pack(m, L, backend="triton")
-ops.unpack(values[:1], m)
-ops.unpack(None, L)
-ops.unpack(values, L, "0")
-ops.unpack(values, L, 0.5)
-ops.unpack(values, L, torch.zeros(3))
-ops.unpack(values, L, torch.zeros(2, device="meta"))
-ops.unpack(values, L, [0, 0])
-ops.unpack(values, L, backend="x")
-ops.packed_log_probs(None, head, ids)
-ops.packed_log_probs(hidden, head, ids.float())
-ops.packed_log_probs(hidden, head, ids + 100)
-ops.packed_log_probs(hidden, head, ids - 1)
-ops.packed_log_probs(hidden, head.double(), ids)
-ops.packed_log_probs(hidden.int(), head.int(), ids)
-ops.packed_log_probs(hidden[None], head, ids)
-ops.packed_log_probs(hidden, head.T, ids)
-ops.packed_log_probs(hidden.to("meta"), head, ids)
-ops.packed_log_probs(hidden, head, ids, temperature=0)
-ops.packed_log_probs(hidden, head, ids, keep=-1)
-ops.packed_log_probs(hidden, head, ids, keep=True)
-ops.packed_log_probs(hidden, head, ids, entropy="yes")
-ops.packed_log_probs(hidden, head, ids, backend="cuda")
-ops.packed_log_probs(hidden, head, ids, group="world")
-ops.packed_log_probs(hidden, head, ids, logits=30.0)
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(softcap=0))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(scale=None))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(lora_scale=-1.0))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(bias=1.0))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(bias=hidden))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(lora_a=hidden))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(lora_a=hidden, lora_b=hidden))
-ops.packed_log_probs(hidden, head[:0], ids)
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(lora_b=head))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(bias=torch.zeros(len(head), device="meta")))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(bias=torch.zeros(len(head)).to_sparse()))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(bias=torch.zeros(len(head), dtype=torch.int64)))
-ops.packed_log_probs(hidden, head, ids, logits=ops.Logits(scale=1e38, softcap=1e-38))
-ops.packed_log_probs(hidden.double(), head.double(), ids, backend="triton")
-ops.packed_log_probs(hidden.to_sparse(), head, ids)
-ops.packed_log_probs(hidden, head, ids.to("meta"))
-packed_attention(None, q, q, bounds, 3, scale=1.0)
-packed_attention(q, q[:, :1].expand(5, 3, 8), q, bounds, 3, scale=1.0)
-packed_attention(q, q, q, [0, 3, 5], 3, scale=1.0)
-packed_attention(q, q, q, bounds.long(), 3, scale=1.0)
-packed_attention(q, q, q, bounds, 2, scale=1.0)
-packed_attention(q, q, q, bounds, "3", scale=1.0)
-packed_attention(q, q, q, bounds[:0], 3, scale=1.0)
-packed_attention(q, q, q, bounds, 3, scale="1")
-packed_attention(q, q, q, bounds, 3, scale=1.0, window=0)
-packed_attention(q, q, q, bounds, 3, scale=1.0, window="2")
-packed_attention(q, q, q, bounds, 3, scale=1.0, softcap=0)
-packed_attention(q, q, q, bounds, 3, scale=1.0, softcap="5")
-packed_attention(q, q, q, bounds, 3, scale=1.0, backend="sdpa")
-packed_attention(q, q, q, bounds, 3, scale=1.0, backend="flash")
-packed_attention(q, q, q, bounds, 3, scale=1.0, group=2)
-packed_attention(q[:, 0], q, q, bounds, 3, scale=1.0)
-packed_attention(q, q[:4], q[:4], bounds, 3, scale=1.0)
-packed_attention(q, q[:, :0], q[:, :0], bounds, 3, scale=1.0)
-packed_attention(q, q, q.bfloat16(), bounds, 3, scale=1.0)
-packed_attention(q, q, q, bounds[None], 3, scale=1.0)
-packed_attention(q, q, q, bounds.to("meta"), 3, scale=1.0)
-packed_attention(q, q, q, torch.tensor([0, 3, 3, 5], dtype=torch.int32), 3, scale=1.0)
-packed_attention(q, q, q, torch.tensor([0, 3, 4], dtype=torch.int32), 3, scale=1.0)
+ops.pack(…, L) <- None ; jagged ; meta
+ops.pack(…) <- b["input_ids"], m[0, 0] ; b["input_ids"], m[:1] ; m, L, backend="cuda" ; m, L, backend="triton"
+ops.unpack(values, L, …) <- "0" ; 0.5 ; torch.zeros(3) ; torch.zeros(2, device="meta") ; [0, 0] ; backend="x"
+ops.unpack(…) <- values[:1], m ; None, L
+ops.packed_log_probs(hidden, head, ids, …) <- temperature=0 ; keep=-1 ; keep=True ; entropy="yes" ;
+    backend="cuda" ; group="world" ; logits=30.0 ; logits=ops.Logits(softcap=0) ; logits=ops.Logits(scale=None) ;
+    logits=ops.Logits(lora_scale=-1.0) ; logits=ops.Logits(bias=1.0) ; logits=ops.Logits(bias=hidden) ;
+    logits=ops.Logits(lora_a=hidden) ; logits=ops.Logits(lora_a=hidden, lora_b=hidden) ;
+    logits=ops.Logits(lora_b=head) ; logits=ops.Logits(bias=torch.zeros(len(head), device="meta")) ;
+    logits=ops.Logits(bias=torch.zeros(len(head)).to_sparse()) ;
+    logits=ops.Logits(bias=torch.zeros(len(head), dtype=torch.int64)) ;
+    logits=ops.Logits(scale=1e38, softcap=1e-38)
+ops.packed_log_probs(hidden, …) <- head, ids.float() ; head, ids + 100 ; head, ids - 1 ; head.double(), ids ;
+    head.T, ids ; head[:0], ids ; head, ids.to("meta")
+ops.packed_log_probs(…, head, ids) <- None ; hidden[None] ; hidden.to("meta") ; hidden.to_sparse()
+ops.packed_log_probs(…) <- hidden.int(), head.int(), ids ; hidden.double(), head.double(), ids, backend="triton"
+packed_attention(q, q, q, bounds, 3, scale=1.0, …) <- window=0 ; window="2" ; softcap=0 ; softcap="5" ;
+    backend="sdpa" ; backend="flash" ; group=2
+packed_attention(q, q, q, …, 3, scale=1.0) <- [0, 3, 5] ; bounds.long() ; bounds[:0] ; bounds[None] ;
+    bounds.to("meta") ; torch.tensor([0, 3, 3, 5], dtype=torch.int32) ; torch.tensor([0, 3, 4], dtype=torch.int32)
+packed_attention(q, q, q, bounds, …) <- 2, scale=1.0 ; "3", scale=1.0 ; 3, scale="1"
+packed_attention(q, …) <- q[:, :1].expand(5, 3, 8), q, bounds, 3, scale=1.0 ; q[:4], q[:4], bounds, 3, scale=1.0 ;
+    q[:, :0], q[:, :0], bounds, 3, scale=1.0 ; q, q.bfloat16(), bounds, 3, scale=1.0
+packed_attention(…) <- None, q, q, bounds, 3, scale=1.0 ; q[:, 0], q, q, bounds, 3, scale=1.0
 # ---- registry
-MaskNestingSpec(3)
-MaskNestingSpec([])
-MaskNestingSpec("m", "0")
-MaskNestingSpec("m", 0, 0)
-MaskNestingSpec("m", 0, 1, "rle")
-MaskNestingSpec("m", 0, 1, ("fast",))
-MaskNestingSpec("m", 0, 1, ("concat:a",))
-MaskAxis(None)
-MaskAxis("m", form="Mask")
-MaskAxis("m", part="middle")
-MaskAxis("m", part="head")
-MaskAxis("m", part="head", head="prompts")
-MaskAxis("m", part="tail", tail="responses")
-MaskAxis("m", part="head", head=3)
-MaskAxis("m", part="head", head=(3,))
-MaskAxis("m", padded="both")
-MaskAxis("m", shift=True)
-MaskAxis("m", shift=0.5)
-MaskAxis("m", part="prefix", shift=-1)
-MaskNestingRegistry({}, {"sequence": MaskAxis("m", shift=-1)})
-MaskNestingRegistry({}, {"response": (MaskAxis("m", shift=-1), MaskAxis("m"))})
-MaskNestingRegistry(None)
-MaskNestingRegistry({"x": "sequence"})
-MaskNestingRegistry({3: spec})
-MaskNestingRegistry({}, {"a": None})
-MaskNestingRegistry({}, {"a": ()})
-MaskNestingRegistry({}, {3: MaskAxis("m")})
-RL_FIELDS | {"x": "sequence"}
+MaskNestingSpec("m", 0, …) <- 0 ; 1, "rle" ; 1, ("fast",) ; 1, ("concat:a",)
+MaskNestingSpec(…) <- 3 ; "m", "0"
+MaskAxis("m", …) <- form="Mask" ; part="middle" ; part="head" ; part="head", head="prompts" ;
+    part="tail", tail="responses" ; part="head", head=3 ; part="head", head=(3,) ; padded="both" ; shift=True ;
+    shift=0.5 ; part="prefix", shift=-1
+MaskNestingRegistry({}, …) <- {"sequence": MaskAxis("m", shift=-1)} ;
+    {"response": (MaskAxis("m", shift=-1), MaskAxis("m"))} ; {"a": None} ; {"a": ()} ; {3: MaskAxis("m")}
+MaskNestingRegistry(…) <- {"x": "sequence"} ; {3: spec}
 RL_FIELDS | {3: spec}
 {"x": 3} | RL_FIELDS
-MaskNestingRegistry.from_dict(None)
-MaskNestingRegistry.from_dict({"field": {}})
-MaskNestingRegistry.from_dict({"fields": None})
-MaskNestingRegistry.from_dict({"fields": {"x": None}})
-MaskNestingRegistry.from_dict({"fields": {"x": {}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": 3}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": []}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "pad": "0"}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "pad": None}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "pad": [0, "x"]}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "ragged_dim": "1"}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "hints": "rle"}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "hints": [3]}}})
-MaskNestingRegistry.from_dict({"fields": {"x": {"mask": "m", "padding": 0}}})
-MaskNestingRegistry.from_dict({"fields": {3: {"mask": "m"}}})
-MaskNestingRegistry.from_dict({"axes": []})
-MaskNestingRegistry.from_dict({"axes": {"a": None}})
-MaskNestingRegistry.from_dict({"axes": {"a": {}}})
-MaskNestingRegistry.from_dict({"axes": {"a": {"source": 3}}})
-MaskNestingRegistry.from_dict({"axes": {"a": {"source": "m", "form": "x"}}})
-MaskNestingRegistry.from_dict({"axes": {"a": {"source": "m", "head": "prompts", "part": "head"}}})
-MaskNestingRegistry.from_dict({"axes": {"a": {"source": "m", "head": [3], "part": "head"}}})
-MaskNestingRegistry.from_dict({"axes": {3: {"source": "m"}}})
+MaskNestingRegistry.from_dict(…) <- {"field": {}} ; {"fields": None} ; {"fields": {"x": None}} ;
+    {"fields": {"x": {}}} ; {"fields": {"x": {"mask": 3}}} ; {"fields": {"x": {"mask": []}}} ;
+    {"fields": {"x": {"mask": "m", "pad": "0"}}} ; {"fields": {"x": {"mask": "m", "pad": None}}} ;
+    {"fields": {"x": {"mask": "m", "pad": [0, "x"]}}} ; {"fields": {"x": {"mask": "m", "ragged_dim": "1"}}} ;
+    {"fields": {"x": {"mask": "m", "hints": "rle"}}} ; {"fields": {"x": {"mask": "m", "hints": [3]}}} ;
+    {"fields": {"x": {"mask": "m", "padding": 0}}} ; {"fields": {3: {"mask": "m"}}} ; {"axes": []} ;
+    {"axes": {"a": None}} ; {"axes": {"a": {}}} ; {"axes": {"a": {"source": 3}}} ;
+    {"axes": {"a": {"source": "m", "form": "x"}}} ;
+    {"axes": {"a": {"source": "m", "head": "prompts", "part": "head"}}} ;
+    {"axes": {"a": {"source": "m", "head": [3], "part": "head"}}} ; {"axes": {3: {"source": "m"}}}
 MaskNestingRegistry({"a/b": spec}).to_dict()
 # ---- plans
-plan_micro_batches([3, 2], 10, options=3)
-plan_ranks([3, 2], 2, 10, options={"num_updates": 2})
-plan_micro_batches([3, 2], 0, options=PlanOptions(cost=np.ones_like))
-plan_micro_batches([3, 2], True, options=PlanOptions(cost=np.ones_like))
-plan_micro_batches([3, 2], math.nan, options=PlanOptions(cost=np.ones_like))
-plan_micro_batches(None, 10)
-plan_micro_batches([1.5], 10)
-plan_micro_batches([-1], 10)
-plan_micro_batches([[1], [1, 2]], 10)
-plan_micro_batches([True], 10)
-plan_micro_batches([1, 2], 0)
-PlanOptions(cost="flops")
+plan_micro_batches([1, 2], 10, …) <- options=PlanOptions(cost=lambda n: None) ;
+    options=PlanOptions(cost=lambda n: [1]) ; options=PlanOptions(cost=lambda n: -n) ;
+    options=PlanOptions(cost=lambda n: n / None) ; options=PlanOptions(work=lambda n: 1 // 0) ; groups=3 ;
+    groups=[1] ; loss_tokens=[1] ; loss_tokens=[-1, 1] ; loss_tokens="ab" ; loss_tokens=[math.nan, 1]
+plan_micro_batches([3, 2], …, options=PlanOptions(cost=np.ones_like)) <- 0 ; True ; math.nan
+plan_micro_batches(…, 10) <- None ; [-1] ; [[1], [1, 2]] ; [True]
+plan_micro_batches(…) <- [3, 2], 10, options=3 ; [1, 2], 0
+plan_ranks([1, 2], …) <- 0, 10 ; 2, "10" ; 2, 10, groups=[1] ; 2, 10, loss_tokens=[1]
+plan_ranks(…) <- [3, 2], 2, 10, options={"num_updates": 2} ; None, 2, 10
+PlanOptions(…) <- cost="flops" ; num_updates=0 ; work=3
 BatchView.of(p).to_packed(get="ray.get")
 BatchView.at(p, batch_meta).materialize(get=3)
-plan_micro_batches([1, 2], 10, options=PlanOptions(cost=lambda n: None))
-plan_micro_batches([1, 2], 10, options=PlanOptions(cost=lambda n: [1]))
-plan_micro_batches([1, 2], 10, options=PlanOptions(cost=lambda n: -n))
-plan_micro_batches([1, 2], 10, options=PlanOptions(cost=lambda n: n / None))
-plan_micro_batches([1, 2], 10, options=PlanOptions(work=lambda n: 1 // 0))
-balance_rows([1, 2], 2, cost=lambda n: {}["a"])
-PlanOptions(num_updates=0)
-plan_micro_batches([1, 2], 10, groups=3)
-plan_micro_batches([1, 2], 10, groups=[1])
-PlanOptions(work=3)
-plan_micro_batches([1, 2], 10, loss_tokens=[1])
-plan_micro_batches([1, 2], 10, loss_tokens=[-1, 1])
-plan_micro_batches([1, 2], 10, loss_tokens="ab")
-plan_micro_batches([1, 2], 10, loss_tokens=[math.nan, 1])
-plan_ranks(None, 2, 10)
-plan_ranks([1, 2], 0, 10)
-plan_ranks([1, 2], 2, "10")
-plan_ranks([1, 2], 2, 10, groups=[1])
-plan_ranks([1, 2], 2, 10, loss_tokens=[1])
-balance_rows(None, 2)
-balance_rows([1.5], 2)
-balance_rows([1, 2], 0)
-balance_rows([1, 2], 2, cost="padded")
-balance_rows([1, 2], 2, groups=[1])
-rank_plans.for_rows(None)
-rank_plans.for_rows({0: [9]})
-rank_plans.for_rows({0: np.array([-1])})
-plan.with_count(0)
-plan.with_count(-1)
-plan.with_count([3, 3])
-plan.apply(None)
-plan.apply(strided)
-plan.apply(TensorDict({}, []))
-plan.apply(b, 7)
-plan.apply(b, -1)
-plan.restore(None)
-plan.restore([])
-plan.restore(m)
-plan.restore([m[:1], m[:1, :2]])
-plan.restore([m[:1], None])
-plan.restore([None, None])
-plan.restore([b[:1], b[:1].exclude("responses")])
-plan.restore([b[:1], p[:1]])
-plan.restore([[1], [2, 3]])
-plan.restore([m[:1], meta[:1]])
-plan.restore([torch.tensor(1), torch.tensor(2)])
-plan.restore([torch.zeros(3), torch.zeros(2)], lengths=[3])
-plan.restore([torch.zeros(3), torch.zeros(3)], lengths=[3, 2])
-plan.restore([torch.zeros(3), torch.zeros(2)], lengths="ab")
-plan.restore([torch.zeros(3), torch.zeros(2)], lengths=[3.0, 2.0])
-plan.restore([[1], [2]], lengths=[3, 2])
-plan.restore(b)
-plan.loss_weights("mean")
-plan.loss_weights("token-mean")
-plan.loss_weights("token-mean", gradients="max")
-plan_micro_batches([1, 2], 10, loss_tokens=[1, 1]).loss_weights("token-mean", 5)
-plan_micro_batches([1, 2], 10, loss_tokens=[1, 1]).loss_weights("token-mean", "0")
+balance_rows([1, 2], …) <- 2, cost=lambda n: {}["a"] ; 0 ; 2, cost="padded" ; 2, groups=[1]
+balance_rows(…) <- None, 2 ; [1.5], 2
+rank_plans.for_rows(…) <- {0: [9]} ; {0: np.array([-1])}
+plan.with_count(…) <- 0 ; -1 ; [3, 3]
+plan.apply(…) <- strided ; TensorDict({}, []) ; b, 7 ; b, -1
+plan.restore([torch.zeros(3), torch.zeros(2)], …) <- lengths=[3] ; lengths="ab" ; lengths=[3.0, 2.0]
+plan.restore(…) <- [] ; m ; [m[:1], m[:1, :2]] ; [None, None] ; [b[:1], b[:1].exclude("responses")] ;
+    [b[:1], p[:1]] ; [[1], [2, 3]] ; [m[:1], meta[:1]] ; [torch.tensor(1), torch.tensor(2)] ;
+    [torch.zeros(3), torch.zeros(3)], lengths=[3, 2] ; [[1], [2]], lengths=[3, 2] ; b
+plan.loss_weights(…) <- "mean" ; "token-mean" ; "token-mean", gradients="max"
+plan_micro_batches([1, 2], 10, loss_tokens=[1, 1]).loss_weights(…) <- "token-mean", 5 ; "token-mean", "0"
 agree_on_count(plan)
 # ---- replay
-prefix_tree(None)
-prefix_tree(b, options=ReplayOptions(input_ids="absent"))
-ReplayOptions(min_shared=0)
-PrefixTree.from_ids([1, 2], [0, 1])
+prefix_tree(…) <- b, options=ReplayOptions(input_ids="absent") ; b, options="x"
+ReplayOptions(…) <- min_shared=0 ; share_prefixes="yes" ; routed_experts=1 ; keep=1.5 ; input_ids=3 ;
+    registry=None ; multiple_of=0 ; no_prompt="drop"
+PrefixTree.from_ids([1, 2], …) <- [0, 1] ; [0, 2], [0] ; None ; [0, 2], min_shared=1.5 ; [0, 2**63 - 1, -2, 2] ;
+    [0, 2, 1, 2]
 PrefixTree.from_ids([0.5, 2], [0, 2])
-PrefixTree.from_ids([1, 2], [0, 2], [0])
-PrefixTree.from_ids([1, 2], None)
-PrefixTree.from_ids([1, 2], [0, 2], min_shared=1.5)
-PrefixTree.from_groups([3, 2], ["a"], [1, 1])
-PrefixTree.from_groups([3, 2], "ab", [1, 1])
-PrefixTree.from_groups([3, 2], [{}, {}], [1, 1])
-PrefixTree.from_groups([3, 2], ["a", "a"], [3, 3])
-PrefixTree.from_groups([3, 2], ["a", "a"], [-1, 1])
-PrefixTree.from_groups([3, 2], ["a", "a"], [1, 1]).take([2])
-plan_micro_batches([3], 9, tree=PrefixTree.from_groups([3], ["a"], [1]), options=PlanOptions(cost="padded"))
-plan_micro_batches([3, 2], 9, tree=PrefixTree.from_groups([3, 3], ["a", "a"], [1, 1]))
-plan_micro_batches([3, 2], 9, tree=[1, 2])
-ReplayOptions(share_prefixes="yes")
-ReplayOptions(routed_experts=1)
-ReplayOptions(keep=1.5)
-ReplayOptions(input_ids=3)
-response_log_probs(model, b, options=None)
-PackedInputs.of(b, options=3)
-prefix_tree(b, options="x")
-PrefixTree.from_ids([1, 2], [0, 2**63 - 1, -2, 2])
-PrefixTree.from_ids([1, 2], [0, 2, 1, 2])
+PrefixTree.from_groups([3, 2], …) <- ["a"], [1, 1] ; "ab", [1, 1] ; [{}, {}], [1, 1] ; ["a", "a"], [3, 3] ;
+    ["a", "a"], [-1, 1]
 PrefixTree.from_groups([-3, 4], ["a", "a"], [0, 4])
-inputs.shard(None)
-PackedInputs.of(None)
-PackedInputs.of(b.exclude("input_ids"))
-PackedInputs.of(b.exclude("attention_mask"))
-PackedInputs.of(p.take([0]), device="nowhere")
-ReplayOptions(registry=None)
-ReplayOptions(multiple_of=0)
-ReplayOptions(no_prompt="drop")
+PrefixTree.from_groups([3, 2], ["a", "a"], [1, 1]).take([2])
+plan_micro_batches(…) <- [3], 9, tree=PrefixTree.from_groups([3], ["a"], [1]), options=PlanOptions(cost="padded") ;
+    [3, 2], 9, tree=PrefixTree.from_groups([3, 3], ["a", "a"], [1, 1]) ; [3, 2], 9, tree=[1, 2]
+response_log_probs(model, b, …) <- options=None ; plan=3 ; plan=plan_micro_batches([1], 9)
+PackedInputs.of(…) <- b, options=3 ; b.exclude("input_ids") ; b.exclude("attention_mask") ;
+    p.take([0]), device="nowhere" ; b.clone().set("input_ids", m.bool()) ;
+    b.clone().set("input_ids", m[..., None]) ; b.clone().set("position_ids", m[:, :2]) ;
+    b.clone().set("position_ids", m.float()) ; b.clone().set("pixel_values", m)
 MicroBatchMeter("cuda:77")
-PackedInputs.of(b.clone().set("input_ids", m.float()))
-PackedInputs.of(b.clone().set("input_ids", m.bool()))
-PackedInputs.of(b.clone().set("input_ids", m[..., None]))
-PackedInputs.of(b.clone().set("position_ids", m[:, :2]))
-PackedInputs.of(b.clone().set("position_ids", m.float()))
-PackedInputs.of(b.clone().set("pixel_values", m))
-response_log_probs(model, b, plan=3)
-response_log_probs(model, b, plan=plan_micro_batches([1], 9))
-response_values(None, b, print)
-response_values(model, b, None)
-response_values(model, b, print, plan=3)
+response_values(…) <- None, b, print ; model, b, None ; model, b, print, plan=3
+response_outputs(model, b, …) <- log_probs=False ; log_probs=None ; entropy="yes" ; heads=print ;
+    heads={"value": None}
 response_outputs(model, None)
-response_outputs(model, b, log_probs=False)
-response_outputs(model, b, log_probs=None)
-response_outputs(model, b, entropy="yes")
-response_outputs(model, b, heads=print)
-response_outputs(model, b, heads={"value": None})
-compare(m.float(), m.float())
-compare(m, m, m)
-compare(None, m.float(), m)
-compare(m.float(), m.float()[:1], m)
-compare(m.float(), m.float(), m, clip="0.2")
-compare(m.float(), m.float(), m, clip=2)
-MismatchLimit(outside=1.5)
-compare(m.float(), m.float(), m, limit=0.1)
-compare(m.float(), m.float() + 1, m, limit=MismatchLimit(k3=0.1))
+compare(m.float(), …) <- m.float() ; m.float()[:1], m ; m.float(), m, clip="0.2" ; m.float(), m, clip=2 ;
+    m.float(), m, limit=0.1 ; m.float() + 1, m, limit=MismatchLimit(k3=0.1)
+compare(…) <- m, m, m ; None, m.float(), m
+MismatchLimit(…) <- outside=1.5 ; k3="0.1" ; k3=0.1, action="stop"
 MismatchLimit()
-MismatchLimit(k3="0.1")
-MismatchLimit(k3=0.1, action="stop")
 # ---- report
-report(None)
 report(b)
 # ---- testing
-assert_exact(view, view)
-assert_exact(meta, meta)
-assert_exact(sparse, sparse)
-assert_exact(strided, strided)
-assert_exact({"k": [meta]}, {"k": [meta.clone()]})
-assert_covered(None)
-assert_covered(b)
-assert_covered(b, None)
-assert_covered(b, pad_token_id="0")
+assert_exact(…) <- view, view ; meta, meta ; sparse, sparse ; strided, strided ;
+    {"k": [meta]}, {"k": [meta.clone()]}
+assert_covered(…) <- b ; b, None ; b, pad_token_id="0"
 # ---- collator
-packed_trainer(None)
 packed_trainer(print)
-PackedCollator(multiple_of=0)
-PackedCollator(seq_idx="no")
-PackedCollator(extras=None)
-PackedCollator(extras=("input_ids",))
-collate([None])
-collate([{}])
-collate([{"input_ids": None}])
-collate([{"input_ids": [0.5]}])
-collate([{"input_ids": [[1]]}])
-collate([{"input_ids": [1, 2], "attention_mask": [1, 0]}])
-collate([{"input_ids": [1, 2], "seq_lengths": [1]}])
-collate([{"input_ids": [1, 2], "seq_lengths": [3, -1]}])
-collate([{"input_ids": [1, 2], "position_ids": [0, 1]}])
-collate([sample, {"input_ids": [1], "labels": [1]}])
-collate({"input_ids": [[1, 2]]})
-collate.micro_batches([sample], 0)
+PackedCollator(…) <- multiple_of=0 ; seq_idx="no" ; extras=None ; extras=("input_ids",)
+collate(…) <- [None] ; [{}] ; [{"input_ids": None}] ; [{"input_ids": [0.5]}] ; [{"input_ids": [[1]]}] ;
+    [{"input_ids": [1, 2], "attention_mask": [1, 0]}] ; [{"input_ids": [1, 2], "seq_lengths": [1]}] ;
+    [{"input_ids": [1, 2], "seq_lengths": [3, -1]}] ; [{"input_ids": [1, 2], "position_ids": [0, 1]}] ;
+    [sample, {"input_ids": [1], "labels": [1]}] ; {"input_ids": [[1, 2]]}
+collate.micro_batches([sample], …) <- 0 ; 8, options=0 ; 8, loss_tokens=[1]
 collate.micro_batches(None, 8)
-collate.micro_batches([sample], 8, options=0)
-collate.micro_batches([sample], 8, loss_tokens=[1])
 # ---- fields of another memory, and numbers beyond memory
-select_and_pad_to_response(b.clone().set("x", strided), "x")
-extract_response(n, torch.zeros(()))
-extract_response(n, torch.zeros(2, 5))
-extract_response(n, n["responses"])
-nest_batch_by_mask(TensorDict({"x": m, "m": m}, [2]), {"x": MaskNestingSpec("m", ragged_dim=2)})
-nest_batch_by_mask(TensorDict({"x": m[:, 1:], "m": m}, [2]), {"x": MaskNestingSpec("m")})
-nest_batch_by_mask(TensorDict({"x": m, "m": m[:, :, None]}, [2]), {"x": MaskNestingSpec("m")})
-nest_batch_by_mask(TensorDict({"x": m.byte(), "m": m}, [2]), {"x": MaskNestingSpec("m", -100)})
-nest_batch_by_mask(b.clone().set("prompts", m[:, :1]), pad_token_id=0)
+select_and_pad_to_response(…) <- b.clone().set("x", strided), "x" ; b.clone().set_non_tensor("o", 3), "o"
+extract_response(…) <- n, torch.zeros(2, 5) ; n, n["responses"]
+nest_batch_by_mask(…, pad_token_id=0) <- b.clone().set("prompts", m[:, :1]) ; n.clone().set("x", strided) ; n[0]
+nest_batch_by_mask(…) <- TensorDict({"x": m, "m": m}, [2]), {"x": MaskNestingSpec("m", ragged_dim=2)} ;
+    TensorDict({"x": m[:, 1:], "m": m}, [2]), {"x": MaskNestingSpec("m")} ;
+    TensorDict({"x": m, "m": m[:, :, None]}, [2]), {"x": MaskNestingSpec("m")} ;
+    TensorDict({"x": m.byte(), "m": m}, [2]), {"x": MaskNestingSpec("m", -100)}
 cat([b, b.select("responses")])
-select_and_pad_to_response(b.clone().set_non_tensor("o", 3), "o")
-unnest_batch_by_mask(n.clone().set("x", strided))
-unnest_batch_by_mask(n.clone().set("responses", strided))
-unnest_batch_by_mask(n[0])
-unnest_batch_by_mask(n.apply(lambda x: x + 1))
-nest_batch_by_mask(n.clone().set("x", strided), pad_token_id=0)
-nest_batch_by_mask(n[0], pad_token_id=0)
-compress(b.unsqueeze(0), pad_token_id=0)
-compress(b.exclude("attention_mask"), pad_token_id=0, like=p[:1])
-compress(TensorDict({"x": m, "m": meta}, [2]), registry={"x": MaskNestingSpec("m")})
-compress(TensorDict({"x": m, "m": sparse}, [2]), registry={"x": MaskNestingSpec("m")})
-compress(TensorDict({"x": m, "m": m}, [2]), registry={"x": MaskNestingSpec("m", 10**400)})
-compress(TensorDict({"x": m.float(), "m": m}, [2]), registry={"x": MaskNestingSpec("m", 1j)})
+unnest_batch_by_mask(…) <- n.clone().set("x", strided) ; n.clone().set("responses", strided) ; n[0] ;
+    n.apply(lambda x: x + 1)
+compress(…) <- b.unsqueeze(0), pad_token_id=0 ; b.exclude("attention_mask"), pad_token_id=0, like=p[:1] ;
+    TensorDict({"x": m, "m": sparse}, [2]), registry={"x": MaskNestingSpec("m")} ;
+    TensorDict({"x": m, "m": m}, [2]), registry={"x": MaskNestingSpec("m", 10**400)} ;
+    TensorDict({"x": m.float(), "m": m}, [2]), registry={"x": MaskNestingSpec("m", 1j)}
 compress(TensorDict({"x": torch.zeros(2, *[1] * 40)}, [2])).to_bytes()
 compress(TensorDict({"x\\ud800": torch.zeros(2)}, [2])).to_bytes()
 compress(b.clone().set_non_tensor("o", lambda: 3), pad_token_id=0).to_bytes(allow_pickle=True)
@@ -659,13 +335,11 @@ p.save("")
 PackedBatch.load("\\0")
 list(plan.apply(n.clone().set("x", strided)))
 list(plan.apply(TensorDict({"x": sparse}, [2])))
-plan.restore([b[:1], b[:1].float()])
-plan.restore([p[:1], compress(b[1:].float(), pad_token_id=0)])
+plan.restore(…) <- [b[:1], b[:1].float()] ; [p[:1], compress(b[1:].float(), pad_token_id=0)]
 plan.with_count(10**30)
 PlanOptions(num_updates=10**30)
 plan_micro_batches(np.array([2**63], np.uint64), 10)
 plan_ranks([1, 2], 10**30, 10)
-balance_rows([1, 2], 10**30)
 p.chunk(10**30)
 RowLayout.from_lengths([], 10**30)
 ReplayOptions(multiple_of=10**30)
@@ -673,66 +347,36 @@ PackedCollator(multiple_of=10**30)
 collate([{"input_ids": torch.tensor([1, 2]).to_sparse()}])
 """
 DISPATCH = """
-WorkerGroup(None)
+WorkerGroup([None], …) <- dp_ranks="0" ; dp_ranks=[0.0] ; dp_ranks=[] ; collect=True ; registry=None ;
+    pad_token_id="0" ; strict_mask_nesting="no" ; verify="x" ; codec="gzip"
+WorkerGroup([None] * 3, …) <- dp_ranks=[0, 2, 2] ; collect=[True, True, False] ; collect=[True] ;
+    dp_ranks=[0, 0, 1], collect=[True, True, True]
 WorkerGroup([])
-WorkerGroup([None], dp_ranks="0")
-WorkerGroup([None], dp_ranks=[0.0])
-WorkerGroup([None], dp_ranks=[])
-WorkerGroup([None], collect=True)
-WorkerGroup([None] * 3, dp_ranks=[0, 2, 2])
-WorkerGroup([None] * 3, dp_ranks=[0, 2, 1, 3])
-WorkerGroup([None] * 3, collect=[True, True, False])
-WorkerGroup([None] * 3, collect=[True])
-WorkerGroup([None] * 3, dp_ranks=[0, 0, 1], collect=[True, True, True])
-WorkerGroup([None] * 3, dp_ranks=[0, 0, 1], collect=[False, False, True])
-WorkerGroup.launch(dict, 2, factor=3.0)
-WorkerGroup.launch(dict, 2, worker_kwargs=3)
-WorkerGroup([None], registry=None)
-WorkerGroup([None], registry={"x": 3})
-WorkerGroup([None], pad_token_id="0")
-WorkerGroup([None], strict_mask_nesting="no")
-WorkerGroup([None], verify="x")
-WorkerGroup([None], codec="gzip")
+WorkerGroup.launch(dict, …) <- 2, factor=3.0 ; 2, worker_kwargs=3 ; 0 ; 2, peers=0
 WorkerGroup.launch(3, 2)
-WorkerGroup.launch(dict, 0)
-WorkerGroup.launch(dict, 2, peers=0)
+group.call("update", …) <- None ; b, format="jagged" ; b, timeout=-1 ; b, grace=None ; p, rank_plans ;
+    p, balance=[[0]] ; p, balance=[["a"]] ; p, balance=[[0, 5]] ; p, balance=[[[0], [0, 1]]] ; p, plan=3 ;
+    p, plan=rank_plans ; p, p[:1] ; TensorDict({"x": meta}, [2])
 group.call(None, b)
-group.call("update", None)
-group.call("update", b, format="jagged")
-group.call("update", b, timeout=-1)
-group.call("update", b, grace=None)
-group.call("update", p, rank_plans)
-group.call("update", p, balance=3)
-group.call("update", p, balance=[[0]])
-group.call("update", p, balance=[["a"]])
-group.call("update", p, balance=[[0, 5]])
-group.call("update", p, balance=[[[0], [0, 1]]])
-group.call("update", p, plan=3)
-group.call("update", p, plan=rank_plans)
-group.call("update", p, p[:1])
-group.call("update", TensorDict({"x": meta}, [2]))
-group.submit("update", None)
 group.submit("update", b, format=3)
-group.put(None)
-group.put(p, onto=p)
-group.put(p, balance=3)
-group.plan(b, 10)
-group.plan(None, 10)
-group.plan(p, "10")
-group.plan(p, 10, lengths="ab")
-group.plan(p, 10, lengths=[3, 2], options="flops")
-group.plan(compress(TensorDict({"x": torch.ones(2)}, [2])), 10)
-group.pack(None)
+group.put(…) <- p, onto=p ; p, balance=3
+group.plan(…, 10) <- b ; None ; compress(TensorDict({"x": torch.ones(2)}, [2]))
+group.plan(p, …) <- "10" ; 10, lengths="ab" ; 10, lengths=[3, 2], options="flops"
 group.pack(p)
-endpoint(3)
-endpoint(format="jagged")
-endpoint(device=3.5)
-endpoint(fields="values")
-endpoint(fields=3)
-endpoint(fields=[3])
-endpoint(micro_batches="yes")
+endpoint(…) <- 3 ; format="jagged" ; device=3.5 ; fields="values" ; fields=3 ; fields=[3] ; micro_batches="yes"
 """
-LINES = [line for line in (MISUSES + DISPATCH).splitlines() if line and not line.startswith("#")]
+
+
+def calls_of(table):
+    """The calls of a table, each with what stands behind it in the place of its …"""
+    calls = []
+    for entry in re.split(r"\n(?! )", table):
+        call, _, given = entry.partition(" <- ")
+        calls += [call.replace("…", one) for one in re.split(r" ;\s+", given)]
+    return [call for call in calls if call and not call.startswith("#")]
+
+
+LINES = calls_of(MISUSES + DISPATCH)
 GIVEN = names()
 HELD = {name: freeze(GIVEN[name]) for name in ("b", "n", "m", "values")}
 
