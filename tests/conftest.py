@@ -97,7 +97,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """How a batch is encoded depends on those before it: a test begins as in a new process."""
+    """How a batch is encoded depends on those before it: a test begins as in a new process, and in one thread, without
+    which tests wait for each other, small models compute slower, and forks have none of the others."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     table = sys.modules.get("maskpack.packed.table")
     if table is not None:
         table.forget()

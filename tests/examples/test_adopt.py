@@ -52,11 +52,8 @@ def trained() -> Iterator[Any]:
     """`trained(name)` runs a step and gives its losses and weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         with own_ray(FOLDER, ROOT, num_cpus=2):
             yield lambda name: importlib.import_module(name).train(2)
-        torch.set_num_threads(threads)
         for name in STEPS:
             sys.modules.pop(name, None)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from own_ray import own_ray
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -17,14 +16,6 @@ import grpo
 
 AGAIN = 12  # steps that are run again
 CLOSE = 1e-5  # of losses, some of which are 0.1; of gradient norms, which are about 1, ten times that
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

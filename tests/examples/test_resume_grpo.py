@@ -30,10 +30,7 @@ LINES = STEPS * (resume_grpo.QUESTIONS + 1)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     resume_grpo.train(folder, STEPS)
-    torch.set_num_threads(threads)
     return folder
 
 

@@ -30,11 +30,6 @@ PAD = samples.PAD
 REGISTRY = {"m": MaskNestingSpec("m"), "x": MaskNestingSpec("m"), "dense": MaskNestingSpec(None)}
 
 
-@pytest.fixture(autouse=True)
-def nothing_remembered() -> None:
-    table.forget()
-
-
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of the batches for which a plan was made."""

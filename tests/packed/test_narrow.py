@@ -22,16 +22,10 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import abi
-from maskpack.packed.table import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 LENGTHS = (0, 1, 31, 32, 33, 200, 257, 300)
 WIDTH = 300
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_remembered() -> None:
-    forget()
 
 
 def routers(

@@ -49,11 +49,6 @@ ANY_HINT = (
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_remembered() -> None:
-    table.forget()
-
-
 # -------------------------------------------------------------------- rows of words
 
 

@@ -13,16 +13,10 @@ from tensordict import TensorDict
 
 from maskpack import PackedBatch, compress, decompress, report
 from maskpack.packed.report import FieldReport
-from maskpack.packed.table import forget
 from maskpack.store import RolloutLog
 
 ROWS, IMAGES = 64, 8
 PROMPT, LAYERS, TOP = 6, 48, 8
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_remembered() -> None:
-    forget()
 
 
 def batch(seed: int, rows: int = ROWS, width: int = 10, **fields: Any) -> TensorDict:

@@ -17,7 +17,6 @@ from typing import Any
 
 import fuzz_log
 import pytest
-import torch
 from fuzz_log import forked
 from log_disk import Disk, State
 from log_model import Model, assert_log, assert_read, opened, played
@@ -28,11 +27,6 @@ from maskpack.store.disk import LocalFolder
 from maskpack.store.writer import Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:compress", "ignore:RolloutLog", "ignore:.*fork")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def append(log: RolloutLog, model: Model, schema: int = 0, count: int = 2, style: int = 2, width: int = 6) -> Model:
