@@ -21,6 +21,7 @@ import itertools
 import math
 import pickle
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -359,6 +360,24 @@ def jagged(rows: Sequence[Tensor]) -> Tensor:
     return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
 
 
+def padded(
+    rows: Sequence[Sequence[Any]],
+    dtype: torch.dtype = torch.int64,
+    pad: Any = 0,
+    width: int | None = None,
+    trailing: Sequence[int] = (),
+    *,
+    left: bool = False,
+) -> Tensor:
+    """A tensor [B, width, *trailing] of lists, which lie at one side of it; by default as wide as the longest."""
+    width = max(map(len, rows), default=0) if width is None else width
+    out = torch.full((len(rows), width, *trailing), pad, dtype=dtype)
+    for line, row in zip(out, rows, strict=True):
+        if row:
+            line[width - len(row) if left else 0 :][: len(row)] = torch.tensor(row, dtype=dtype)
+    return out
+
+
 def row_list(x: Tensor) -> list[Tensor]:
     """The rows of a jagged tensor, read from its values and offsets."""
     return [x.values()[begin:end] for begin, end in itertools.pairwise(x.offsets().tolist())]
@@ -488,6 +507,19 @@ def kinds_of(packed: mp.PackedBatch) -> dict[str, str]:
 def entry_of(packed: mp.PackedBatch, name: str) -> int:
     """The number of the entry of a field; fields that are equal have one entry."""
     return int(packed.table.fields[packed.numbers[name,]])
+
+
+# -------------------------------------------------------------------- tables of calls
+
+
+def calls_of(table: str) -> list[str]:
+    """The calls of a table, one a line, each with what stands in the place of its …, as in `f(x, …) <- 3 ; y=None`.
+    These may go on in indented lines."""
+    calls: list[str] = []
+    for entry in re.split(r"\n(?! )", table):
+        call, _, given = entry.partition(" <- ")
+        calls += [call.replace("…", one) for one in re.split(r" ;\s+", given)]
+    return [call for call in calls if call and not call.startswith("#")]
 
 
 # -------------------------------------------------------------------- as a pickle with buffers beside it

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from samples import freeze
+from samples import calls_of, freeze
 from tensordict import TensorDict
 
 import maskpack as mp
@@ -92,8 +92,6 @@ def names():
 
 
 MISUSES = """
-# a call <- what may not stand in the place of its … ;
-#     more of it
 # ---- nothing
 …(None) <- compress ; from_engine ; nest_batch_by_mask ; decompress ; unnest_batch_by_mask ;
     select_and_pad_to_response ; p.take ; p.split ; PackedBatch.cat ; PackedBatch.from_bytes ; BatchView.of ;
@@ -365,17 +363,6 @@ group.plan(p, …) <- "10" ; 10, lengths="ab" ; 10, lengths=[3, 2], options="flo
 group.pack(p)
 endpoint(…) <- 3 ; format="jagged" ; device=3.5 ; fields="values" ; fields=3 ; fields=[3] ; micro_batches="yes"
 """
-
-
-def calls_of(table):
-    """The calls of a table, each with what stands behind it in the place of its …"""
-    calls = []
-    for entry in re.split(r"\n(?! )", table):
-        call, _, given = entry.partition(" <- ")
-        calls += [call.replace("…", one) for one in re.split(r" ;\s+", given)]
-    return [call for call in calls if call and not call.startswith("#")]
-
-
 LINES = calls_of(MISUSES + DISPATCH)
 GIVEN = names()
 HELD = {name: freeze(GIVEN[name]) for name in ("b", "n", "m", "values")}
@@ -396,33 +383,19 @@ def test_misuse_is_a_named_error(line):
 
 
 WORKS = """
-compress(b, pad_token_id=np.int64(0))
-compress(b, registry=dict(RL_FIELDS), pad_token_id=0)
-decompress(p, *["responses", "input_ids"])
-decompress(p, ("responses",))
-decompress(p, device=torch.device("cpu"))
-p[0:1]
-p[-1:]
-p[0, 1]
-p[np.array([0, -1])]
-p[torch.tensor([True, False])]
-p[:100]
-p.split(np.int64(1))
-p.split(10**30)
+compress(b, …) <- pad_token_id=np.int64(0) ; registry=dict(RL_FIELDS), pad_token_id=0
+decompress(p, …) <- *["responses", "input_ids"] ; ("responses",) ; device=torch.device("cpu")
+p[…] <- 0:1 ; -1: ; 0, 1 ; np.array([0, -1]) ; torch.tensor([True, False]) ; :100
+p.split(…) <- np.int64(1) ; 10**30
 p.chunk(np.int32(5))
-PackedBatch.cat((p, p))
-PackedBatch.cat(iter([p, p]))
+PackedBatch.cat(…) <- (p, p) ; iter([p, p])
 BatchView.at("elsewhere", batch_meta).materialize(get=lambda refs: (p for _ in refs))
 RowLayout.from_lengths(np.array([1, 2], np.uint8), np.int64(3))
-RowLayout.from_cu_seqlens([0, 3, 5])
-RowLayout.from_cu_seqlens(np.array([0, 3, 5]))
+RowLayout.from_cu_seqlens(…) <- [0, 3, 5] ; np.array([0, 3, 5])
 ops.pack((m, m), L)
-ops.unpack(values, L, np.int64(3))
-ops.unpack(values.float(), L, np.float32(0.5))
-ops.packed_log_probs(hidden, head, ids, temperature=np.float32(1), keep=np.int64(8))
-ops.packed_log_probs(hidden, head, ids, group=None)
-MaskNestingSpec("m", np.float32(0.5))
-MaskNestingSpec("m", [np.int64(0), EDGE])
+ops.unpack(…) <- values, L, np.int64(3) ; values.float(), L, np.float32(0.5)
+ops.packed_log_probs(hidden, head, ids, …) <- temperature=np.float32(1), keep=np.int64(8) ; group=None
+MaskNestingSpec("m", …) <- np.float32(0.5) ; [np.int64(0), EDGE]
 MaskAxis("m", part="head", head=["prompts"])
 plan_micro_batches(torch.tensor([3, 2]), np.int64(3), options=PlanOptions(num_updates=np.int32(2)))
 plan_micro_batches([3, 2], 10**400)
@@ -433,7 +406,7 @@ PackedCollator(extras=["w"])
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("line", [line for line in WORKS.splitlines() if line])
+@pytest.mark.parametrize("line", calls_of(WORKS))
 def test_what_looks_like_misuse_and_works(line):
     eval(line, dict(GIVEN))
 

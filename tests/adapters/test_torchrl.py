@@ -18,7 +18,7 @@ from torch import Tensor
 
 needs("torchrl")
 
-from samples import PAD, ROWS, assert_same, per_row, rollout
+from samples import PAD, ROWS, assert_same, calls_of, per_row, rollout
 from torchrl.data import (
     LazyStackStorage,
     LazyTensorStorage,
@@ -569,41 +569,21 @@ def test_a_rejected_extend_leaves_the_buffer_as_it_was(times):
 
 
 MISUSES = """
-PackedStorage(4, format="jagged")
-PackedStorage(4, fields="responses")
-PackedStorage(4, fields=3)
-PackedStorage(4, device="nowhere")
-PackedStorage(4, allow_pickle="no")
-PackedStorage(4, log="folder")
-PackedStorage(4, verify="x")
+PackedStorage(4, …) <- format="jagged" ; fields="responses" ; fields=3 ; device="nowhere" ; allow_pickle="no" ;
+    log="folder" ; verify="x"
 PackedStorage(4).rows
 PackedStorage(4).get(0)
-filled().get(9)
-filled().get("x")
-filled().get(None)
-filled().get([0.5])
-filled().get((0, 1))
-filled().get(torch.zeros(2, device="meta"))
-filled().get(slice("a", "b"))
+filled().get(…) <- 9 ; "x" ; None ; [0.5] ; (0, 1) ; torch.zeros(2, device="meta") ; slice("a", "b")
 filled(fields=["nope"]).get(0)
-filled().set(9, rows[:1])
-filled().set("x", rows)
-filled().set(None, rows)
-filled().set([0.5], rows[:1])
-filled().set([[0, 1], [0]], rows[:1])
-filled().set([0, 1], None)
-filled().set([0, 1], torch.zeros(2))
-filled().set([0, 1], rows[:1])
+filled().set(…) <- 9, rows[:1] ; "x", rows ; None, rows ; [0.5], rows[:1] ; [[0, 1], [0]], rows[:1]
+filled().set([0, 1], …) <- None ; torch.zeros(2) ; rows[:1]
 filled().contains("x")
-filled().load_state_dict({})
-filled().load_state_dict({"packed": 3})
-filled().load_state_dict({"packed": torch.zeros(3)})
-filled().restore(rows)
-filled().restore(mp.PackedBatch.cat([packed] * 3))
+filled().load_state_dict(…) <- {} ; {"packed": 3} ; {"packed": torch.zeros(3)}
+filled().restore(…) <- rows ; mp.PackedBatch.cat([packed] * 3)
 """
 
 
-@pytest.mark.parametrize("line", MISUSES.split("\n")[1:-1])
+@pytest.mark.parametrize("line", calls_of(MISUSES))
 def test_misuse_is_a_named_error(line):
     rows = batch(1, rows=2)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from samples import PAD, assert_same, freeze
+from samples import PAD, assert_same, freeze, padded
 from tensordict import TensorDict
 from test_fields import round_trips
 
@@ -64,16 +64,6 @@ class Maker:
 
     def experts(self):
         return [[[[self.rng.randrange(200)] * LAYERS[1]] * LAYERS[0] for _ in row.ids] for row in self.rows]
-
-
-def padded(rows, dtype, pad=0, width=None, trailing=(), left=False):
-    """A tensor [B, width, *trailing] of lists."""
-    width = max(map(len, rows), default=0) if width is None else width
-    out = torch.full((len(rows), width, *trailing), pad, dtype=dtype)
-    for line, row in zip(out, rows, strict=True):
-        if row:
-            line[width - len(row) if left else 0 :][: len(row)] = torch.tensor(row, dtype=dtype)
-    return out
 
 
 def jagged(rows, dtype, trailing=()):

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from needs import needs
+from samples import padded
 from tensordict import TensorDict
 
 import maskpack as mp
@@ -100,23 +101,14 @@ def rows_of(seed, prompts=4, each=3, *, log_probs=True, experts=False):
     return made
 
 
-def lines(rows, width, dtype=torch.int64, pad=0, left=False, trailing=()):
-    """Lists in a tensor [B, width, *trailing], at one side of it."""
-    out = torch.full((len(rows), width, *trailing), pad, dtype=dtype)
-    for line, row in zip(out, rows, strict=True):
-        for at, value in enumerate(row):
-            line[at + (width - len(row)) * left] = torch.tensor(value, dtype=dtype)
-    return out
-
-
-def padded(rows, prompt_width=None, response_width=None):
+def batch_of(rows, prompt_width=None, response_width=None):
     """The batch that a trainer pads, by loops."""
     p = max(len(row.prompt) for row in rows) if prompt_width is None else prompt_width
     r = max(len(row.response) for row in rows) if response_width is None else response_width
-    prompts = lines([row.prompt for row in rows], p, pad=PAD, left=True)
-    responses = lines([row.response for row in rows], r, pad=PAD)
-    mask = lines([[1] * len(row.response) for row in rows], r)
-    attention = torch.cat([lines([[1] * len(row.prompt) for row in rows], p, left=True), mask], 1)
+    prompts = padded([row.prompt for row in rows], pad=PAD, width=p, left=True)
+    responses = padded([row.response for row in rows], pad=PAD, width=r)
+    mask = padded([[1] * len(row.response) for row in rows], width=r)
+    attention = torch.cat([padded([[1] * len(row.prompt) for row in rows], width=p, left=True), mask], 1)
     out = {
         "prompts": prompts,
         "responses": responses,
@@ -126,13 +118,15 @@ def padded(rows, prompt_width=None, response_width=None):
         "response_mask": mask,
     }
     if rows[0].log_probs is not None:
-        out["rollout_log_probs"] = lines([row.log_probs for row in rows], r, torch.float32)
+        out["rollout_log_probs"] = padded([row.log_probs for row in rows], torch.float32, width=r)
     if rows[0].experts is not None:
         experts = [[*row.experts, [[-1] * K] * LAYERS][: len(row.prompt) + len(row.response)] for row in rows]
         parts = [(of[: len(row.prompt)], of[len(row.prompt) :]) for of, row in zip(experts, rows, strict=True)]
         heads, tails = zip(*parts, strict=True)
         kind = {"dtype": torch.int16, "trailing": (LAYERS, K)}
-        out["routed_experts"] = torch.cat([lines(heads, p, left=True, **kind), lines(tails, r, **kind)], 1)
+        out["routed_experts"] = torch.cat(
+            [padded(heads, width=p, left=True, **kind), padded(tails, width=r, **kind)], 1
+        )
     return TensorDict(out, batch_size=[len(rows)])
 
 
@@ -227,7 +221,7 @@ def sglang(rows, *, ids=True, prompts="none", experts="base64"):
 
 
 def assert_rows(packed, rows, **widths):
-    expected = padded(rows, **widths)
+    expected = batch_of(rows, **widths)
     oracle.assert_same_batch(mp.decompress(packed), expected)
     theirs = mp.compress(expected, pad_token_id=PAD, strict_mask_nesting=True)
     assert packed.layouts == theirs.layouts
@@ -291,7 +285,7 @@ def test_widths():
     packed = mp.from_engine(vllm(rows), pad_token_id=PAD, prompt_width=16, response_width=40)
     assert_rows(packed, rows, prompt_width=16, response_width=40)
     joined = mp.PackedBatch.cat([packed, mp.from_engine(vllm(rows), pad_token_id=PAD, prompt_width=20)])
-    oracle.assert_same_batch(mp.decompress(joined), padded(rows * 2, 20, 40))
+    oracle.assert_same_batch(mp.decompress(joined), batch_of(rows * 2, 20, 40))
 
 
 @pytest.mark.parametrize("kind", ["whole", "split", "base64", "arrays", "flat"])
@@ -309,7 +303,7 @@ def test_routed_experts(kind):
         packed = mp.from_engine(sglang(rows, prompts="ids", experts=kind), pad_token_id=PAD, experts_shape=shape)
     assert_rows(packed, rows)
     options = ReplayOptions(routed_experts=True)
-    ours, theirs = (PackedInputs.of(one, options=options) for one in (packed, padded(rows)))
+    ours, theirs = (PackedInputs.of(one, options=options) for one in (packed, batch_of(rows)))
     assert torch.equal(ours.routed_experts.ids, theirs.routed_experts.ids)
     assert torch.equal(ours.input_ids, theirs.input_ids)
 
@@ -366,7 +360,7 @@ def test_replay_takes_it():
         row.prompt, row.response = ([token % 101 for token in ids] for ids in (row.prompt, row.response))
     packed = mp.from_engine(vllm(rows), pad_token_id=PAD)
     seen = mp.replay.response_log_probs(model, packed)
-    expected = mp.replay.response_log_probs(model, padded(rows))
+    expected = mp.replay.response_log_probs(model, batch_of(rows))
     assert torch.equal(seen.values(), expected.values())
     assert seen.offsets().diff().tolist() == [len(row.response) for row in rows]
     assert torch.equal(
@@ -377,12 +371,12 @@ def test_replay_takes_it():
 def test_other_fields_join_and_files_hold_it():
     rows = rows_of(8)
     packed = mp.from_engine(vllm(rows), pad_token_id=PAD)
-    advantages = padded(rows)["rollout_log_probs"] * 2
+    advantages = batch_of(rows)["rollout_log_probs"] * 2
     more = mp.compress(TensorDict({"advantages": advantages}, [len(rows)]), like=packed, strict_mask_nesting=True)
     assert more.layouts["response"] == packed.layouts["response"]
     oracle.assert_same_tensor(mp.decompress(more)["advantages"], advantages)
     assert_rows(mp.PackedBatch.from_bytes(packed.to_bytes()), rows)
-    expected = padded(rows)[torch.tensor([5, 0, 0])]
+    expected = batch_of(rows)[torch.tensor([5, 0, 0])]
     oracle.assert_same_batch(mp.decompress(packed[[5, 0, 0]]), expected)
 
 

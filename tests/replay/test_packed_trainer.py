@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from needs import needs
+from samples import padded
 
 needs("transformers")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -74,13 +75,11 @@ def dataset(rows=22):
     return out
 
 
-def padded(samples):
-    width = max(len(sample["input_ids"]) for sample in samples)
-    lengths = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+def collated(samples):
     return {
-        "input_ids": torch.tensor([s["input_ids"] + [0] * (width - len(s["input_ids"])) for s in samples]),
-        "labels": torch.tensor([s["labels"] + [-100] * (width - len(s["labels"])) for s in samples]),
-        "attention_mask": (torch.arange(width) < lengths).long(),
+        "input_ids": padded([sample["input_ids"] for sample in samples]),
+        "labels": padded([sample["labels"] for sample in samples], pad=-100),
+        "attention_mask": padded([[1] * len(sample["input_ids"]) for sample in samples]),
     }
 
 
@@ -130,7 +129,7 @@ def test_the_trainer_of_transformers(tmp_path):
     from transformers import Trainer
 
     packed = trained(trainer_of_the_page, tmp_path)
-    own = trained(partial(Trainer, packed_trainer.tiny_model(), data_collator=padded), tmp_path)
+    own = trained(partial(Trainer, packed_trainer.tiny_model(), data_collator=collated), tmp_path)
     assert len(own) == 6 + 2  # steps and evaluations
     assert own[-1] < own[0]
     np.testing.assert_allclose(packed, own, rtol=0, atol=CLOSE)
@@ -167,7 +166,7 @@ def test_the_trainer_of_trl(tmp_path):
     """As it is, with its gradient checkpointing."""
     needs("trl")
     packed = supervised(packed_model(), PackedCollator(), tmp_path)
-    own = supervised(packed_trainer.tiny_model(), padded, tmp_path)
+    own = supervised(packed_trainer.tiny_model(), collated, tmp_path)
     assert len(own) == 6
     np.testing.assert_allclose(packed, own, rtol=0, atol=CLOSE)
 
