@@ -25,7 +25,7 @@ import transformers as tf
 import trl_grpo
 import trl_work as work
 from ranks import run_ranks, values
-from rows_alone import alone
+from rows_alone import truth_of
 from tensordict import TensorDict
 from tiny_models import qwen25_vl
 from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
@@ -287,14 +287,9 @@ def naive(model, ids, mask, width, temperature):
     """Log-probs and entropies [B, C], a row and a token at a time, with the columns as positions."""
     columns = torch.arange(ids.shape[1]).expand(ids.shape)
     fields = {"input_ids": ids, "responses": ids[:, -width:], "attention_mask": mask, "position_ids": columns}
-    log_probs, entropies = [], []
-    for logits, tokens, completions in alone(model, TensorDict(fields, batch_size=[len(ids)])):
-        lines = (logits / temperature).log_softmax(-1)
-        for nth in completions:
-            log_probs.append(lines[nth - 1, tokens[nth]])
-            entropies.append(-(lines[nth - 1].exp() * lines[nth - 1]).sum())
-    empty, there = torch.zeros(len(ids), width, dtype=lines.dtype), mask[:, -width:].bool()
-    return [empty.masked_scatter(there, torch.stack(values)) for values in (log_probs, entropies)]
+    both = truth_of(model, TensorDict(fields, batch_size=[len(ids)]), temperature)
+    there = mask[:, -width:].bool()
+    return [torch.zeros(there.shape, dtype=values.dtype).masked_scatter(there, values) for values in both]
 
 
 def in_float64(model):

@@ -15,6 +15,8 @@ tf = needs("transformers")
 from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl
 
 from maskpack.adapters.transformers import model as adapter
+from maskpack.errors import ReplayError
+from maskpack.replay import response_log_probs
 
 Replayable, replayable = adapter.Replayable, adapter.replayable
 
@@ -81,29 +83,34 @@ def for_model(make: Callable[..., Any], *more: Any, **options: Any) -> TensorDic
     return batch_of(*more, **options | ({"ids": "mrope3"} if make is qwen25_vl else {}))
 
 
-def alone(model: Any, batch: TensorDict) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """For each row with tokens: what the model gives for them without padding, the tokens, and which are responses."""
-    width = batch["attention_mask"].shape[1]
-    prompt = width - batch["responses"].shape[1]
-    for b in range(batch.batch_size[0]):
+def alone(model: Any, batch: TensorDict, scored: Tensor | None = None) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+    """For each row with tokens: what the model gives for them without padding, the tokens, and which are to be scored:
+    those of a mask [B, S], or of the responses."""
+    rows, width = batch["attention_mask"].shape
+    if scored is None:
+        scored = (torch.arange(width) >= width - batch["responses"].shape[1]).expand(rows, -1)
+    for b in range(rows):
         real = [s for s in range(width) if batch["attention_mask"][b, s]]
         if not real:
             continue
         tokens = batch["input_ids"][b, real][None]
-        where = torch.arange(len(real))[None]
+        where = torch.arange(len(real), device=tokens.device)[None]
         if "position_ids" in batch:
             where = batch["position_ids"][b, ..., real]
             where = where[None] if where.dim() == 1 else where[:, None]
         out = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False)
-        yield out.logits[0], tokens[0].tolist(), [nth for nth, s in enumerate(real) if s >= prompt]
+        yield out.logits[0], tokens[0].tolist(), [nth for nth, s in enumerate(real) if scored[b, s]]
 
 
-def truth_of(model: Any, batch: TensorDict, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all response tokens, row after row."""
-    log_probs, entropies = [torch.zeros(0)], [torch.zeros(0)]
-    for logits, tokens, responses in alone(model, batch):
-        scores = (logits.float() / temperature).log_softmax(-1)
-        for nth in responses:
+def truth_of(
+    model: Any, batch: TensorDict, temperature: float = 1.0, scored: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens to score, row after row, in float32 at least."""
+    log_probs, entropies = ([torch.zeros(0, device=batch["input_ids"].device)] for _ in range(2))
+    for logits, tokens, places in alone(model, batch, scored):
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = (wide / temperature).log_softmax(-1)
+        for nth in places:
             log_probs.append(scores[nth - 1, tokens[nth]][None])
             entropies.append(-(scores[nth - 1].exp() * scores[nth - 1]).sum()[None])
     return torch.cat(log_probs), torch.cat(entropies)
@@ -122,10 +129,37 @@ def off(seen: Tensor, truth: Tensor) -> float:
     return float((values.detach() - truth.detach()).abs().max()) if truth.numel() else 0.0
 
 
-def close_gradients(seen: list[Tensor], truth: list[Tensor]) -> None:
+def close_gradients(seen: list[Tensor], truth: list[Tensor], limit: float = GRADIENT_LIMIT) -> None:
     assert len(seen) == len(truth) > 0
     for got, want in zip(seen, truth, strict=True):
-        assert float((got - want).norm()) <= GRADIENT_LIMIT * float(want.norm()) + 1e-12
+        assert float((got - want).norm()) <= limit * float(want.norm()) + 1e-12
+
+
+def check(
+    ready: Any, plain: Any, batch: TensorDict, truth: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Log-probs, entropies if they are asked for, and gradients of all weights are those of each row alone. The
+    log-probs of the replay, and of the rows."""
+    seen = response_log_probs(ready, batch, **options)
+    wanted = truth_of(plain, batch, options.get("temperature", 1.0)) if truth is None else (truth,)
+    seen = seen if isinstance(seen, tuple) else (seen,)
+    assert max(map(off, seen, wanted)) <= LIMIT
+
+    def total(values: Any) -> Tensor:
+        return values[0] + 0.5 * values[1] if len(seen) == 2 else values[0]
+
+    close_gradients(gradients(ready.model, total([x.values() for x in seen])), gradients(plain, total(wanted)))
+    return seen[0], wanted[0]
+
+
+def refused(ready: Any, match: str, batch: TensorDict | None = None, **options: Any) -> None:
+    with pytest.raises(ReplayError, match=match):
+        response_log_probs(ready, batch_of() if batch is None else batch, **options)
+
+
+def owners(model: Any) -> dict[str, Any]:
+    """The parts that have a forward of their own."""
+    return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
 
 
 def checkpoint(model: Any, reentrant: bool) -> None:

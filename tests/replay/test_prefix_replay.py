@@ -27,7 +27,7 @@ from tiny_models import TINY, VOCABULARY, gemma3, llama, qwen3, qwen25_vl
 from maskpack.adapters.transformers import model as adapter
 
 replayable = adapter.replayable
-from rows_alone import gradients, off
+from rows_alone import off
 from tree_rows import (
     LIMITS,
     ROWS,
@@ -36,8 +36,8 @@ from tree_rows import (
     all_models,
     batch_of,
     check,
+    check_of,
     checkpoint,
-    close,
     pair,
     truth_of,
 )
@@ -71,9 +71,7 @@ def test_any_rows(rows: list[Row], make: Any, min_shared: int, multiple_of: int)
 def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> None:
     model, plain = pair(make)
     checkpoint(model, reentrant)
-    rows = ROWS["groups"]
-    seen = response_log_probs(replayable(model), batch_of(rows), self_check=True, options=SHARE)
-    close(gradients(model, seen.values()), gradients(plain, truth_of(plain, rows)))
+    check_of(replayable(model), plain, ROWS["groups"])
 
 
 def test_positions_are_counted_where_the_batch_has_none() -> None:

@@ -21,7 +21,7 @@ from maskpack.errors import MaskpackWarning, ReplayError
 from maskpack.replay import response_log_probs
 
 tf = needs("transformers")
-from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off, truth_of
+from rows_alone import ROWS, batch_of, check, checkpoint, owners
 from tiny_models import gemma3, llama, pair, qwen3
 
 from maskpack.adapters.transformers.model import replayable
@@ -127,11 +127,7 @@ def test_models_compute_the_same_within_rounding(make: Any, checkpoints: bool, c
     if checkpoints:
         checkpoint(model, False)
         model.train()
-    batch = batch_of(ROWS[:5])
-    log_probs = response_log_probs(replayable(model, fused=True), batch, self_check=True)
-    truth = truth_of(own, batch)[0]
-    assert off(log_probs, truth) <= LIMIT
-    close_gradients(gradients(model, log_probs.values()), gradients(own, truth))
+    check(replayable(model, fused=True), own, batch_of(ROWS[:5]), self_check=True)
     assert min(counted[name] for name in ("normalize", "gate", "rotate")) > model.config.num_hidden_layers
 
 
@@ -313,14 +309,9 @@ def test_release_and_other_options(counted: Counter[str]) -> None:
     assert sum(counted.values()) == before > 0
     response_log_probs(ready, batch)
     assert sum(counted.values()) > before
-    assert not any("forward" in vars(part) for part in ready.release().modules())
+    assert not owners(ready.release())
     with pytest.raises(ReplayError, match="replayable: fused is"):
         replayable(model, fused="yes")
-
-
-def owners(model: nn.Module) -> dict[str, Any]:
-    """The parts that have a forward of their own."""
-    return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
 
 
 @on_the_host

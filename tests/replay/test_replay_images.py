@@ -62,6 +62,15 @@ def close_gradients(seen: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert len(want) > 20
 
 
+def check(ready: Any, plain: Any, given: list[Sample], batch: TensorDict | None = None, **options: Any) -> Tensor:
+    """Log-probs and the gradients of all weights are those of each row alone; these log-probs."""
+    seen = response_log_probs(ready, batch_of(plain, given) if batch is None else batch, **options)
+    want = truth(plain, given)
+    assert off(seen, want) <= LIMIT
+    close_gradients(gradients(ready.model, seen.values()), gradients(plain, want))
+    return want
+
+
 # -------------------------------------------------------------------- right numbers
 
 
@@ -70,27 +79,18 @@ def close_gradients(seen: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, media: str) -> None:
     model, plain = pair(make)
     given = given_to(make)
-    seen = response_log_probs(replayable(model), batch_of(plain, given, media=media))
-    want = truth(plain, given)
+    want = check(replayable(model), plain, given, batch_of(plain, given, media=media))
     assert want.min() < -3
-    assert off(seen, want) <= LIMIT
-    got, expected = gradients(model, seen.values()), gradients(plain, want)
-    close_gradients(got, expected)
-    assert any("vis" in name and weight.abs().max() > 0 for name, weight in got.items())
+    assert any("vis" in name and weight.grad.abs().max() > 0 for name, weight in model.named_parameters())
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_images_before_layers_that_carry_state(shares: bool) -> None:
     model, plain = pair(tiny.qwen35_vl)
     ready = replayable(model)
-    given = given_to(tiny.qwen35_vl)
-    seen = response_log_probs(
-        ready, batch_of(plain, given), self_check=True, options=ReplayOptions(share_prefixes=shares, min_shared=1)
-    )
-    want = truth(plain, given)
+    options = ReplayOptions(share_prefixes=shares, min_shared=1)
+    check(ready, plain, given_to(tiny.qwen35_vl), self_check=True, options=options)
     assert all(way.startswith("rows: ") for way in ready.mixers.values())
-    assert off(seen, want) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, want))
 
 
 @main_models
@@ -135,23 +135,14 @@ def test_gradient_checkpointing(make: Any, reentrant: bool) -> None:
     model.train().gradient_checkpointing_enable(**options)
     if reentrant:
         model.enable_input_require_grads()
-    plain.train()
-    given = given_to(make)
-    seen = response_log_probs(replayable(model), batch_of(plain, given))
-    want = truth(plain, given)
-    assert off(seen, want) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, want))
+    check(replayable(model), plain.train(), given_to(make))
 
 
 @main_models
 def test_padded_replay(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     model, plain = pair(make)
-    given = given_to(make)
-    seen = response_log_probs(replayable(model), batch_of(plain, given), self_check=True)
-    want = truth(plain, given)
-    assert off(seen, want) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, want))
+    check(replayable(model), plain, given_to(make), self_check=True)
 
 
 @main_models
@@ -316,11 +307,8 @@ def test_images_of_a_group_are_seen_once(make: Any, media: str) -> None:
     model.model.register_forward_pre_hook(
         lambda _part, _args, told: entries.append(len(told["pixel_values"])), with_kwargs=True
     )
-    seen = response_log_probs(replayable(model), batch, self_check=False, **SHARE)
-    want = truth(plain, given)
-    assert off(seen, want) <= LIMIT
+    check(replayable(model), plain, given, batch, self_check=False, **SHARE)
     assert 3 * entries[0] == sum(len(one.media.get("pixel_values", ())) for one in given)
-    close_gradients(gradients(model, seen.values()), gradients(plain, want))
     response_log_probs(replayable(model), batch, self_check=True, **SHARE)
 
 
@@ -368,8 +356,7 @@ def test_rows_that_share_one_of_two_images_are_refused() -> None:
     assert given[1].ids[9] == tiny.AFTER
     given[1].ids[9] = 7  # between the images
     batch = batch_of(plain, given)
-    with pytest.raises(ReplayError, match=r"shares some places .* Leave share_prefixes out"):
-        response_log_probs(replayable(model), batch, **SHARE)
+    refused(model, batch, r"shares some places .* Leave share_prefixes out", **SHARE)
     assert off(response_log_probs(replayable(model), batch), truth(plain, given)) <= LIMIT
 
 

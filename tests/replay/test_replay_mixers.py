@@ -23,23 +23,24 @@ from maskpack.replay import ReplayOptions, response_log_probs, response_values
 
 tf = needs("transformers")
 import work_replay
+from head_models import maker
 from ranks import run_ranks, values
 from rows_alone import (
     LIMIT,
     ROWS,
     alone,
     batch_of,
+    check,
     checkpoint,
     close_gradients,
     gradients,
     off,
+    owners,
     truth_of,
 )
 from tiny_models import TINY, llama
 from tree_rows import ROWS as TREES
-from tree_rows import batch_of as tree_batch
-from tree_rows import close as close_shared
-from tree_rows import truth_of as tree_truth
+from tree_rows import check_of as check_tree
 
 from maskpack.adapters.transformers import mixers
 from maskpack.adapters.transformers import model as adapter
@@ -65,17 +66,6 @@ NEMOTRON = {
 }  # fmt: skip
 ZAMBA = {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_d_state": 8}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-
-
-def maker(name: str, config: str | None = None, **sizes: Any) -> Callable[..., Any]:
-    def make(**more: Any) -> Any:
-        kind = getattr(tf, config or f"{name}Config", None)
-        if kind is None:
-            pytest.skip(f"transformers has no {name}")
-        return getattr(tf, f"{name}ForCausalLM")(kind(**TINY | sizes | more))
-
-    make.__name__ = name
-    return make
 
 
 def pair(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
@@ -117,12 +107,9 @@ all_models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 FEW = ("Qwen3_5", "FalconH1", "Mamba2", "Lfm2")
 few_models = pytest.mark.parametrize("make", [MODELS[name] for name in FEW], ids=FEW)
 qwen35, lfm2 = MODELS["Qwen3_5"], MODELS["Lfm2"]
+ROWS_APART: dict[str, Any] = {"options": ReplayOptions()}
 TAIL: dict[str, Any] = {"options": ReplayOptions(multiple_of=16)}
 SHARE: dict[str, Any] = {"options": ReplayOptions(share_prefixes=True, min_shared=1)}
-
-
-def owners(model: Any) -> list[str]:
-    return [name for name, part in model.named_modules() if "forward" in vars(part)]
 
 
 # -------------------------------------------------------------------- right numbers
@@ -131,13 +118,9 @@ def owners(model: Any) -> list[str]:
 @all_models
 def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
     model, plain = pair(make)
-    batch = batch_of()
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, self_check=True)
-    truth, _ = truth_of(plain, batch)
+    _, truth = check(ready, plain, batch_of(), self_check=True)
     assert truth.min().item() < -3
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
     assert all(way.startswith("rows: ") for way in ready.mixers.values())
 
 
@@ -146,14 +129,7 @@ def test_rows_that_share_prefixes(make: Any) -> None:
     model, plain = pair(make)
     ready = replayable(model)
     for name in ("groups", "a deep trie"):
-        rows = TREES[name]
-        batch = tree_batch(rows)
-        seen = response_log_probs(
-            ready, batch, self_check=True, options=ReplayOptions(share_prefixes=True, min_shared=1, multiple_of=8)
-        )
-        truth = tree_truth(plain, rows)
-        assert off(seen, truth) <= LIMIT
-        close_shared(gradients(model, seen.values()), gradients(plain, truth))
+        check_tree(ready, plain, TREES[name], options=ReplayOptions(share_prefixes=True, min_shared=1, multiple_of=8))
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # the self-check's
@@ -164,11 +140,7 @@ def test_gradient_checkpointing_in_train_mode(name: str) -> None:
     model, plain = pair(MODELS[name])
     checkpoint(model, False)
     model.train()
-    batch = batch_of()
-    seen = response_log_probs(replayable(model), batch, self_check=True)
-    truth, _ = truth_of(plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    check(replayable(model), plain, batch_of(), self_check=True)
 
 
 @few_models
@@ -178,30 +150,18 @@ def test_checkpoints_of_shared_prefixes(make: Any, reentrant: bool) -> None:
     checkpoint(model, reentrant)
     model.enable_input_require_grads()
     model.train()
-    rows = TREES["groups"]
-    seen = response_log_probs(replayable(model), tree_batch(rows), self_check=True, **SHARE)
-    truth = tree_truth(plain, rows)
-    assert off(seen, truth) <= LIMIT
-    close_shared(gradients(model, seen.values()), gradients(plain, truth))
+    check_tree(replayable(model), plain, TREES["groups"])
 
 
 @few_models
 def test_plans_tails_and_entropy(make: Any) -> None:
     model, plain = pair(make)
     ready = replayable(model)
-    batch = batch_of(seed=1)
-    truth = truth_of(plain, batch, 0.6)
-    seen = response_log_probs(
-        ready, batch, temperature=0.6, entropy=True, self_check=True, options=ReplayOptions(multiple_of=64)
-    )
-    assert max(map(off, seen, truth)) <= LIMIT
-    close_gradients(
-        gradients(model, seen[0].values() + 0.5 * seen[1].values()), gradients(plain, truth[0] + 0.5 * truth[1])
-    )
+    batch, tail = batch_of(seed=1), ReplayOptions(multiple_of=64)
+    _, truth = check(ready, plain, batch, temperature=0.6, entropy=True, self_check=True, options=tail)
     plan = mp.planning.plan_micro_batches(batch["attention_mask"].sum(1).numpy(), 16).with_count(len(ROWS) + 1)
     for options in ({}, SHARE):
-        seen = response_log_probs(ready, batch, temperature=0.6, plan=plan, **options)
-        assert off(seen, truth[0]) <= LIMIT
+        assert off(response_log_probs(ready, batch, temperature=0.6, plan=plan, **options), truth) <= LIMIT
 
 
 @few_models
@@ -222,10 +182,7 @@ def test_rows_of_several_chunks(name: str) -> None:
     """The scan of a gated delta net has chunks of 64 tokens."""
     model, plain = pair(MODELS[name])
     batch = batch_of([(3, 4), (40, 60), (70, 20), (60, 4), (1, 30)], 70, 60)
-    seen = response_log_probs(replayable(model), batch, self_check=True)
-    truth, _ = truth_of(plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    check(replayable(model), plain, batch, self_check=True)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +199,7 @@ def test_windows_of_attention_beside_mixers(name: str, kinds: list[str]) -> None
     wide, _ = pair(MODELS[name], layer_types=[kind.replace("hybrid_sliding", "hybrid") for kind in kinds])
     for options in ({}, SHARE):
         batch = batch_of()
-        seen = response_log_probs(replayable(model), batch, self_check=True, **options)
-        truth, _ = truth_of(plain, batch)
-        assert off(seen, truth) <= LIMIT
-        close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+        seen, _ = check(replayable(model), plain, batch, self_check=True, **options)
         assert off(seen, truth_of(wide, batch)[0]) > 100 * LIMIT
 
 
@@ -290,7 +244,7 @@ def test_a_released_model_is_as_before(make: Any) -> None:
     batch = batch_of()
     first = response_log_probs(ready, batch)
     assert ready.release() is model
-    assert owners(model) == []
+    assert not owners(model)
     assert dict(model.named_modules()).keys() == names
     ids, mask = batch["input_ids"], batch["attention_mask"]
     own = [x(input_ids=ids, attention_mask=mask, use_cache=False).logits for x in (model, plain)]
@@ -308,7 +262,7 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     batch = batch_of(side="right")
     assert off(response_log_probs(ready, batch), truth_of(plain, batch)[0]) <= LIMIT
-    assert owners(model) == []
+    assert not owners(model)
 
 
 def test_copies_have_mixers_of_their_own() -> None:
@@ -321,7 +275,7 @@ def test_copies_have_mixers_of_their_own() -> None:
         for weight in other.parameters():
             weight.mul_(1.1)
     ready.release()
-    assert owners(model) == []
+    assert not owners(model)
     assert owners(other)
     assert off(response_log_probs(ready, batch), truth) <= LIMIT
     copied = replayable(other)
@@ -330,7 +284,7 @@ def test_copies_have_mixers_of_their_own() -> None:
             weight.mul_(1.1)
     assert off(response_log_probs(copied, batch, self_check=True), truth_of(plain, batch)[0]) <= LIMIT
     copied.release()
-    assert owners(other) == []
+    assert not owners(other)
 
 
 @few_models
@@ -425,18 +379,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Conv]:
 
 
 @pytest.mark.parametrize("way", ["cu_seq_lens_q", "seq_idx"])
-@pytest.mark.parametrize("options", [{}, TAIL, SHARE], ids=["rows", "a tail", "shared"])
+@pytest.mark.parametrize("options", [ROWS_APART, TAIL, SHARE], ids=["rows", "a tail", "shared"])
 def test_bounds_are_taken_where_they_work(way: str, options: Any, stand_in: Any) -> None:
     model, plain = pair(lfm2)
     conv = stand_in(way)
     ready = replayable(model)
-    rows = TREES["groups"]
-    seen = response_log_probs(ready, tree_batch(rows), self_check=True, **options)
+    check_tree(ready, plain, TREES["groups"], **options)
     assert ready.mixers == {"layer 0, conv": "bounds"}
     assert conv.told == 4  # two to decide, one more for the gradients of the self-check
-    truth = tree_truth(plain, rows)
-    assert off(seen, truth) <= LIMIT
-    close_shared(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @pytest.mark.parametrize(
@@ -538,12 +488,10 @@ def test_state_around_a_mixer_is_refused() -> None:
 
 def test_layers_without_a_mixer_are_refused() -> None:
     model = llama()
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ReplayError, match="has layers of kind linear_attention, but layer 1 has no mixer; expected"):
-        replayable(model)
-    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(ReplayError, match="has layers of kind linear_attention, but layer 1 has no mixer; expected"):
-        replayable(model)
+    for more in ([], ["full_attention"]):
+        model.config.layer_types = ["full_attention", "linear_attention", *more]
+        with pytest.raises(ReplayError, match="layers of kind linear_attention, but layer 1 has no mixer; expected"):
+            replayable(model)
 
 
 def test_a_mixer_with_a_forward_of_its_own_is_refused() -> None:

@@ -31,16 +31,19 @@ from rows_alone import (
     all_models,
     alone,
     batch_of,
+    check,
     checkpoint,
     close_gradients,
     for_model,
     gpt2,
     gradients,
     off,
+    refused,
     replayable,
     truth_of,
 )
 from tiny_models import SLIDING, TINY, VOCABULARY, gemma3, llama, pair, qwen3, qwen25_vl
+from work_rows import merged_rows
 
 from maskpack.adapters.transformers import model as adapter
 
@@ -48,27 +51,16 @@ from maskpack.adapters.transformers import model as adapter
 @all_models
 def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any) -> None:
     model, plain = pair(make)
-    batch = for_model(make)
-    seen = response_log_probs(replayable(model), batch)
-    truth, _ = truth_of(plain, batch)
-    assert seen.size(0) == len(ROWS)
+    seen, truth = check(replayable(model), plain, for_model(make))
     assert [len(row) for row in seen.unbind()] == [r for _, r in ROWS]
     assert truth.min().item() < -3
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @all_models
 def test_temperature_entropy_and_a_tail(make: Any) -> None:
     model, plain = pair(make)
-    batch = for_model(make, seed=1)
-    seen = response_log_probs(
-        replayable(model), batch, temperature=0.6, entropy=True, options=ReplayOptions(multiple_of=64)
-    )
-    truth = truth_of(plain, batch, 0.6)
-    assert max(map(off, seen, truth)) <= LIMIT
-    total = seen[0].values() + 0.5 * seen[1].values()
-    close_gradients(gradients(model, total), gradients(plain, truth[0] + 0.5 * truth[1]))
+    options = {"temperature": 0.6, "entropy": True, "options": ReplayOptions(multiple_of=64)}
+    check(replayable(model), plain, for_model(make, seed=1), **options)
 
 
 def test_sections_of_positions_matter() -> None:
@@ -91,11 +83,7 @@ def test_gradient_checkpointing_in_train_mode(make: Any, reentrant: bool) -> Non
     model, plain = pair(make)
     model.train()
     checkpoint(model, reentrant)
-    batch = batch_of()
-    seen = response_log_probs(replayable(model), batch, self_check=True)
-    truth, _ = truth_of(plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    check(replayable(model), plain, batch_of(), self_check=True)
 
 
 def test_the_cache_of_the_configuration_is_not_used() -> None:
@@ -112,13 +100,9 @@ def test_without_packing_the_numbers_are_the_same(make: Any, monkeypatch: pytest
     monkeypatch.setenv("MASKPACK_PACKED_REPLAY", "0")
     model, plain = pair(make)
     own = model.config._attn_implementation
-    batch = for_model(make)
     monkeypatch.setattr(adapter, "packed_attention", None)  # nobody calls it
-    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(multiple_of=64))
-    truth, _ = truth_of(plain, batch)
-    assert off(seen, truth) <= LIMIT
+    check(replayable(model), plain, for_model(make), options=ReplayOptions(multiple_of=64))
     assert model.config._attn_implementation == own
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @all_models
@@ -219,20 +203,16 @@ def test_everything_else_that_it_would_have_to_guess_raises() -> None:
     replayable(model)
     total = sum(map(sum, ROWS))
     assert packed_call(model).logits.shape == (1, total, VOCABULARY)
-    with pytest.raises(ReplayError, match="packed attention with s_aux; expected causal attention"):
-        packed_call(model, s_aux=torch.zeros(4))
-    with pytest.raises(ReplayError, match="with block_indices, indices; expected causal attention"):
-        packed_call(model, indices=torch.zeros(4), block_indices=torch.zeros(4))
-    with pytest.raises(ReplayError, match="with attention that is not causal; expected"):
-        packed_call(model, is_causal=False)
-    with pytest.raises(ReplayError, match="2 batch rows"):
-        packed_call(
-            model,
-            input_ids=torch.ones(2, total, dtype=torch.long),
-            position_ids=torch.arange(total).expand(2, total),
-        )
-    with pytest.raises(ReplayError, match="cu_seqlens run from"):
-        packed_call(model, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
+    some, two_rows = torch.zeros(4), torch.arange(total).expand(2, total)
+    for message, wrong in {
+        "packed attention with s_aux; expected causal attention": {"s_aux": some},
+        "with block_indices, indices; expected causal attention": {"indices": some, "block_indices": some},
+        "with attention that is not causal; expected": {"is_causal": False},
+        "2 batch rows": {"input_ids": two_rows * 0 + 1, "position_ids": two_rows},
+        "cu_seqlens run from": {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32)},
+    }.items():
+        with pytest.raises(ReplayError, match=message):
+            packed_call(model, **wrong)
 
 
 @pytest.mark.parametrize("shape", [(1, 40), (1, 1, 40, 40)])
@@ -285,10 +265,7 @@ def test_an_output_layer_that_is_more_than_a_weight_raises(change: Any) -> None:
     ready = replayable(model)
     response_log_probs(ready, batch_of())
     change(model.lm_head)
-    with pytest.raises(
-        ReplayError, match=r"layer of LlamaForCausalLM is a .*(Linear|More), or has hooks; expected tor"
-    ):
-        response_log_probs(ready, batch_of())
+    refused(ready, r"layer of LlamaForCausalLM is a .*(Linear|More), or has hooks; expected tor")
 
 
 def phi3_long() -> Any:
@@ -302,41 +279,36 @@ def llama_dynamic() -> Any:
     return llama(rope_parameters=turns, max_position_embeddings=8)
 
 
-@pytest.mark.parametrize("packing", ["0", "1"])
-@pytest.mark.parametrize("make", [phi3_long, llama_dynamic])
-def test_rotary_positions_that_depend_on_the_longest_row_raise(
-    make: Any, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
+@pytest.fixture(params=[phi3_long, llama_dynamic])
+def rotary(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    model = make().eval()
-    plain = copy.deepcopy(model)
-    ready = replayable(model)
+    return request.param().eval()
+
+
+@pytest.fixture(params=["0", "1"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", request.param)
+    return request.param
+
+
+def test_rotary_positions_that_depend_on_the_longest_row_raise(rotary: Any, packing: str) -> None:
+    plain = copy.deepcopy(rotary)
+    ready = replayable(rotary)
     short = batch_of(((2, 3), (4, 4), (1, 2)))
     assert off(response_log_probs(ready, short, self_check=True), truth_of(plain, short)[0]) <= LIMIT
-    with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 15"):
-        response_log_probs(ready, batch_of())
+    refused(ready, r"change for all rows where one is longer than 8 tokens; a row, .* has 15")
     moved = short.clone().set("position_ids", (short["attention_mask"].cumsum(1) - 1).clamp(min=0) + 3)
-    with pytest.raises(ReplayError, match=r"change for all rows where one is longer than 8 tokens; a row, .* has 11"):
-        response_log_probs(ready, moved)
+    refused(ready, r"change for all rows where one is longer than 8 tokens; a row, .* has 11", moved)
     if packing == "1":
-        with pytest.raises(ReplayError, match="or the tail of multiple_of, has 48"):
-            response_log_probs(ready, short, options=ReplayOptions(multiple_of=64))
+        refused(ready, "or the tail of multiple_of, has 48", short, options=ReplayOptions(multiple_of=64))
 
 
-@pytest.mark.parametrize("packing", ["0", "1"])
-@pytest.mark.parametrize("make", [phi3_long, llama_dynamic])
-def test_rotary_positions_do_not_remember_a_longer_pass(
-    make: Any, packing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rotary_positions_do_not_remember_a_longer_pass(rotary: Any, packing: str) -> None:
     """The longest row has exactly the limit, at which transformers keeps the frequencies of an evaluation before."""
-    monkeypatch.setenv("MASKPACK_PACKED_REPLAY", packing)
-    torch.manual_seed(0)
-    model = make().eval()
     for rows in (((1, 1), (2, 3), (4, 4)), ((4, 4), (2, 3))):
         batch = batch_of(rows)
-        truth = torch.cat([truth_of(copy.deepcopy(model), batch[b : b + 1])[0] for b in range(len(rows))])
-        longer = copy.deepcopy(model)
+        truth = torch.cat([truth_of(copy.deepcopy(rotary), batch[b : b + 1])[0] for b in range(len(rows))])
+        longer = copy.deepcopy(rotary)
         longer(input_ids=torch.randint(3, VOCABULARY, (1, 20)))
         for self_check in (False, True):
             seen = response_log_probs(replayable(longer), batch, self_check=self_check)
@@ -346,8 +318,7 @@ def test_rotary_positions_do_not_remember_a_longer_pass(
 def test_a_model_without_weights_is_named() -> None:
     with torch.device("meta"):
         model = llama()
-    with pytest.raises(ReplayError, match="the weights of LlamaForCausalLM are on the meta device; expected weights"):
-        response_log_probs(replayable(model), batch_of())
+    refused(replayable(model), "the weights of LlamaForCausalLM are on the meta device; expected weights")
 
 
 def test_an_encoder_and_a_decoder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,8 +336,7 @@ def test_the_padded_path_has_its_self_check(monkeypatch: pytest.MonkeyPatch) -> 
     ready = replayable(model)
     forward = model.forward
     model.forward = lambda *ids, **given_to: _halved(forward(*ids, **given_to))
-    with pytest.raises(ReplayError, match=r"padded log-probs of LlamaForCausalLM are off by .* Use its own forward"):
-        response_log_probs(ready, batch_of())
+    refused(ready, r"padded log-probs of LlamaForCausalLM are off by .* Use its own forward")
     model.forward = forward
     assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
 
@@ -411,22 +381,19 @@ def test_dropout_raises_in_train_mode() -> None:
     ready = replayable(model)
     assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
     model.train()
-    with pytest.raises(ReplayError, match=r"dropout 0\.1"):
-        response_log_probs(ready, batch_of())
+    refused(ready, r"dropout 0\.1")
 
 
 def test_an_attention_that_is_not_causal_raises() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     model.model.layers[1].self_attn.is_causal = False
-    with pytest.raises(ReplayError, match="LlamaAttention: packed attention with attention that is not causal"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "LlamaAttention: packed attention with attention that is not causal")
 
 
 def test_sinks_raise() -> None:
     model = tf.GptOssForCausalLM(tf.GptOssConfig(**TINY, head_dim=8, num_local_experts=2)).eval()
-    with pytest.raises(ReplayError, match="GptOssAttention: packed attention with s_aux; "):
-        response_log_probs(replayable(model), batch_of())
+    refused(replayable(model), "GptOssAttention: packed attention with s_aux; ")
 
 
 def qwen2_moe(**more: Any) -> Any:
@@ -445,8 +412,7 @@ def test_a_window_that_the_attention_is_not_told_raises() -> None:
     batch = batch_of()
     model, _ = pair(qwen2_moe, use_sliding_window=True, sliding_window=5)
     assert set(model.config.layer_types) == {"sliding_attention", "full_attention"}
-    with pytest.raises(ReplayError, match=r"Qwen2MoeAttention: the layer has a window of 5 tokens .* a row has 15"):
-        response_log_probs(replayable(model), batch)
+    refused(replayable(model), r"Qwen2MoeAttention: the layer has a window of 5 tokens .* a row has 15", batch)
     for options in ({"use_sliding_window": True, "sliding_window": 15}, {}):
         model, plain = pair(qwen2_moe, **options)
         assert off(response_log_probs(replayable(model), batch), truth_of(plain, batch)[0]) <= LIMIT
@@ -500,8 +466,7 @@ def test_values_of_models_without_a_value_head(make: Any) -> None:
 
 def test_a_model_of_values_has_no_log_probs() -> None:
     ready = replayable(pair(critic)[0])
-    with pytest.raises(ReplayError, match="Qwen3ForTokenClassification has no output layer that scores tokens"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "Qwen3ForTokenClassification has no output layer that scores tokens")
 
 
 def test_the_self_check_of_a_model_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,8 +498,7 @@ def test_layers_that_never_attend_through_the_interface_are_found() -> None:
             replayable(model)
     model, _ = pair(llama)
     model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
-        response_log_probs(replayable(model), batch_of())
+    refused(replayable(model), "LlamaForCausalLM attended 1 times in 2 layers; expected every layer")
 
 
 def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -545,23 +509,10 @@ def test_models_with_other_layers_replay_without_packing(monkeypatch: pytest.Mon
     ready = replayable(model)
     assert off(response_log_probs(ready, batch_of()), truth_of(plain, batch_of())[0]) <= LIMIT
     monkeypatch.delenv("MASKPACK_PACKED_REPLAY")
-    with pytest.raises(ReplayError, match="has layers of kind chunked_attention"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "has layers of kind chunked_attention")
 
 
 # -------------------------------------------------------------------- the self-check
-
-
-def merged(module: Any, *tensors: Any, cu_seq_lens_q: Tensor, max_length_q: int, **more: Any) -> Any:
-    """An attention that ignores the bounds, as one does that takes them by another name."""
-    total = tensors[0].shape[2]
-    whole = torch.tensor([0, total], dtype=torch.int32)
-    return adapter.attention(module, *tensors, cu_seq_lens_q=whole, max_length_q=total, **more)
-
-
-@pytest.fixture
-def merging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
 
 
 def dense_calls(model: Any) -> list[int]:
@@ -577,13 +528,13 @@ def dense_calls(model: Any) -> list[int]:
 
 @all_models
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, dtype: torch.dtype, merging: None) -> None:
+def test_the_self_check_finds_an_attention_that_ignores_bounds(make: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
+    monkeypatch.setattr(adapter, "packed_attention", merged_rows)
     model, plain = pair(make, dtype)
     batch = for_model(make)
     ready = replayable(model)
     for self_check in (None, True):
-        with pytest.raises(ReplayError, match=r"packed log-probs of .* are off by .* expected at most 0\.0001"):
-            response_log_probs(ready, batch, self_check=self_check)
+        refused(ready, r"packed log-probs of .* are off by .* expected at most 0\.0001", batch, self_check=self_check)
     assert not ready._checked
     assert model.config.get_text_config()._attn_implementation == adapter.NAME
     assert off(response_log_probs(ready, batch, self_check=False), truth_of(plain, batch)[0]) > 0.1
@@ -600,8 +551,7 @@ def test_the_self_check_finds_positions_that_are_not_taken() -> None:
         return forward(*ids, **given_to | {"position_ids": None})
 
     model.transformer.forward = without
-    with pytest.raises(ReplayError, match="packed log-probs of GPT2LMHeadModel are off by"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "packed log-probs of GPT2LMHeadModel are off by")
     assert off(response_log_probs(ready, batch_of(), self_check=False), truth_of(plain, batch_of())[0]) > 0.1
 
 
@@ -611,8 +561,7 @@ def test_the_self_check_finds_rotary_positions_that_depend_on_the_rest() -> None
     rotary = model.model.rotary_emb
     forward = rotary.forward
     rotary.forward = lambda x, position_ids: forward(x, position_ids * x.shape[1] / 16)
-    with pytest.raises(ReplayError, match="packed log-probs of LlamaForCausalLM are off by"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "packed log-probs of LlamaForCausalLM are off by")
 
 
 @all_models
@@ -634,8 +583,7 @@ def test_of_a_long_row_both_ends_are_compared(make: Any, monkeypatch: pytest.Mon
     for lengths in ([(2, 3), (4, 7)], [(2, 3), (1, 2)]):
         with monkeypatch.context() as patch:
             patch.setattr(adapter, "packed_attention", wrong_bounds(adapter.packed_attention))
-            with pytest.raises(ReplayError, match="are off by"):
-                response_log_probs(ready, for_model(make, lengths), self_check=True)
+            refused(ready, "are off by", for_model(make, lengths), self_check=True)
 
 
 def capped_by(own: str, cap: float | None) -> Any:
@@ -690,8 +638,7 @@ def test_nan_does_not_pass_the_self_check() -> None:
     model, _ = pair(llama)
     ready = replayable(model)
     model.lm_head.weight.data[0, 0] = torch.nan
-    with pytest.raises(ReplayError, match="are off by nan"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "are off by nan")
 
 
 def test_the_self_check_runs_once_for_each_replayable() -> None:
@@ -716,12 +663,11 @@ def test_a_row_alone_does_not_pass_for_several(monkeypatch: pytest.MonkeyPatch) 
     ready = replayable(model)
     calls = dense_calls(model)
     with monkeypatch.context() as patch:
-        patch.setitem(tf.AttentionInterface._global_mapping, adapter.NAME, merged)
+        patch.setattr(adapter, "packed_attention", merged_rows)
         for _ in range(3):
             response_log_probs(ready, batch_of([(2, 3)]))
         assert calls == [5]
-        with pytest.raises(ReplayError, match="are off by"):
-            response_log_probs(ready, batch_of())
+        refused(ready, "are off by")
     response_log_probs(ready, batch_of())
     assert len(calls) == 3
     for rows in (ROWS, [(2, 3)]):
@@ -783,8 +729,7 @@ def test_layers_that_attend_in_another_thread_do_not_count() -> None:
         return hidden_states, None
 
     model.model.layers[1].self_attn.forward = not_attending
-    with pytest.raises(ReplayError, match="LlamaForCausalLM attended 1 times in 2 layers; expected every layer"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "LlamaForCausalLM attended 1 times in 2 layers; expected every layer")
 
 
 def test_a_replay_that_ends_in_another_thread_ends_no_other() -> None:
@@ -799,8 +744,7 @@ def test_a_replay_that_ends_in_another_thread_ends_no_other() -> None:
         return forward(*states, **more)
 
     model.model.layers[1].self_attn.forward = without_bounds
-    with pytest.raises(ReplayError, match="the model does not pass the bounds of rows on to its attention"):
-        response_log_probs(ready, batch_of())
+    refused(ready, "the model does not pass the bounds of rows on to its attention")
 
 
 def test_a_row_is_compared_while_another_thread_replays_the_model() -> None:
@@ -982,6 +926,3 @@ def test_layers_that_run_again_after_a_release_raise(reentrant: bool) -> None:
     ready.release()
     with pytest.raises(ReplayError, match="LlamaAttention: packed rows reached the model's own attention; expected"):
         seen.values().sum().backward()
-
-
-# -------------------------------------------------------------------- values of a critic

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs
-from rows_alone import LIMIT, ROWS, batch_of, checkpoint, close_gradients, gradients, off
+from rows_alone import LIMIT, ROWS, batch_of, check, checkpoint, off, owners, truth_of
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -32,25 +32,23 @@ def qwen3_moe(**more: Any) -> Any:
     return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**TINY | sizes | {"norm_topk_prob": True} | more))
 
 
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+
+
 def deepseek() -> Any:
     """Its first layer is dense; its router has a bias, groups of experts and a factor. Its heads of values are narrower
     than those of queries."""
-    sizes = {
-        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
-        "moe_intermediate_size": 16, "first_k_dense_replace": 1, "num_hidden_layers": 3, "q_lora_rank": 8,
-        "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "routed_scaling_factor": 1.5,
-    }  # fmt: skip
+    sizes = DEEPSEEK | {"first_k_dense_replace": 1, "num_hidden_layers": 3}
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**TINY | sizes))
 
 
 def deepseek_v2() -> Any:
     """Its router masks scores of groups that it does not choose, and weighs by what topk returns."""
-    sizes = {
-        "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
-        "moe_intermediate_size": 16, "first_k_dense_replace": 0, "q_lora_rank": 8, "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "routed_scaling_factor": 1.5,
-        "topk_method": "group_limited_greedy", "norm_topk_prob": False,
-    }  # fmt: skip
+    sizes = DEEPSEEK | {"first_k_dense_replace": 0, "topk_method": "group_limited_greedy", "norm_topk_prob": False}
     return tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**TINY | sizes))
 
 
@@ -121,12 +119,9 @@ def alone(name: str, plain: Any, batch: TensorDict, column: Callable[[int], int]
     the last token, at which they choose themselves."""
     routers = [part for part in plain.modules() if type(part).__name__.endswith(("TopKRouter", "TopkRouter"))]
     assert len(routers) == MODELS[name][1]
-    width, prompt = batch["attention_mask"].shape[1], batch["attention_mask"].shape[1] - batch["responses"].shape[1]
-    out = [torch.zeros(0)]
+    out = []
     for b in range(batch.batch_size[0]):
-        real = [s for s in range(width) if batch["attention_mask"][b, s]]
-        if not real:
-            continue
+        real = batch["attention_mask"][b] != 0
         for nth, router in enumerate(routers):
             chosen = batch["routed_experts"][b, real, column(nth)].tolist()
 
@@ -136,11 +131,9 @@ def alone(name: str, plain: Any, batch: TensorDict, column: Callable[[int], int]
                 given = weights_of(router, hidden[:-1], chosen[:-1])
                 return logits, torch.cat([given, weights[-1:]]), torch.cat([torch.tensor(chosen[:-1]).long(), ids[-1:]])
 
-            if len(real) > 1:
+            if len(chosen) > 1:
                 router.forward = forward
-        ids = batch["input_ids"][b, real]
-        scores = plain(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
-        out += [scores[n - 1, ids[n]][None] for n, s in enumerate(real) if s >= prompt]
+        out.append(truth_of(plain, batch[b : b + 1])[0])
         for router in routers:
             vars(router).pop("forward", None)
     return torch.cat(out)
@@ -154,11 +147,8 @@ def test_log_probs_and_gradients_are_those_of_each_row_alone(name: str) -> None:
     model, plain = made(name)
     batch = routed(name, batch_of())
     ready = replayable(model)
-    seen = response_log_probs(ready, batch, **ROUTED)
-    truth = alone(name, plain, batch)
-    assert off(seen, truth) <= LIMIT
+    _, truth = check(ready, plain, batch, alone(name, plain, batch), **ROUTED)
     assert off(response_log_probs(ready, batch), truth) > 0.01
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
 
 
 @all_models
@@ -176,11 +166,8 @@ def test_checkpointed_layers_choose_the_same_again(name: str) -> None:
     model, plain = made(name)
     model.train()
     checkpoint(model, False)
-    batch = routed(name, batch_of())
-    seen = response_log_probs(replayable(model), batch, options=ReplayOptions(routed_experts=True, multiple_of=32))
-    truth = alone(name, plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    batch, tail = routed(name, batch_of()), ReplayOptions(routed_experts=True, multiple_of=32)
+    check(replayable(model), plain, batch, alone(name, plain, batch), options=tail)
 
 
 def groups(name: str) -> TensorDict:
@@ -206,10 +193,7 @@ def test_tokens_are_shared_only_with_their_experts(name: str) -> None:
         prefix_tree(batch, options=ReplayOptions(min_shared=1, routed_experts=True)).num_tokens
         == with_experts.num_tokens
     )
-    seen = response_log_probs(replayable(model), batch, self_check=True, options=shared[0])
-    truth = alone(name, plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    check(replayable(model), plain, batch, alone(name, plain, batch), self_check=True, options=shared[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64], ids=str)
@@ -289,7 +273,7 @@ def test_nothing_stays_behind_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.arange(3, 12)[None]
     own = ready.release()(input_ids=ids, use_cache=False).logits
     assert torch.equal(own, plain(input_ids=ids, use_cache=False).logits)
-    assert not any("forward" in vars(part) for part in model.modules())
+    assert not owners(model)
 
 
 @pytest.mark.parametrize("place", ["self_attn", "mlp.gate"])
@@ -309,10 +293,7 @@ def test_a_hook_may_replay_another_model(place: str) -> None:
             seen_within.append(response_log_probs(other, second, **ROUTED).values())
 
     model.model.layers[1].get_submodule(place).register_forward_hook(hook)
-    seen = response_log_probs(ready, batch, self_check=False, **ROUTED)
-    truth = alone("qwen3_moe", plain, batch)
-    assert off(seen, truth) <= LIMIT
-    close_gradients(gradients(model, seen.values()), gradients(plain, truth))
+    check(ready, plain, batch, alone("qwen3_moe", plain, batch), self_check=False, **ROUTED)
     assert len(seen_within) == 2
     assert all(torch.equal(one, want) for one in seen_within)
 

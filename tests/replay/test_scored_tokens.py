@@ -249,26 +249,10 @@ def test_models_of_transformers_score_tokens_anywhere(name: str, share: bool) ->
     replay = rows_alone.replayable(model)
     options = ReplayOptions(registry=FLAT, share_prefixes=share, min_shared=1)
     out = response_log_probs(replay, batch, self_check=True, options=options)
-    truth = [torch.zeros(0, dtype=torch.float64)]
-    for logits, tokens, places in alone(plain, batch, loss):
-        truth += [logits[at - 1].log_softmax(-1)[tokens[at]][None] for at in places]
+    truth, _ = rows_alone.truth_of(plain, batch, scored=loss)
     assert out.offsets().diff().tolist() == loss.sum(1).tolist()
-    assert rows_alone.off(out, torch.cat(truth)) <= 1e-10
-    seen = rows_alone.gradients(model, out.values())
-    close(seen, rows_alone.gradients(plain, torch.cat(truth)), 1e-10)
-
-
-def alone(model: Any, batch: TensorDict, loss: Tensor) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """For each row with tokens: the logits of the model for them alone, the tokens, and the places to score."""
-    for b, (ids, columns_of_row, places) in enumerate(columns(batch, loss)):
-        real = batch["attention_mask"][b].bool()
-        if not len(ids):
-            continue
-        where = batch["position_ids"][b, ..., real]
-        where = where[None] if where.dim() == 1 else where[:, None]
-        assert len(columns_of_row) == len(places)
-        out = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], position_ids=where, use_cache=False)
-        yield out.logits[0], ids.tolist(), places
+    assert rows_alone.off(out, truth) <= 1e-10
+    close(rows_alone.gradients(model, out.values()), rows_alone.gradients(plain, truth), 1e-10)
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 1])

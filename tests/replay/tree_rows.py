@@ -16,6 +16,7 @@ from torch import Tensor
 from maskpack.replay import ReplayOptions, response_log_probs
 
 tf = needs("transformers")
+import rows_alone
 import tiny_models
 from rows_alone import gradients, off
 from tiny_models import VOCABULARY, gemma3, llama, qwen3, qwen25_vl
@@ -89,18 +90,11 @@ ROWS: dict[str, list[Row]] = {
 def batch_of(rows: Sequence[Row], *, side: str = "both", mrope: bool = False, extra: int = 2) -> TensorDict:
     """Prompts padded on the left and responses on the right, or both on one side; `extra` columns more than needed."""
     prompt, response = (extra + max(map(len, column)) for column in zip(*rows, strict=True))
-    ids = torch.zeros(len(rows), prompt + response, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for b, (own, answer) in enumerate(rows):
-        begin = 0 if side == "right" else prompt - len(own)
-        after = prompt + response - len(answer) if side == "left" else prompt
-        for at, tokens in ((begin, own), (after, answer)):
-            ids[b, at : at + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            mask[b, at : at + len(tokens)] = 1
-    places = (mask.cumsum(1) - 1).clamp(min=0)
-    fields = {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "input_ids": ids, "attention_mask": mask}
-    fields["position_ids"] = torch.stack([places, places // 2, (places - 3).clamp(min=0)], 1) if mrope else places
-    return TensorDict(fields, batch_size=[len(rows)])
+    lengths = [(len(own), len(answer)) for own, answer in rows]
+    batch = rows_alone.batch_of(lengths, prompt, response, ids="mrope3" if mrope else "edge", side=side)
+    tokens = [token for own, answer in rows for token in (*own, *answer)]
+    batch["input_ids"][batch["attention_mask"] != 0] = torch.tensor(tokens, dtype=torch.int64)  # and parts of it
+    return batch
 
 
 def for_model(make: Callable[..., Any], rows: Sequence[Row], **more: Any) -> TensorDict:
@@ -109,19 +103,7 @@ def for_model(make: Callable[..., Any], rows: Sequence[Row], **more: Any) -> Ten
 
 def truth_of(model: Any, rows: Sequence[Row], mrope: bool = False) -> Tensor:
     """Log-probs of all response tokens, row after row, each row alone."""
-    out = [torch.zeros(0, dtype=next(model.parameters()).dtype)]
-    for prompt, response in rows:
-        tokens = torch.tensor([[*prompt, *response]])
-        if not response or not prompt:
-            continue
-        places = torch.arange(tokens.shape[1])
-        where = torch.stack([places, places // 2, (places - 3).clamp(min=0)])[:, None] if mrope else places[None]
-        logits = model(
-            input_ids=tokens, attention_mask=torch.ones_like(tokens), position_ids=where, use_cache=False
-        ).logits[0]
-        scores = logits.log_softmax(-1)
-        out += [scores[len(prompt) + nth - 1, token][None] for nth, token in enumerate(response)]
-    return torch.cat(out)
+    return rows_alone.truth_of(model, batch_of(rows, mrope=mrope))[0]
 
 
 def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
@@ -135,17 +117,23 @@ def close(seen: list[Tensor], truth: list[Tensor], limit: float = 1e-5) -> None:
 def check(make: Callable[..., Any], rows: Sequence[Row], dtype: torch.dtype = torch.float32, **more: Any) -> None:
     """Log-probs and the gradients of all weights are those of each row alone."""
     model, plain = pair(make, dtype)
-    limit, gradient_limit = LIMITS[dtype]
-    options = {"self_check": True, "options": SHARE} | more
-    batch = for_model(make, rows, side=options.pop("side", "both"))
-    seen = response_log_probs(replayable(model), batch, **options)
-    truth = truth_of(plain, rows, make is qwen25_vl)
+    check_of(replayable(model), plain, rows, mrope=make is qwen25_vl, **more)
+
+
+def check_of(
+    ready: Any, plain: Any, rows: Sequence[Row], *, side: str = "both", mrope: bool = False, **more: Any
+) -> None:
+    seen = response_log_probs(
+        ready, batch_of(rows, side=side, mrope=mrope), **{"self_check": True, "options": SHARE} | more
+    )
+    truth = truth_of(plain, rows, mrope)
+    limit, gradient_limit = LIMITS[next(plain.parameters()).dtype]
     assert seen.offsets().diff().tolist() == [len(response) for _, response in rows]
     assert seen.values().shape == truth.shape
     if not truth.numel():
         return
     assert off(seen, truth) <= limit
-    close(gradients(model, seen.values()), gradients(plain, truth), gradient_limit)
+    close(gradients(ready.model, seen.values()), gradients(plain, truth), gradient_limit)
 
 
 def checkpoint(model: Any, reentrant: bool) -> None:

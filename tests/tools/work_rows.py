@@ -7,6 +7,7 @@ import os
 from typing import Any
 from unittest import mock
 
+import rows_alone
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -31,12 +32,7 @@ def tiny(tied: bool = False) -> Any:
 
 
 def batch_of(rows: Any) -> TensorDict:
-    source = torch.Generator().manual_seed(len(rows))
-    mask = torch.zeros(len(rows), PROMPT + RESPONSE, dtype=torch.int64)
-    for row, (prompt, response) in enumerate(rows):
-        mask[row, PROMPT - prompt : PROMPT + response] = 1
-    ids = torch.randint(3, 97, mask.shape, generator=source) * mask
-    return TensorDict({"input_ids": ids, "attention_mask": mask, "responses": ids[:, PROMPT:]}, batch_size=[len(rows)])
+    return rows_alone.batch_of(rows, PROMPT, RESPONSE, ids="none", seed=len(rows))
 
 
 def groups() -> TensorDict:
@@ -53,15 +49,7 @@ def own_rows() -> TensorDict:
 
 
 def alone(model: Any, batch: TensorDict) -> Tensor:
-    out = [torch.zeros(0, device=batch["input_ids"].device)]
-    for ids, real in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
-        row = ids[real]
-        prompt = int(real[:PROMPT].sum())
-        if not row.numel():
-            continue
-        scores = model(input_ids=row[None], use_cache=False).logits[0].log_softmax(-1)
-        out += [scores[place - 1, row[place]][None] for place in range(prompt, len(row))]
-    return torch.cat(out)
+    return rows_alone.truth_of(model, batch)[0]
 
 
 def sharded(model: Any, *parts: Any, root: bool = True, mesh: Any = None, **options: Any) -> Any:
