@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import warm_workers
+from command_line import output_of
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_short_run() -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [*warm_workers.python(), "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", "--count", "3"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "0 failed" in run.stdout
+    command = [*warm_workers.python(), "-m", "tests.tools.fuzz", "dispatch", "--seed", "3", "--count", "3"]
+    assert "0 failed" in output_of(*command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})

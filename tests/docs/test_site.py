@@ -9,11 +9,11 @@ import importlib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import output_of
 from needs import needs
 
 import maskpack as mp
@@ -35,9 +35,7 @@ DEFINED = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", DOCS, out)
     return out
 
 

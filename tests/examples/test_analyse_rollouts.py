@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import warm_workers
+from command_line import output_of
 from needs import needs
 from tensordict import NonTensorStack, TensorDict
 
@@ -35,16 +35,9 @@ def test_rewards_and_lengths_of_each_prompt(kind: str, tmp_path: Path) -> None:
                 log.append(compress(part, pad_token_id=0))
     else:
         compress(torch.cat(parts), pad_token_id=0).save(file)
-    command = [
-        *warm_workers.python(),
-        str(EXAMPLES / "analyse_rollouts.py"),
-        str(file),
-        "--parquet",
-        str(tmp_path / "rows"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()[1:]]
+    program = EXAMPLES / "analyse_rollouts.py"
+    shown = output_of(*warm_workers.python(), program, file, "--parquet", tmp_path / "rows")
+    lines = [line.split() for line in shown.splitlines()[1:]]
     assert lines == [
         ["prompt", "0", "3", "0.500", "2.3", "6"],  # rewards 0, 1/2, 1; tokens 1, 6, 0
         ["prompt", "1", "2", "0.500", "3.0", "4"],  # rewards 1/4, 3/4; tokens 2, 4

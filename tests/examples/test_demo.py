@@ -34,18 +34,8 @@ ROWS |= {"whole": "maskpack"}
 
 def test_demo_runs_from_any_directory(tmp_path):
     """In a process of its own, with a row count that the ranks cannot share evenly."""
-    command = [
-        *warm_workers.python(),
-        "-m",
-        "maskpack.tools.cli",
-        "demo",
-        "--prompts",
-        "3",
-        "--responses",
-        "3",
-        "--seed",
-        "1",
-    ]
+    arguments = ["-m", "maskpack.tools.cli", "demo", "--prompts", "3", "--responses", "3", "--seed", "1"]
+    command = [*warm_workers.python(), *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

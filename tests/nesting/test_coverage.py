@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import tracemalloc
 import warnings
 from collections import deque, namedtuple
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import warm_workers
+from fuzz_wire import with_peak
 from samples import PAD, assert_same, per_row, rollout
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
@@ -134,12 +134,8 @@ def test_a_range_is_not_counted_out():
     """A pickle of a few bytes makes one of any length; nor are single bytes looked at."""
     batch = rollout()
     batch.set("meta", NonTensorData([range(1 << 20), bytearray(1 << 20)]))
-    tracemalloc.start()
-    try:
-        assert dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = with_peak(dense_fields, batch, mp.RL_FIELDS, pad_token_id=PAD)
+    assert found == ()
     assert peak < 8 << 20
 
 

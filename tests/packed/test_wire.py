@@ -14,9 +14,7 @@ import pickle
 import re
 import resource
 import stat
-import subprocess
 import tempfile
-import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -30,7 +28,8 @@ import pytest
 import strategies
 import torch
 import warm_workers
-from fuzz_wire import NONE, Made, Pieces, encodings_of_others, of_rows, simple_encodings
+from command_line import output_of
+from fuzz_wire import NONE, Made, Pieces, encodings_of_others, of_rows, simple_encodings, with_peak
 from golden import make
 from hypothesis import given
 from needs import needs
@@ -789,10 +788,8 @@ def test_claims_are_added_up_before_memory_is_taken() -> None:
     deep.field(zeros(deep, items=2**30))
     for made, size in ((wide, 2**31 - 1), (long, 8 << 20), (deep, 1 << 30)):
         data = made.joined()
-        tracemalloc.start()
-        refused(data, " bytes in memory, padded; expected at most", "max_bytes", max_bytes=size - 1)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        message = " bytes in memory, padded; expected at most"
+        _, peak = with_peak(refused, data, message, "max_bytes", max_bytes=size - 1)
         assert peak < 2 * len(data) + (1 << 20)
         packed = PackedBatch.from_bytes(data, max_bytes=size + (1 << 20))
         with pytest.raises(LayoutError, match=r"decompress: these fields take \d+ bytes padded; expected at most"):
@@ -808,10 +805,7 @@ def test_layouts_take_as_many_bytes_as_their_message_and_a_little_more() -> None
     rows.layout(0, 1)
     for made in (mask, parts, rows):
         data = made.joined()
-        tracemalloc.start()
-        refused(data, "spans that rise within its width, and layouts that take at most")
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        _, peak = with_peak(refused, data, "spans that rise within its width, and layouts that take at most")
         assert peak < 2 * len(data) + (1 << 20)
     batch = TensorDict({"m": torch.arange(1 << 18).view(2, -1) % 2}, [2])
     assert_same(
@@ -1323,9 +1317,7 @@ def test_columns_are_those_of_one_entry() -> None:
 
 
 def fuzzed(*arguments: str) -> None:
-    command = [*warm_workers.python(), fuzz.__file__, "wire", "--jobs", "1", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output_of(*warm_workers.python(), fuzz.__file__, "wire", "--jobs", "1", *arguments)
 
 
 def test_a_short_run_of_the_fuzzer() -> None:

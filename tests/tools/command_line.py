@@ -1,7 +1,8 @@
-"""What a command prints: its result, or one line of error."""
+"""What a command prints: its result, or one line of error; and what a process does that ends well."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,3 +24,10 @@ def refused(command: str, argv: Iterable[Any], capsys: Any) -> str:
     assert said.startswith(f"maskpack {command}: ")
     assert said.index("\n") == len(said) - 1
     return said
+
+
+def output_of(*command: Any, **options: Any) -> str:
+    """What a process prints that has to end well."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout

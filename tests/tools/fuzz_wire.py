@@ -456,13 +456,17 @@ def outcome(data: bytes, limit: int | None = LIMIT) -> str:
     return "accepted and decoded"
 
 
-def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT) -> str:
+def with_peak(call: Callable[..., Any], *given: Any, **more: Any) -> tuple[Any, int]:
+    """What a call gives, and the bytes that it took at most."""
     tracemalloc.start()
     try:
-        packed = read(data, limit)
-        peak = tracemalloc.get_traced_memory()[1]
+        return call(*given, **more), tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+def outcome_closely(data: bytes, norm: dict[str, Any], limit: int | None = LIMIT) -> str:
+    packed, peak = with_peak(read, data, limit)
     restored = 2 * (limit or 0) if b"codec" in data else 0
     assert peak < 2 * len(data) + FREE + restored, f"{peak} bytes for {len(data)}"
     if packed is None:

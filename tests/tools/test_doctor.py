@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import subprocess
 import sys
 from functools import partial
 
@@ -17,7 +16,7 @@ import test_presets
 import tiny_models
 import torch
 import yaml
-from command_line import printed, refused
+from command_line import output_of, printed, refused
 from tensordict import TensorDict
 
 import maskpack
@@ -642,6 +641,4 @@ def test_it_takes_twice_the_memory_of_the_batch(tmp_path):
         size = ids.numel() * 10
         files.append(saved({"input_ids": ids, "attention_mask": mask, "loss_mask": loss}, tmp_path / name))
         del ids, mask, loss
-    done = subprocess.run([sys.executable, "-c", PEAK, *files], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.rpartition("peak ")[2]) < 2 * size
+    assert int(output_of(sys.executable, "-c", PEAK, *files).rpartition("peak ")[2]) < 2 * size
