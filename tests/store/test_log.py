@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import pickle
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tensordict import NonTensorStack, TensorDict
 import maskpack as mp
 from maskpack.errors import FieldError, LayoutError, MaskpackWarning, StorageError
 from maskpack.store import RolloutLog, disk
+from maskpack.store.disk import RemoteFolder
 from tests.samples import PAD, ROWS, assert_same, rollout, rows_of
 
 LINES = [(3, 5), (1, 2), (5, 6)]
@@ -322,3 +325,56 @@ def test_files_are_not_held_open(path):
     log.compact(0.0)
     for seed, batch in enumerate(taken):  # of files that are gone
         assert_same(mp.decompress(batch), batch_of(seed))
+
+
+def removed(folder):
+    """How many files of a folder are mapped by this process, and have no name any more."""
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(str(folder) in line and line.endswith("(deleted)") for line in lines)
+
+
+def test_compacted_segments_are_let_go(path):
+    """Neither the writer nor a reader keeps them open."""
+    rows = rollout()
+    with opened(path, segment_bytes=1 << 12) as log:
+        for _ in range(6):
+            log.append(rows)
+        reader = RolloutLog(path, mode="r")
+        for each in (log, reader):
+            assert_same(mp.decompress(each[:7]), rows)
+        held = log[7:14]
+        log.delete([*range(6), *range(7, 13)])
+        assert log.compact() > 0
+        assert removed(path) > 0  # of the reader, and of the batch
+        assert_same(mp.decompress(held), rows)
+        del held
+        log.append(rows)  # a new segment, of which the reader hears
+        assert_same(mp.decompress(reader[-7:]), rows)
+        assert_same(mp.decompress(reader[[6, 13]]), rows[[6, 6]])
+        assert removed(path) == 0
+
+
+def test_a_reader_copies_while_segments_are_replaced(path, tmp_path, monkeypatch):
+    rows, written = rollout(), []
+    with opened(path, segment_bytes=1 << 12) as log:
+        for step in range(5):
+            log.append(rows, {"step": step})
+        log.delete(range(7, 13))
+        reader = RolloutLog(path, mode="r")
+        write = RemoteFolder.write
+
+        def and_compact(self, name, parts):
+            if not written:
+                assert log.compact() > 0
+            written.append(name)
+            write(self, name, parts)
+
+        monkeypatch.setattr(RemoteFolder, "write", and_compact)
+        assert reader.back_up(tmp_path / "backup") > 0
+        assert written[0] == "000000.seg"
+        with RolloutLog(tmp_path / "backup") as backup:
+            assert backup.rows.tolist() == log.rows.tolist()
+            assert backup.tags(backup.rows) == log.tags(log.rows)
+            assert_same(mp.decompress(backup[:]), mp.decompress(log[:]))
+            assert backup.damaged().size == 0

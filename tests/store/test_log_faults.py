@@ -7,7 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,9 +16,10 @@ from typing import Any
 
 import fuzz_log
 import pytest
+from command_line import output_of
 from fuzz_log import forked
 from log_disk import Disk, State
-from log_model import Model, assert_log, assert_read, opened, played
+from log_model import Model, assert_held, assert_log, assert_read, opened, played
 
 from maskpack.errors import FieldError, MaskpackWarning, StorageError
 from maskpack.store import RolloutLog, disk
@@ -33,6 +33,13 @@ def append(log: RolloutLog, model: Model, schema: int = 0, count: int = 2, style
     op = {"do": "append", "schema": schema, "width": width, "style": style, "count": count, "key": model.next_row}
     played(log, op)
     return model.after(op)
+
+
+def grown(log: RolloutLog, model: Model, segments: int, **style: int) -> Model:
+    """After appends until it has so many segments."""
+    while log.segments < segments:
+        model = append(log, model, **style)
+    return model
 
 
 def delete(log: RolloutLog, model: Model, rows: list[int]) -> Model:
@@ -99,8 +106,7 @@ def test_a_header_is_mended_by_its_copy(damaged: tuple[Path, Model], tail: bool)
         if not tail:
             (path / "tail").unlink(missing_ok=True)
         flip(path / "000000.seg", record.at + 20)
-        with opened(path, "r") as log:
-            assert_log(log, model)
+        assert_held(path, model, "r")
         (path / "000000.seg").write_bytes(clean)
 
 
@@ -147,8 +153,7 @@ def test_tags_of_a_damaged_head_raise(damaged: tuple[Path, Model]) -> None:
 def test_a_segment_without_its_header(tmp_path: Path, size: int | None, index: bool) -> None:
     path, model = tmp_path / "log", Model()
     with opened(path) as log:
-        while len(log._contents.segments) < 4:
-            model = append(log, model, count=12)
+        model = grown(log, model, 4, count=12)
     segment = path / "000001.seg"
     if size is None:
         flip(segment, 30)
@@ -157,8 +162,7 @@ def test_a_segment_without_its_header(tmp_path: Path, size: int | None, index: b
     if not index:
         without_index(path)
     if size is None:
-        with opened(path, "r") as log:
-            assert_log(log, model)
+        assert_held(path, model, "r")
         return
     log = RolloutLog(path, mode="r")
     lost = log.damaged().tolist()
@@ -191,8 +195,7 @@ def test_every_bit_of_log_json(damaged: tuple[Path, Model]) -> None:
             with pytest.raises(StorageError, match="is no log"):
                 RolloutLog(path, mode=mode)
     (path / "log.json").write_bytes(clean)
-    with opened(path) as log:  # nobody has kept the lock
-        assert_log(log, model)
+    assert_held(path, model)  # nobody has kept the lock
 
 
 def test_an_array_whose_record_is_damaged_is_written_again(damaged: tuple[Path, Model]) -> None:
@@ -213,50 +216,41 @@ def test_compaction_keeps_what_a_damaged_segment_needs(tmp_path: Path) -> None:
     with opened(path, segment_bytes=1 << 20) as log:
         model = append(log, model, schema=1, count=12)
     with opened(path) as log:
-        while len(log._contents.segments) < 2:
-            model = append(log, model)
+        model = grown(log, model, 2)
         first = model.next_row
         model = append(log, model, schema=1, count=12)
-        while len(log._contents.segments) < 3:
-            model = append(log, model, count=12)
+        model = grown(log, model, 3, count=12)
         model = delete(log, model, [*range(12), *range(first, first + 4)])
-        while len(log._contents.segments) < 4:
-            model = append(log, model, count=12)
+        model = grown(log, model, 4, count=12)
         model = delete(log, model, [model.next_row - 3])
-        while len(log._contents.segments) < 5:
-            model = append(log, model, count=12)
+        model = grown(log, model, 5, count=12)
     os.rename(path / "000001.seg", tmp_path / "kept")
     with RolloutLog(path, pad_token_id=0) as log:
         assert log.compact(0.0) > 0
     os.rename(tmp_path / "kept", path / "000001.seg")
-    with opened(path, "r") as log:
-        assert_log(log, model)
+    assert_held(path, model, "r")
 
 
 def test_rows_whose_deletion_is_lost_are_back_and_the_warning_says_so(tmp_path: Path) -> None:
     path, model = tmp_path / "log", Model()
     with opened(path) as log:
-        while log.segments < 2:
-            model = append(log, model, count=12)
+        model = grown(log, model, 2, count=12)
         lost = model.next_row
         model = delete(log, model, [3, 5])
-        while log.segments < 3:
-            model = append(log, model, count=12)
+        model = grown(log, model, 3, count=12)
     (path / "000001.seg").rename(tmp_path / "kept")
     with pytest.warns(MaskpackWarning, match=r"000001\.seg is missing.*deleted there may be back.*Restore the files"):
         log = RolloutLog(path, mode="r")
     assert log.rows.tolist() == [*range(lost)]
     (tmp_path / "kept").rename(path / "000001.seg")
-    with opened(path, "r") as log:
-        assert_log(log, model)
+    assert_held(path, model, "r")
 
 
 def test_small_appends_are_joined_once(tmp_path: Path) -> None:
     """Of segments in which nothing is deleted, too; only what was acknowledged is needed for it."""
     with opened(tmp_path) as log:
         model = Model()
-        while log.segments < 5:
-            model = append(log, model, count=1, style=3)
+        model = grown(log, model, 5, count=1, style=3)
         assert log.compact(0.01) == 0
         before = log.nbytes
         first = log.compact(0.0, segments=1)
@@ -266,8 +260,7 @@ def test_small_appends_are_joined_once(tmp_path: Path) -> None:
         assert rest > 0
         assert (log.compact(0.0), len(log.chunks())) == (0, 4)
         assert_log(log, model)
-    with opened(tmp_path, "r") as log:
-        assert_log(log, model)
+    assert_held(tmp_path, model, "r")
 
 
 def test_a_backup_is_not_overwritten_by_damage(damaged: tuple[Path, Model]) -> None:
@@ -282,8 +275,7 @@ def test_a_backup_is_not_overwritten_by_damage(damaged: tuple[Path, Model]) -> N
         assert log.damaged().size
         model = append(log, model)
         log.back_up(target)
-    with opened(target, "r") as log:
-        assert_log(log, model)
+    assert_held(target, model, "r")
 
 
 # -------------------------------------------------------------------- disks that fail
@@ -297,16 +289,14 @@ def test_a_reader_does_not_believe_an_old_tail(tmp_path: Path, tail: str) -> Non
         model = append(log, append(log, Model()))
         old = (path / "tail").read_bytes()
         model = delete(log, model, [1, 3])
-        while log.segments < 3:
-            model = append(log, model, schema=1, count=12)
+        model = grown(log, model, 3, schema=1, count=12)
     (path / "tail").unlink() if tail == "missing" else (path / "tail").write_bytes(old)
     with opened(path, "r") as log:
         assert_log(log, model)
         assert log.next_row == model.next_row
         log.back_up(tmp_path / "copy")
     for mode in ("r", "a"):
-        with opened(tmp_path / "copy", mode) as log:
-            assert_log(log, model)
+        assert_held(tmp_path / "copy", model, mode)
 
 
 def test_readers_and_a_writer_that_open_a_log_wait_for_each_other(
@@ -370,9 +360,8 @@ if sys.argv[2] == "dropped":
 def test_a_log_that_nobody_closes_is_synced(tmp_path: Path, end: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", NOBODY_CLOSES, str(tmp_path / "log"), end]
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [f"{tmp_path}/log/000000.seg", *(["dropped"] if end == "dropped" else [])]
+    shown = output_of(*command, env={**os.environ, "PYTHONPATH": path})
+    assert shown.split() == [f"{tmp_path}/log/000000.seg", *(["dropped"] if end == "dropped" else [])]
     with opened(tmp_path / "log") as log:
         assert len(log) == 2
 
@@ -429,8 +418,7 @@ def test_what_a_failed_sync_dropped_is_written_again(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="could not be synced"):
             log.close()
         device.failing = None
-        with opened(path) as log:  # the lock is free
-            assert_log(log, model)
+        assert_held(path, model)  # the lock is free
     lost(device, tmp_path / "found", model)
 
 
@@ -440,8 +428,7 @@ def lost(device: Disk, path: Path, model: Model) -> None:
     for event in device.events:
         state.follow(event, rng)
     state.folder(path, "none", rng)
-    with opened(path) as log:
-        assert_log(log, model)
+    assert_held(path, model)
 
 
 def test_what_is_torn_is_cut_off(tmp_path: Path) -> None:
@@ -458,8 +445,7 @@ def test_what_is_torn_is_cut_off(tmp_path: Path) -> None:
         assert (tmp_path / "found" / "000000.seg").stat().st_size == torn.at
         first = log.next_row
         later = append(log, Model(model.live, first))
-    with opened(tmp_path / "found") as log:
-        assert_log(log, later)
+    assert_held(tmp_path / "found", later)
 
 
 def test_a_reader_sees_nothing_before_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,8 +519,7 @@ def test_a_full_disk(tmp_path: Path, call: str) -> None:
             device.full, model = None, model.after(op)
             assert_log(log, model)
     assert failed
-    with opened(path, "r") as log:
-        assert_log(log, model)
+    assert_held(path, model, "r")
 
 
 def test_a_segment_that_cannot_be_closed(tmp_path: Path) -> None:
@@ -550,8 +535,7 @@ def test_a_segment_that_cannot_be_closed(tmp_path: Path) -> None:
             append(log, model)
         with pytest.raises(StorageError, match="rows that may not be on the disk"):
             log.close()
-        with opened(path) as log:
-            assert_log(log, model)
+        assert_held(path, model)
     lost(device, tmp_path / "found", model)
 
 
@@ -570,12 +554,10 @@ def test_compaction_keeps_deletions_of_other_segments(tmp_path: Path) -> None:
     with opened(tmp_path) as log:
         model = append(log, Model(), schema=1, count=12)
         model = append(log, delete(log, model, [1]), schema=1, count=40)
-        while len(log._contents.segments) < 3:
-            model = append(log, model, count=40)
+        model = grown(log, model, 3, count=40)
         model = delete(log, model, list(range(12, model.next_row)))
         assert log.compact(0.5) > 0
-    with opened(tmp_path, "r") as log:
-        assert_log(log, model)
+    assert_held(tmp_path, model, "r")
 
 
 def test_opening_on_a_full_disk(tmp_path: Path) -> None:
@@ -585,8 +567,7 @@ def test_opening_on_a_full_disk(tmp_path: Path) -> None:
     device.full = 0
     with device.attached(), pytest.raises(StorageError, match="no room"):
         RolloutLog(path)
-    with opened(path) as log:
-        assert_log(log, Model())
+    assert_held(path, Model())
 
 
 def test_the_folders_of_a_new_log_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -727,8 +708,7 @@ def test_what_is_no_file(tmp_path: Path, name: str, mode: str, make: Any) -> Non
             opened(path, mode)
     (path / name).rename(tmp_path / "fifo")
     (tmp_path / "kept").rename(path / name)
-    with opened(path, mode) as log:
-        assert_log(log, model)
+    assert_held(path, model, mode)
 
 
 # -------------------------------------------------------------------- processes

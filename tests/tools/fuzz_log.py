@@ -35,6 +35,7 @@ from log_disk import Disk, State
 from log_model import (
     Model,
     Row,
+    assert_held,
     assert_log,
     assert_read,
     assert_rows,
@@ -142,8 +143,7 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
             assert_log(log, model)
             assert log.next_row == model.next_row
         if copied is not None and rng.random() < 0.3:
-            with opened(root / "backup", "r") as log:
-                assert_log(log, copied)
+            assert_held(root / "backup", copied, "r")
             seen["backups read"] += 1
     return seen
 
@@ -193,8 +193,7 @@ def _read_first(path: Path, there: list[Model], rng: random.Random, seen: Counte
             log.back_up(copy)
         found, model = (log.rows.tolist(), log.next_row), _fitting(log, there)
     if copy.exists():
-        with opened(copy, rng.choice(["r", "a"])) as log:
-            assert_log(log, model)
+        assert_held(copy, model, rng.choice(["r", "a"]))
         shutil.rmtree(copy)
         seen["copies of readers"] += 1
     return found

@@ -178,6 +178,12 @@ def assert_log(log: RolloutLog, model: Model) -> None:
         assert log.where(step=step).tolist() == expected
 
 
+def assert_held(path: Path, model: Model, mode: Any = "a") -> None:
+    """The same of a log that is opened for it."""
+    with opened(path, mode) as log:
+        assert_log(log, model)
+
+
 def assert_read(log: RolloutLog, live: dict[int, Row]) -> None:
     for schema in SCHEMAS:
         own = [number for number, row in sorted(live.items()) if row.schema == schema]
