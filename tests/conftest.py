@@ -150,3 +150,13 @@ def local_ray() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def puts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What this process puts into Ray's store."""
+    import ray
+
+    put, seen = ray.put, list[Any]()
+    monkeypatch.setattr(ray, "put", lambda value: seen.append(value) or put(value))
+    return seen

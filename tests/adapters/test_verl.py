@@ -4,6 +4,7 @@ local Ray with packed batches beside plain ones."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import json
@@ -461,6 +462,17 @@ def local_ray():
         yield
 
 
+@contextlib.contextmanager
+def configured(group, **options):
+    """It has this configuration for a while."""
+    usual = group._maskpack_config
+    verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, **options))
+    try:
+        yield
+    finally:
+        verl.configure(group, usual)
+
+
 @pytest.fixture(scope="module")
 def group(local_ray):
     """Two DP ranks of two peers, the second of which speaks."""
@@ -552,14 +564,8 @@ def test_strict_workers_raise_on_the_driver(group):
     data.batch["mine"] = torch.ones(4, 9)
     with pytest.warns(mp.errors.MaskpackWarning, match="mine"):
         group.packed_seen(data)
-    strict = verl.MaskNestingConfig(True, True, pad_token_id=PAD)
-    before = group._maskpack_config
-    try:
-        verl.configure(group, strict)
-        with pytest.raises(mp.errors.CoverageError, match="mine"):
-            group.packed_seen(data)
-    finally:
-        verl.configure(group, before)
+    with configured(group, strict=True), pytest.raises(mp.errors.CoverageError, match="mine"):
+        group.packed_seen(data)
 
 
 def test_a_method_can_ask_for_nested_fields(group):
@@ -692,16 +698,10 @@ def test_the_mismatch_of_rollout_and_trainer_is_a_metric(group):
     assert found["maskpack/rollout_mismatch/k3"] == pytest.approx(float((d.exp() - 1 - d).mean()))
     assert found["maskpack/rollout_mismatch/abs_max"] == pytest.approx(float(d.abs().max()))
     assert verl.take_metrics() == {}
-    usual = group._maskpack_config
     limit = MismatchLimit(abs_max=float(d.abs().max()) / 2)
-    verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, mismatch_limit=limit))
-    try:
-        with pytest.raises(
-            ReplayError, match="compare: the log-probs of the trainer are not those of the rollout: abs"
-        ):
-            group.packed_seen(data)
-    finally:
-        verl.configure(group, usual)
+    message = "compare: the log-probs of the trainer are not those of the rollout: abs"
+    with configured(group, mismatch_limit=limit), pytest.raises(ReplayError, match=message):
+        group.packed_seen(data)
     data.batch["old_log_probs"] = data.batch["old_log_probs"][:, :, None].clone()
     with pytest.warns(mp.errors.MaskpackWarning, match="rollout_mismatch is not measured: compare: "):
         group.packed_seen(data)
@@ -712,9 +712,7 @@ def test_the_first_call_of_a_method_is_reported(group, caplog, monkeypatch):
     data, before = rollouts(8, critic=True), rollouts(8, critic=True)
     before.non_tensor_batch["multi_modal_inputs"] = data.non_tensor_batch["multi_modal_inputs"]
     wanted = group.plain_score(data)
-    usual = group._maskpack_config
     verl.take_metrics()
-    verl.configure(group, verl.MaskNestingConfig(True, pad_token_id=PAD, report=True))
     pack_result, packed_again = verl.MaskNestingConfig.pack_result, []
 
     def counted(config, result, like):
@@ -722,12 +720,9 @@ def test_the_first_call_of_a_method_is_reported(group, caplog, monkeypatch):
         return pack_result(config, result, like)
 
     monkeypatch.setattr(verl.MaskNestingConfig, "pack_result", counted)
-    try:
-        with caplog.at_level("INFO", logger="maskpack"):
-            for _ in range(2):
-                assert_same(group.packed_score(data), wanted)
-    finally:
-        verl.configure(group, usual)
+    with configured(group, report=True), caplog.at_level("INFO", logger="maskpack"):
+        for _ in range(2):
+            assert_same(group.packed_score(data), wanted)
     assert len(packed_again) == 1, "the driver packs a result for its report alone"
     assert_same(data, before)
     argument, result = (record.getMessage().splitlines() for record in caplog.records)

@@ -127,14 +127,6 @@ def batch(whole_batch):
 
 
 @pytest.fixture
-def puts(monkeypatch):
-    """The objects that the driver puts."""
-    put, seen = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: seen.append(value) or put(value))
-    return seen
-
-
-@pytest.fixture
 def needed(monkeypatch):
     """What the nodes of a site were told to fetch: pairs of site and source."""
     settled, seen = Placement.settled, []

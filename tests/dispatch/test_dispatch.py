@@ -1061,14 +1061,6 @@ class Said:
 # -------------------------------------------------------------------- small batches
 
 
-@pytest.fixture
-def puts(monkeypatch):
-    """What the driver puts."""
-    put, seen = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: seen.append(value) or put(value))
-    return seen
-
-
 def test_rows_of_small_batches_come_back_whichever_way_they_go(group, batch, puts, monkeypatch):
     """In messages, or through the store."""
     batch = batch.select("prompts", "responses", "attention_mask", "old_log_probs", "uid")
