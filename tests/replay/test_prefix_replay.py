@@ -29,7 +29,6 @@ from maskpack.adapters.transformers import model as adapter
 replayable = adapter.replayable
 from rows_alone import off
 from tree_rows import (
-    LIMITS,
     ROWS,
     SHARE,
     Row,
@@ -43,11 +42,12 @@ from tree_rows import (
 )
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @all_models
-def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, rows: Any, dtype: torch.dtype) -> None:
-    check(make, rows, dtype)
+def test_log_probs_and_gradients_are_those_of_each_row_alone(make: Any, rows: Any) -> None:
+    check(make, rows, torch.float64)
+    if len(rows) > 6:  # of several prefixes, and deep ones
+        check(make, rows)
 
 
 @given(
