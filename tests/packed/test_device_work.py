@@ -537,7 +537,7 @@ def test_rows_are_equal_by_their_words_not_by_their_hash(
 
     def collided(self: Any, *others: Tensor) -> Any:
         found = measured(self, *others)
-        found[0][:, :, 6] = 1
+        found[0]["hash"] = 1
         return found
 
     if hashes == "equal":
@@ -575,14 +575,127 @@ def test_odd_bools_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         compress(TensorDict(fields, [4]), registry=registry)
 
 
+# -------------------------------------------------------------------- encoding: forms that are renewed
+
+
+Sampled = list[tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> Sampled:
+    """Of each sample, its rows; and of its fields the bytes and the lengths of rows."""
+    seen, build = Sampled(), encode.of_values
+
+    def recorded(forms: Any, values: Any, layouts: Any, rows: int, dense_rows: int, **more: Any) -> Any:
+        own = {
+            form.path[-1]: (np.array(words), [1] * dense_rows if form.layout is None else lengths(layouts[form.layout]))
+            for form, words in zip(forms, values, strict=True)
+        }
+        seen.append((rows, own))
+        return build(forms, values, layouts, rows, dense_rows, **more)
+
+    def lengths(layout: Any) -> list[int]:
+        return np.diff(layout.row_offsets).tolist()
+
+    monkeypatch.setattr(encode, "of_values", recorded)
+    return seen
+
+
+def rows_of(kind: str, rng: np.random.Generator, rows: int = 24) -> list[np.ndarray]:
+    lengths = rng.integers(100, 200, rows)
+    if kind == "repeated":  # each row twice, far apart
+        half = [rng.integers(0, 50_000, n) for n in lengths[: rows // 2]]
+        return [*half, *half]
+    return [np.full(n, 7) if kind == "constant" else rng.integers(0, 1 << 62, n) for n in lengths]
+
+
+def in_form(form: str, fields: dict[str, list[np.ndarray]], dtype: torch.dtype = torch.int64) -> TensorDict:
+    """Rows of fields of one mask, and two dense fields, one in columns."""
+    lengths = [len(row) for row in next(iter(fields.values()))]
+    mask = torch.arange(max(lengths) + 3) < torch.tensor(lengths)[:, None]
+    batch = {"mask": mask.long(), "number": torch.arange(len(lengths))}
+    for name, rows in fields.items():
+        batch[name] = torch.zeros(mask.shape, dtype=dtype)
+        batch[name][mask] = torch.from_numpy(np.concatenate(rows)).to(dtype)
+    batch["pair"] = torch.stack([batch[name], batch[name] // 2 + 5], 2) * mask.unsqueeze(2)
+    out = TensorDict(batch, [len(lengths)])
+    return out if form == "padded" else nest_batch_by_mask(out, registry=SAMPLE_SPECS)
+
+
+SAMPLE_SPECS = {name: MaskNestingSpec("mask") for name in ("mask", "x", "y", "pair")}
+SAMPLE_SPECS |= {"number": MaskNestingSpec(None), "pair": MaskNestingSpec("mask", hints=("columns",))}
+
+
 @kernel_test
-def test_the_host_looks_for_better_forms_from_time_to_time(by_kernels: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_A_LOOK", 3)
-    rng = np.random.default_rng(13)
-    for number in range(7):
-        a = jagged([rng.integers(0, 9, n) for n in LENGTHS], torch.int64).to(DEVICE)
-        compress(TensorDict({"a": a}, batch_size=[len(LENGTHS)]))
-        assert (by_kernels.encoded[-1] is None) == (number in (0, 4))
+@pytest.mark.parametrize("form", FORMATS)
+def test_forms_follow_the_words_by_samples_of_their_rows(
+    by_kernels: Place, monkeypatch: pytest.MonkeyPatch, sampled: Sampled, form: str
+) -> None:
+    """The host encodes no batch as a whole but the first, and the one after a batch that does not fit."""
+    monkeypatch.setattr(encode, "_A_LOOK", 5)
+    rng, kinds, by_host = np.random.default_rng(2), list[str](), list[int]()
+    for number, words in enumerate(["random"] * 4 + ["constant"] * 3 + ["random"] * 3):
+        rows = rows_of(words, rng)
+        batch, before = in_form(form, {"x": rows}), (len(by_kernels.encoded), len(sampled))
+        packed = compress(batch.to(DEVICE), registry=SAMPLE_SPECS)
+        assert_rows(packed, batch)
+        by_host += [number] if by_kernels.encoded[before[0] :] == [None] else []
+        for count, fields in sampled[before[1] :]:
+            assert count == 6
+            assert_is_sample(fields, batch if form == "padded" else unnest_batch_by_mask(batch), rows)
+        kinds.append(packed.table.kind(packed.numbers["x",]))
+    assert by_host == [0, 8]
+    assert len(sampled) == 1
+    assert kinds == ["plain"] * 6 + ["blocks"] + ["plain"] * 3
+
+
+def assert_is_sample(
+    fields: dict[str, tuple[np.ndarray, list[int]]], batch: TensorDict, rows: list[np.ndarray]
+) -> None:
+    """Rows 0 to 3, 12 and 13 of all fields."""
+    taken = [0, 1, 2, 3, 12, 13]
+    assert {*fields} == {*batch.keys()}
+    for name, (words, lengths) in fields.items():
+        parts = [
+            batch[name][row : row + 1] if name == "number" else batch[name][row, : len(rows[row])] for row in taken
+        ]
+        want = torch.cat(parts).contiguous().view(-1).numpy()
+        assert words[: want.nbytes].tobytes() == want.tobytes()
+        assert not words[want.nbytes :].any()
+        assert lengths == [len(part) for part in parts]
+
+
+@kernel_test
+def test_a_sample_says_nothing_against_a_form_that_needs_many_rows(
+    by_kernels: Place, monkeypatch: pytest.MonkeyPatch, sampled: Sampled
+) -> None:
+    """A dictionary, of which the sample shows no two equal rows."""
+    monkeypatch.setattr(encode, "_A_LOOK", 1)
+    rng = np.random.default_rng(2)
+    for _ in range(4):
+        batch = in_form("nested", {"x": rows_of("repeated", rng)})
+        packed = compress(batch.to(DEVICE), registry=SAMPLE_SPECS)
+        assert_rows(packed, batch)
+        assert packed.table.kind(packed.numbers["x",]).split()[0] == "dictionary"
+    assert len(sampled) == 3
+    assert sum(found is None for found in by_kernels.encoded) == 1
+
+
+@kernel_test
+def test_a_sample_gives_a_form_to_a_field_that_was_left_to_the_host(
+    by_kernels: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encode, "_A_LOOK", 4)
+    rng, left, others = np.random.default_rng(3), list[set[str]](), {"mask", "number", "y"}
+    for number in range(8):
+        lengths, most = rng.integers(100, 200, 24), 50 if number < 3 else 1 << 60
+        rows = [np.arange(n) if number == 0 else rng.integers(0, most, n) for n in lengths]
+        batch = in_form("nested", {"y": [rng.integers(0, 50, n) for n in lengths], "x": rows})
+        packed = compress(batch.to(DEVICE), registry=SAMPLE_SPECS)
+        assert_rows(packed, batch)
+        left.append({"mask", "number", "x", "y", "pair"} - by_kernels.names(packed))
+    assert left[1:3] == [{"x", "pair"}, {"x", "pair"} | others]  # does not fit; and the host chooses
+    assert left[3:] == [{"x", "pair"}] * 4 + [set()]
 
 
 # -------------------------------------------------------------------- encoding: by a plan

@@ -30,18 +30,7 @@ from maskpack.nesting.jobs import Parts, words_of_one
 from maskpack.nesting.plan import Seen
 from maskpack.nesting.read import Read
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.cuda.encode import (
-    BOUNDS,
-    COUNTS,
-    MOST,
-    ROWS,
-    WORDS,
-    Encoder,
-    EncodeRecipe,
-    KnownForms,
-    Unit,
-    forms_of,
-)
+from maskpack.packed.cuda.encode import MOST, Encoder, EncodeRecipe, KnownForms, forms_of
 from maskpack.packed.table import Table, wholes_first
 
 
@@ -53,12 +42,11 @@ class DevicePlan:
         schema: what they become.
         pads: what is under the masks, by the numbers of the tensors.
         forms: how the fields were encoded before; the plan ends with them.
-        recipe: what the kernels are told.
-        units: int64 [n, len(Unit)]: units of the recipe that read padded tensors.
+        recipe: what the kernels are told; its units read padded tensors.
         masks: the numbers of the masks among the entries, and the anchors of their layouts.
         mask_of: int64 [n], the mask of each unit, -1 for none.
         cuts: the name of each layout, its mask, and its first column, or WHOLE, and width.
-        inputs: the number of the entry of each tensor of the recipe.
+        inputs: int64 [n], the number of the entry of each unit.
         device: where all of them lie.
     """
 
@@ -66,11 +54,10 @@ class DevicePlan:
     pads: Mapping[int, Pads]
     forms: KnownForms
     recipe: EncodeRecipe
-    units: IntArray
     masks: Sequence[tuple[int, int]]
     mask_of: IntArray
     cuts: Sequence[tuple[str, int, int, int]]
-    inputs: Sequence[int]
+    inputs: IntArray
     device: torch.device
 
     @classmethod
@@ -103,24 +90,20 @@ class DevicePlan:
         recipe = forms.recipe(range(len(tensors)), wholes_first(layouts), rows, rows)
         if len(recipe.tensors) < len(tensors):
             return None
-        units, mask_of = np.array(recipe.units), np.full(len(recipe.units), -1)
-        for at, owner in enumerate(recipe.owners):
-            own, line, layout = Unit(*units[at].tolist()), lines[recipe.tensors[int(owner)]], int(units[at][BOUNDS])
-            assert line is not None
-            if layout >= 0:
-                mask_of[at], low, width = cuts[layout]
-                line = line if own.offset == 0 else line | {"pad_mode": abi.NO_PAD}  # once for all columns
-                units[at] = own._replace(low=max(low, 0), width=width, **line)
+        units, cut_of = recipe.units.copy(), np.array([*cuts, (-1, 0, 0)])[recipe.units["bounds"]]
+        for name in ("row_stride", "pad_mode", "pad"):
+            units[name] = [(lines[number] or {}).get(name, 0) for number in recipe.owners]
+        units["low"], units["width"] = np.maximum(cut_of[:, 1], 0), cut_of[:, 2]
+        units["pad_mode"][units["offset"] > 0] = abi.NO_PAD  # once for all columns
         return cls(
             schema,
             pads,
             forms,
-            recipe,
-            units,
+            recipe._replace(units=units),
             [(numbers[path], layout.anchor) for path, layout in zip(paths, masks, strict=True)],
-            mask_of,
+            cut_of[:, 0],
             [(name, *cut) for name, cut in zip(wholes_first(layouts), cuts, strict=True)],
-            [numbers[tensors[number].path] for number in recipe.tensors],
+            np.array([numbers[form.path] for form in tensors])[recipe.owners],
             devices.pop(),
         )
 
@@ -130,25 +113,20 @@ class DevicePlan:
         tensors = [form for form in self.schema.forms if form.dtype is not None]
         entries: list[Any] = seen.tensors
         runs = uses_triton(self.device, call="compress")  # MASKPACK_TRITON may have changed since
-        if not runs or self.forms.want_host() or forms_of(tensors, rows) is not self.forms:
+        if not runs or self.forms.stale or forms_of(tensors, rows) is not self.forms:
             return None
-        device = entries[self.masks[0][0]].device
-        counts = [counted(entries[at]) for at, _ in self.masks]
-        units: IntArray = np.array(self.units)
-        units[:, WORDS] = np.array([entries[at].data_ptr() for at in self.inputs])[self.recipe.owners]
-        units[:, COUNTS] = np.array([*(own.data_ptr() for own in counts), 0])[self.mask_of]
-        units[:, ROWS] = rows
-        encoder = Encoder(self.recipe, units, [], rows, device)
+        counts, units = [counted(entries[at]) for at, _ in self.masks], self.recipe.units.copy()
+        units["words"] = [entries[at].data_ptr() for at in self.inputs]
+        units["counts"] = np.array([*(own.data_ptr() for own in counts), 0])[self.mask_of]
+        units["rows"] = rows
+        encoder = Encoder(tensors, self.forms, self.recipe, units, [], rows, self.device)
         even = 3 * rows + rows % 2
         stats, copies = encoder.measured(*(own[:even] for own in counts))
-        flags, of_rows = stats[:, :, 0], [own[: 3 * rows].reshape(3, rows) for own in copies]
+        flags, of_rows = stats["flags"], [own[: 3 * rows].reshape(3, rows) for own in copies]
         if (flags & (abi.IS_ODD | abi.IS_STRAY)).any() or any(int(own[1].max()) > 1 for own in of_rows):
             return None
         found = encoder.written(stats, self._layouts(of_rows, entries), rows, self.pads)
-        if found.left:
-            return None
-        self.forms.uses += 1
-        return found.table, self.schema
+        return None if found.left else (found.table, self.schema)
 
     def _layouts(self, counts: Sequence[Any], entries: Sequence[Any]) -> dict[str, RowLayout]:
         wholes: list[RowLayout] = []

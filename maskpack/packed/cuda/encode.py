@@ -4,15 +4,16 @@
 
 The first batch with some fields is encoded on the host, which chooses the forms (table.py); the next ones take these,
 as `BatchPlan` does on the host. Fields that do not fit their form any more, and forms that the kernels do not write,
-are left to the host. Two synchronisations: one for the measures, one for the body, which lies in pinned memory.
+are left to the host. Of one batch in 64, the kernels copy some rows behind the body, by which the host renews the forms
+(`KnownForms.renewed`). Two synchronisations: one for the measures, one for the body, which lies in pinned memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +23,13 @@ from torch import Tensor
 from maskpack.core import abi, native
 from maskpack.core.backends import uses_triton
 from maskpack.core.bits import Words, sent, to_pinned, words
-from maskpack.core.index import IntArray
+from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path
 from maskpack.core.native import Structs
 from maskpack.core.pads import Pads
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.table import EncodedTable, Table, device_forms, stored_alone, wholes_first
+from maskpack.packed.table import EncodedTable, Table, device_forms, of_values, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT}
 CHUNK = 1024
@@ -36,31 +37,33 @@ CHUNK = 1024
 MOST = (1 << 31) - 2 * CHUNK
 """Words of a row that the kernels can count."""
 _A_LOOK = 64
-"""One in so many batches is encoded on the host, which looks for better forms."""
+"""Of one in so many batches, the host looks at a sample."""
+_SAMPLE_ROWS, _SAMPLE_NBYTES, _NEIGHBOURS = 16, 1 << 20, 4
+"""The most rows of a sample, and their most bytes if they are more than one row; as many lie together in the batch, as
+rows of one prompt do."""
+_GAIN = 1024
+"""Fewest bytes of a sample that a better form saves."""
 _NOTHING = (0, 1, 0)
 _NO_BOOL = -2
 """The bits that no bool has."""
-Unit = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]  # all are int64
-    "Unit", abi.UNIT.names or (), defaults=[0] * abi.UNIT_NUMBERS
-)
-"""A row of the table of the kernels; abi.h says what its numbers are."""
-WORDS, COUNTS, ROWS, BOUNDS = map(Unit._fields.index, ("words", "counts", "rows", "bounds"))
 
 
 class EncodeRecipe(NamedTuple):
-    """What the kernels are told of some fields of all batches of one kind.
+    """What the kernels are told of some tensors of all batches of one kind.
 
     Attributes:
-        tensors: the numbers of the fields among all tensors, in the order in which they are encoded.
-        fields: SETTLED [n].
-        units: int64 [m, len(Unit)], without addresses.
-        owners: int64 [m], the field of each unit, by its place in `tensors`.
+        tensors: the numbers of those that they encode among all tensors, in the order in which they are encoded.
+        fields: SETTLED [n], these.
+        units: UNIT [m + k], without addresses: m of these, then one that copies each of all k tensors.
+        owners: int64 [m + k], the number of the tensor of each unit.
+        num_units: m.
     """
 
     tensors: list[int]
     fields: Structs
-    units: IntArray
+    units: Structs
     owners: IntArray
+    num_units: int
 
 
 @dataclass
@@ -71,18 +74,18 @@ class KnownForms:
         jobs: JOB [n], each behind those that it refers to.
         order: the place of each tensor among them.
         names: the layouts that the jobs refer to.
-        units: by tensor, if kernels can encode it: Units with the form of its words, one or those of its columns.
-        kinds: the encodings of these tensors.
-        uses: how many batches took them.
+        kinds: by tensor, if kernels can encode it: its encoding.
+        parts: of these tensors, int64 [k, 2]: the encoding and the `number` of the words, or of those of each column.
+        uses: how many batches took them since a sample was looked at.
         misses: how often each tensor did not fit.
         stale: whether the next batch goes to the host.
     """
 
     jobs: Structs
-    order: list[int]
+    order: IntArray
     names: tuple[str, ...]
-    units: dict[int, list[Any]]
     kinds: dict[int, int]
+    parts: dict[int, IntArray]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
@@ -92,82 +95,104 @@ class KnownForms:
     def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
         table, jobs, order = encoded
-        units: dict[int, list[Any]] = {}
-        kinds: dict[int, int] = {}
+        known = cls(jobs.copy(), order, table.names, {}, {})
         for tensor, (place, at) in enumerate(zip(order.tolist(), table.fields.tolist(), strict=True)):
-            kind, parts = int(table.entries[at]["kind"]), table.parts(at)
-            has_words = kind in (abi.CONCAT, jobs[place]["form"]["kind"])
-            if has_words and all(table.entries[part]["kind"] in _WRITTEN_HERE for part in parts):
-                kinds[tensor], units[tensor] = kind, [_unit_of(table, part) for part in parts]
-        return cls(jobs.copy(), order.tolist(), table.names, units, kinds)
+            kind, parts = int(table.entries[at]["kind"]), table.entries[table.parts(at)]
+            if kind in (abi.CONCAT, jobs[place]["form"]["kind"]) and _WRITTEN_HERE.issuperset(parts["kind"].tolist()):
+                known.kinds[tensor], known.parts[tensor] = kind, np.stack([parts["kind"], parts["number"]], 1)
+        return known
 
-    def want_host(self) -> bool:
-        """Whether the next batch goes to the host."""
-        return self.stale or self.uses >= _A_LOOK
+    def are_due(self) -> bool:
+        """Notes one more batch that took them; whether a sample of it is looked at."""
+        self.uses += 1
+        return self.uses >= _A_LOOK
 
     def missed(self, tensors: Iterable[int]) -> None:
         """Notes the tensors that did not fit. The host chooses new forms for the next batch, but once only: a tensor
-        that does not fit those either stays with the host until it looks again."""
+        that does not fit those either stays with the host until a sample gives it another form."""
         for tensor in tensors:
             self.misses[tensor] = self.misses.get(tensor, 0) + 1
             self.stale |= self.misses[tensor] == 1
 
-    def renewed(self, encoded: EncodedTable) -> KnownForms:
-        """The forms of a later batch, which the host encoded."""
-        new = KnownForms.of(encoded)
-        new.misses = self.misses if self.stale else {}
-        return new
+    def renewed(self, whole: OnDevice, sampled: Sequence[int], sample: EncodedTable) -> KnownForms:
+        """The forms for the batches after one that kernels encoded, the `whole`, of which the host encoded a sample,
+        rows of the tensors `sampled`; the same ones if none of them is better.
+
+        Bytes a word are compared: those of the known form in the whole batch, since few rows say nothing of what a
+        dictionary saves; those of the form that the host chooses for the sample in the sample, where what is stored
+        once weighs most. The new form must take an eighth less, and `_GAIN` bytes of the sample. It may then take an
+        eighth more than in the sample; if it takes more, or does not fit, it is as for each form: the tensor goes to
+        the host. One that the host encoded this time takes its new form in any case, for one more try.
+        """
+        self.uses = 0
+        known = {number: _cost(whole.table, at) for at, number in enumerate(whole.numbers)}
+        found, new = KnownForms.of(sample), replace(self, jobs=self.jobs.copy(), parts={**self.parts}, _recipes={})
+        new.kinds, new.misses, new.stale = {**self.kinds}, dict.fromkeys(self.misses, 1), False
+        better = False
+        for at, number in enumerate(sampled):
+            cost, count = _cost(sample.table, at), sample.table.count_words(int(sample.table.fields[at]))
+            before = known.get(number, math.inf)
+            if at in found.parts and cost <= before * 7 / 8 and (before - cost) * count >= _GAIN * abi.COST_WORDS:
+                new.kinds[number], new.parts[number], better = found.kinds[at], found.parts[at], True
+                new.jobs["form"]["cost"][self.order[number]] = cost * 9 / 8
+        return new if better else self
 
     def recipe(self, tensors: Iterable[int], layouts: Iterable[str], rows: int, dense_rows: int) -> EncodeRecipe:
-        """What the kernels are told of those of some tensors that they can encode, in a batch with these `layouts`, in
-        this order."""
+        """What the kernels are told of some tensors, of which they encode those that they can, in a batch with these
+        `layouts`, in this order."""
         out = frozenset(tensor for tensor, count in self.misses.items() if count > 1)
         key = tuple(tensors), tuple(layouts), out, rows, dense_rows
         if key not in self._recipes:
-            self._recipes[key] = self._new_recipe({*key[0]} - out, key[1], rows, dense_rows)
+            self._recipes[key] = self._new_recipe(key[0], out, key[1], rows, dense_rows)
         return self._recipes[key]
 
-    def _new_recipe(self, tensors: Collection[int], names: Sequence[str], rows: int, dense_rows: int) -> EncodeRecipe:
+    def _new_recipe(
+        self, tensors: Sequence[int], out: Collection[int], names: Sequence[str], rows: int, dense_rows: int
+    ) -> EncodeRecipe:
+        jobs = self.jobs[self.order[list(tensors)]]
+        copies: Structs = np.zeros(len(jobs), abi.UNIT)  # PLAIN
+        copies["size"], copies["items"], copies["stride"] = jobs["size"], jobs["items"], jobs["items"]
+        layouts = [*(names.index(name) if name in names else -1 for name in self.names), -1]
+        copies["bounds"] = np.array(layouts)[jobs["layout"]]
+        copies["rows"] = np.where(copies["bounds"] >= 0, rows, dense_rows)
+        copies["bools"] = np.where(jobs["integers"] == abi.BOOLS, _NO_BOOL, 0)
+        for name in _REFERENCES:
+            copies[name] = -1
         taken: list[int] = []
-        units: list[Any] = []
+        units: list[Structs] = []
         lines: list[tuple[int, ...]] = []
-        fields = {-1: (-1, -1, True)}  # by job: its field, the first of its units, and whether it has no other
-        for tensor, place in sorted(enumerate(self.order), key=lambda pair: pair[1]):
-            row, own = self.jobs[place], self.units.get(tensor, [])
-            refs = _referred(row, self.kinds.get(tensor))
-            if tensor not in tensors or not own or not all(fields.get(ref, (0, 0, False))[2] for ref in refs):
+        known, count = {-1: (-1, -1)}, 0  # by job: its field, and its only unit
+        for number, copy, job in sorted(zip(tensors, copies, jobs, strict=True), key=lambda one: self.order[one[0]]):
+            kind, parts = self.kinds.get(number), self.parts.get(number, ())
+            refs = [int(job[name]) if kind == own else -1 for name, own in _REFERENCES.items()]
+            if number in out or kind is None or not all(ref in known for ref in refs):
                 continue
-            near, head, tail = (fields[ref][1] for ref in refs)
-            items, size, width = int(row["items"]), int(row["size"]), int(row["items"]) // len(own)
-            layout = -1 if row["layout"] < 0 else names.index(self.names[int(row["layout"])])
-            numbers = [fields[ref][0] for ref in refs]
-            fields[place] = len(taken), len(units), len(own) == 1
-            line = self.kinds[tensor], len(units), len(own), layout, items, size, *numbers, row["form"]["cost"], -1
-            lines.append(line)
-            taken.append(tensor)
-            units += [
-                form._replace(
-                    size=size, items=width, stride=items, offset=column * width, bounds=layout,
-                    rows=rows if layout >= 0 else dense_rows, near=near, head=head, tail=tail,
-                    bools=_NO_BOOL if row["integers"] == abi.BOOLS else 0,
-                )
-                for column, form in enumerate(own)
-            ]  # fmt: skip
-        settled: Any = np.array(lines, abi.SETTLED)
-        table: IntArray = np.array(units, np.int64).reshape(-1, abi.UNIT_NUMBERS)
-        return EncodeRecipe(taken, settled, table, np.repeat(np.arange(len(taken)), settled["units"]))
+            own: Structs = np.repeat(copy, len(parts))
+            own["kind"], own["number"] = np.transpose(parts)
+            own["items"] //= len(parts)
+            own["offset"] = np.arange(len(parts)) * own["items"]
+            for name, ref in zip(_REFERENCES, refs, strict=True):
+                own[name] = known[ref][1]
+            if len(parts) == 1:
+                known[int(self.order[number])] = len(taken), count
+            shape, others = copy[["bounds", "items", "size"]].tolist(), [known[ref][0] for ref in refs]
+            lines.append((kind, count, len(parts), *shape, *others, job["form"]["cost"], -1))
+            taken.append(number)
+            units.append(own)
+            count += len(parts)
+        settled: Structs = np.array(lines, abi.SETTLED)
+        owners: IntArray = np.array([*np.repeat(taken, settled["units"]), *tensors], np.int64)
+        return EncodeRecipe(taken, settled, np.concatenate([*units, copies]), owners, count)
 
 
-def _unit_of(table: Table, at: int) -> Any:
-    """A Unit with the form of an entry."""
-    entry = table.entries[at]
-    return Unit(int(entry["kind"]), number=int(entry["number"]))
+_REFERENCES = {"near": abi.BLOCKS, "head": abi.CONCAT, "tail": abi.CONCAT}
+"""The members of JOB, SETTLED and UNIT that name other fields, and the encoding that reads them."""
 
 
-def _referred(job: Any, kind: int | None) -> tuple[int, int, int]:
-    """The jobs that one in an encoding is near to, and put together from; -1 for none."""
-    near, head, tail = (int(job[name]) for name in ("near", "head", "tail"))
-    return (near, -1, -1) if kind == abi.BLOCKS else (-1, head, tail) if kind == abi.CONCAT else (-1, -1, -1)
+def _cost(table: Table, number: int) -> float:
+    """Bytes of tensor `number` of a table, for COST_WORDS words."""
+    nbytes = native.bytes_of(table.entries[table.own_entries(number)])
+    return nbytes * abi.COST_WORDS / max(table.count_words(int(table.fields[number])), 1)
 
 
 class OnDevice(NamedTuple):
@@ -204,23 +229,20 @@ def encode_on_device(
     """
     device = device_of(values)
     forms = None if device is None or not rows else forms_of(tensors, rows)
-    if device is None or forms is None or forms.want_host():
+    if device is None or forms is None or forms.stale:
         return None
-    own = {number: x for number, x in values.items() if x.device == device}
+    own = {number: words(x).contiguous() for number, x in values.items() if x.device == device}
     layouts = wholes_first(layouts)
     recipe = forms.recipe(own, layouts, rows, dense_rows)
     longest = max((layout.max_length for layout in layouts.values()), default=1)
     if not recipe.tensors or recipe.fields["items"].max() * max(longest, 1) > MOST:
         return None
-    held = [words(own[number]).contiguous() for number in recipe.tensors]
-    units: IntArray = np.array(recipe.units)
-    units[:, WORDS] = np.array([x.data_ptr() for x in held], np.int64)[recipe.owners]
-    bounds = [layout.row_offsets for layout in layouts.values()]
+    units = recipe.units.copy()
+    units["words"] = [own[number].data_ptr() for number in recipe.owners.tolist()]
     numbered = {number: pads[form.path] for number, form in enumerate(tensors) if form.path in pads}
-    encoder = Encoder(recipe, units, bounds, rows, device)
+    encoder = Encoder(tensors, forms, recipe, units, [layout.row_offsets for layout in layouts.values()], rows, device)
     found = encoder.written(encoder.measured()[0], layouts, dense_rows, numbered)
     forms.missed(found.left)
-    forms.uses += 1
     return found if found.numbers else None
 
 
@@ -232,8 +254,9 @@ def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
 def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
     """Remembers how the host encoded all tensors of a batch, if some lie on a GPU."""
     if device_of(values) is not None and rows:
-        before = forms_of(tensors, rows)
-        device_forms.keep(_key(tensors, rows), KnownForms.of(done) if before is None else before.renewed(done))
+        before, forms = forms_of(tensors, rows), KnownForms.of(done)
+        forms.misses = before.misses if before is not None and before.stale else {}
+        device_forms.keep(_key(tensors, rows), forms)
 
 
 def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
@@ -250,6 +273,8 @@ class Encoder:
     """The two launches for one batch.
 
     Args:
+        tensors: the forms of all tensors.
+        forms: how they were encoded before.
         recipe: what is encoded.
         units: those of the recipe, with addresses; changed.
         bounds: int64 [rows + 1] of each layout, where rows begin in packed values; empty if all tensors are padded.
@@ -257,64 +282,125 @@ class Encoder:
     """
 
     def __init__(
-        self, recipe: EncodeRecipe, units: IntArray, bounds: Sequence[IntArray], rows: int, device: torch.device
+        self,
+        tensors: Sequence[FieldForm],
+        forms: KnownForms,
+        recipe: EncodeRecipe,
+        units: Structs,
+        bounds: Sequence[IntArray],
+        rows: int,
+        device: torch.device,
     ) -> None:
-        self._recipe, self._units, self._rows, self._device = recipe, units, rows, device
-        self._told = sent(device, units, *bounds)
-        self._tables = self._told[units.size :]
+        self._tensors, self._forms, self._recipe, self._units = tensors, forms, recipe, units
+        self._rows, self._device = rows, device
+        self._told = sent(device, units.view(np.int64), *bounds)
+        self._tables = self._told[units.size * abi.UNIT_NUMBERS :]
 
-    def measured(self, *others: Tensor) -> tuple[IntArray, list[Words]]:
-        """int64 [units, rows, STAT_NUMBERS]: what the forms of all rows take; and copies of `others`, int32 [n] on the
-        device, n even, on the host. One synchronisation."""
+    def measured(self, *others: Tensor) -> tuple[Structs, list[Words]]:
+        """STAT [units, rows]: what the forms of all rows take; and copies of `others`, int32 [n] on the device, n even,
+        on the host. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
-        shape = len(self._units), self._rows, abi.STAT_NUMBERS
-        stats = torch.empty(math.prod(shape), dtype=torch.int64, device=self._device)
-        encode_kernel.measure(self._told, self._tables, stats, *shape[:2])
+        shape = self._recipe.num_units, self._rows
+        stats = torch.empty(math.prod(shape) * abi.STAT_NUMBERS, dtype=torch.int64, device=self._device)
+        encode_kernel.measure(self._told, self._tables, stats, *shape)
         parts = [stats, *(x.view(torch.int64) for x in others)]
         ends = np.cumsum([part.numel() for part in parts])
         line, *copies = np.split(to_pinned(*parts).numpy(), ends[:-1])
-        return line.reshape(shape), [copy.view(np.int32) for copy in copies]
+        return line.view(abi.STAT).reshape(shape), [copy.view(np.int32) for copy in copies]
 
     def written(
-        self,
-        stats: IntArray,
-        layouts: Mapping[str, RowLayout],
-        dense_rows: int,
-        pads: Mapping[int, Pads],
+        self, stats: Structs, layouts: Mapping[str, RowLayout], dense_rows: int, pads: Mapping[int, Pads]
     ) -> OnDevice:
-        """The table of all fields that fit their form. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel
-
-        recipe, units, rows, count = self._recipe, self._units, self._rows, len(self._units)
+        """The table of all fields that fit their form; renews the forms if it is time. One synchronisation."""
+        recipe, rows = self._recipe, self._rows
         stored, head = stored_alone(layouts, rows)
-        fields = recipe.fields.copy()
-        bounds = [layout.row_offsets for layout in layouts.values()]
-        placed = native.place(units, fields, stats, bounds, head.nbytes, rows)
+        fields, bounds = recipe.fields.copy(), [layout.row_offsets for layout in layouts.values()]
+        placed = native.place(self._units[: recipe.num_units], fields, stats, bounds, head.nbytes, rows)
         small, used, at_pads = [(0, head), *placed.small], placed.nbytes, dict[int, tuple[int, int, int]]()
         for number in recipe.tensors:
             if number in pads:
                 line = pads[number].records
-                used = -(-used // 8) * 8
+                used = _multiple_of_8(used)
                 at_pads[number] = used, line.shape[1], len(line)
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
-        end = -(-used // 8) * 8
-        line = torch.zeros(end + 1, dtype=torch.uint8, device=self._device)
-        told = sent(self._device, units, placed.spots)
-        encode_kernel.write(told, self._tables, told[units.size :], line, count, rows, end)
-        found = to_pinned(line).numpy()
+        differing = _multiple_of_8(used)
+        sample = self._sample(bounds, dense_rows, differing + 8) if self._forms.are_due() else None
+        found = self._run(placed.spots, differing, sample)
         body = found[:used]
         for at, array in small:
             body[at : at + array.nbytes] = array
-        fits = (fields["entry"] >= 0) & (
-            not found[end]
-        )  # rows that hashes alone take for equal are too rare to be named
+        # rows that hashes alone take for equal are too rare to be named
+        fits = (fields["entry"] >= 0) & (not found[differing])
         kept: list[int] = sorted(np.flatnonzero(fits).tolist(), key=lambda at: recipe.tensors[at])
         numbers = [recipe.tensors[at] for at in kept]
         left = [number for number, one in zip(recipe.tensors, fits, strict=True) if not one]
         places: Any = np.array([at_pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
         table = Table(*own, known=dict(layouts), is_compact=not left)
-        odd = recipe.owners[(stats[:, :, 0] & abi.IS_ODD).any(1)].tolist()
-        return OnDevice(table, numbers, [recipe.tensors[at] for at in odd], left)
+        odd = recipe.owners[: recipe.num_units][(stats["flags"] & abi.IS_ODD).any(1)].tolist()
+        done = OnDevice(table, numbers, odd, left)
+        if sample is not None:
+            self._renew(done, sample, [found[begin:end] for begin, end in pairwise(sample.ends)])
+        return done
+
+    def _run(self, spots: IntArray, differing: int, sample: Sample | None) -> Words:
+        """The bytes that the kernel writes, behind a body and the byte `differing`: a sample. One synchronisation."""
+        from maskpack.packed.cuda import encode_kernel
+
+        units, end, more = self._units[: self._recipe.num_units], differing + 1, list[IntArray]()
+        if sample is not None:
+            units, end, more = self._units, int(sample.ends[-1]), [sample.spots.view(np.int64)]
+        line = torch.zeros(end, dtype=torch.uint8, device=self._device)
+        told = sent(self._device, units.view(np.int64), spots, *more)
+        at = units.size * abi.UNIT_NUMBERS
+        encode_kernel.write(told, self._tables, told[at:], line, units.size, self._rows, differing)
+        return to_pinned(line).numpy()
+
+    def _sample(self, bounds: Sequence[IntArray], dense_rows: int, begin: int) -> Sample:
+        """Rows to copy, behind the first `begin` bytes."""
+        copies, rows = self._units[self._recipe.num_units :], self._rows
+        lengths = np.stack([*map(np.diff, bounds), np.arange(rows) < dense_rows])
+        nbytes = lengths[copies["bounds"]] * (copies["items"] * copies["size"])[:, None]
+        most = min(_SAMPLE_ROWS, rows // 4, _SAMPLE_NBYTES * rows // max(int(nbytes.sum()), 1))
+        number = np.arange(max(most, 1))
+        groups = -(-number.size // _NEIGHBOURS)
+        index = number // _NEIGHBOURS * rows // groups + number % _NEIGHBOURS
+        own = nbytes[:, index]
+        ends = begin + cumulated(_multiple_of_8(own.sum(1)))
+        spots: Structs = np.zeros(nbytes.shape, abi.SPOT)
+        spots["way"] = abi.LEFT_OUT
+        spots["way"][:, index] = abi.WRITTEN
+        spots["at"][:, index, 0] = ends[:-1, None] + np.cumsum(own, 1) - own
+        return Sample(index, spots, ends)
+
+    def _renew(self, whole: OnDevice, sample: Sample, values: Sequence[Words]) -> None:
+        """Renews the forms after a batch."""
+        sampled: list[int] = self._recipe.owners[self._recipe.num_units :].tolist()
+        table, rows = whole.table, sample.rows
+        layouts = {name: layout.take(rows) for name, layout in table.layouts.items()}
+        size = layouts, rows.size, int((rows < table.dense_rows).sum())
+        done = of_values([self._tensors[number] for number in sampled], values, *size, by_kernels=True)
+        if done is not None:  # None for odd bools, which are refused
+            key = _key(self._tensors, self._rows)
+            device_forms.keep(key, self._forms.renewed(whole, sampled, done))
+
+
+class Sample(NamedTuple):
+    """Some rows of all tensors, which the kernel copies.
+
+    Attributes:
+        rows: int64 [n], their numbers.
+        spots: SPOT [k, B].
+        ends: int64 [k + 1], where the rows of each tensor begin, and the end.
+    """
+
+    rows: IntArray
+    spots: Structs
+    ends: IntArray
+
+
+def _multiple_of_8(nbytes: Any) -> Any:
+    """Bytes, or an array of them, rounded up."""
+    return -(-nbytes // 8) * 8
