@@ -101,6 +101,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
                 patch.setattr(module, "is_away", lambda x: True)
             for module, name, number in (
                 (job_table, "CHUNK", chunk),
+                (job_table, "SPAN", 2 * chunk),
                 (device_read, "CHUNK", chunk),
                 (device_read, "SPAN", 2 * chunk),
                 (decode, "_LARGE", 4096),

@@ -180,11 +180,6 @@ typedef struct {
     i64 kind, rows, begins, begin_unit, data, data_size, more, number, single, pieces, counts, sums, numbers, near, stretches, stretch_starts, stretch_ends;
 } Source;
 
-/* An entry that is decoded; `flat`: whether its words are found without their row. */
-typedef struct {
-    i64 entry, flat;
-} Wanted;
-
 /* ------------------------------------------------------------------ encoding on a device (packed/cuda/encode.py) */
 
 /* The words of a field, or of one of its columns, and their form.

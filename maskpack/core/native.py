@@ -353,7 +353,7 @@ def stage(
     Args:
         table: its entries, its body, its rows, and those of fields without a layout.
         layouts: the table of layouts.
-        wanted: int64 [n, 2], entries, and whether the words of each are found without their row.
+        wanted: int64 [n], entries.
         pads, sizes: ARRAY [k], the records of padded fields, and int64 [k], the bytes of their words.
         padded: whether the spans of layouts are written, too.
         found: AXIS_NUMBERS of each layout and of rows without one, a Source of each entry, and the place of the pads of

@@ -14,7 +14,7 @@ static int add_source(Stage *stage, i64 index, const Extent *extent, Source *sou
    entries, and the words of pads, of `pad_sizes` bytes. `axes` [m + 1]: of the layouts, and of rows without one; `pad_places`
    [num_pads]. Returns the numbers in use, of which only `room` are written; -1 without memory. */
 API i64 maskpack_stage(const Entry *entries, const Layout *layouts, i64 m, const u8 *body, i64 rows, i64 dense_rows, i64 padded,
-                       const Wanted *wanted, i64 num_wanted, const Array *pads, const i64 *pad_sizes, i64 num_pads,
+                       const i64 *wanted, i64 num_wanted, const Array *pads, const i64 *pad_sizes, i64 num_pads,
                        i64 *tables, i64 used, i64 room,
                        Axis *axes, Source *sources, i64 *pad_places) {
     Stage stage = {entries, body, tables, used, room, wanted, sources, 0};
@@ -41,15 +41,15 @@ API i64 maskpack_stage(const Entry *entries, const Layout *layouts, i64 m, const
         for (i64 span = 0; span < spans; span++) add(&stage, tokens += layout->counts[span]);
     }
     for (; stage.num_sources < num_wanted; stage.num_sources++) {
-        const Wanted *one = wanted + stage.num_sources;
-        const Entry *entry = entries + one->entry;
-        Extent extent = {dense_rows, NULL, -1, one->flat ? 0 : entry->items};
+        i64 index = wanted[stage.num_sources];
+        const Entry *entry = entries + index;
+        Extent extent = {dense_rows, NULL, -1, entry->items};
         if (entry->layout >= 0) {
             extent.rows = rows;
             extent.bounds = layouts[entry->layout].bounds;
-            if (!one->flat) extent.table = axes[entry->layout].bounds;
+            extent.table = axes[entry->layout].bounds;
         }
-        if (!add_source(&stage, one->entry, &extent, sources + stage.num_sources)) return -1;
+        if (!add_source(&stage, index, &extent, sources + stage.num_sources)) return -1;
     }
     for (i64 at = 0; at < num_pads; at++) {
         i64 size = pad_sizes[at] < 8 ? pad_sizes[at] : 8, words = pad_sizes[at] / size;

@@ -158,6 +158,20 @@ def test_pieces_and_what_refers_to_them_take_the_hosts_way() -> None:
             oracle.assert_same_batch(decompress(there, device=DEVICE).to("cpu"), want)
 
 
+@kernel_test
+def test_zeros_between_stretches_of_words_with_steps() -> None:
+    """What the steps before a row add up to is not theirs."""
+    slopes = torch.randint(-99, 99, (5, 40, 1), generator=torch.Generator().manual_seed(3))
+    x = (torch.arange(60).expand(5, 40, 60) * slopes + 7).reshape(5, 2400) * (torch.arange(2400) % 1200 < 360)
+    spec = MaskNestingSpec("mask", hints=("sparse",))
+    batch = TensorDict({"mask": torch.ones(5, 2400), "x": x}, [5])
+    packed = compress(batch, registry={"mask": MaskNestingSpec("mask"), "x": spec})
+    assert packed.table.kind(packed.numbers["x",]) == "sparse delta"
+    with at("kernels"):
+        assert_decodes(packed, "x")
+        assert_decodes(packed[[3, 1, 4]], "x")
+
+
 @pytest.mark.parametrize("outer", ["", "dictionary", "columns"])
 def test_an_encoding_that_kernels_do_not_read_takes_the_hosts_way_wherever_it_is(
     outer: str, monkeypatch: pytest.MonkeyPatch
@@ -253,15 +267,13 @@ def test_a_mapped_file_that_was_written_to_is_not_decoded(tmp_path: Path) -> Non
         decompress(back, device=DEVICE)
 
 
-def test_the_kernel_and_the_host_number_the_entries_of_a_job_alike() -> None:
+def test_the_kernel_and_the_host_number_the_members_of_a_job_alike() -> None:
     needs("triton")
     from maskpack.packed.cuda import kernel
 
-    names = ["first", *job_table.JobTarget._fields, "source"]
-    assert [getattr(kernel, name.upper()).value for name in names] == [*range(len(names))]
-    sources = [getattr(kernel, name.upper()).value for name in job_table.JobSource._fields]
-    assert sources == [*range(len(sources))]
-    assert len(names) - 1 + len(sources) == job_table.JOB
+    for names in (job_table.JOB.names, abi.SOURCE.names):
+        assert names is not None
+        assert [getattr(kernel, name.upper()).value for name in names] == [*range(len(names))]
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 2), (7, 2, 3), (7, 0), (7, 1)])
@@ -379,10 +391,15 @@ def test_the_last_words_of_the_longest_rows_are_written() -> None:
     words = (1 << 31) - job_table.SPAN // 2
     out = torch.full((words + job_table.SPAN,), 77, dtype=torch.uint8, device="cuda")
     spans = -(-words // job_table.SPAN)
-    target = job_table.JobTarget(spans, job_table.SPAN, out.data_ptr(), 1, 1, 1, 0, 1, -1, words)
-    job = [0, *target, *job_table.JobSource(abi.BY_PIECE, begin_unit=0, data=0, data_size=1, single=1)]
+    job = np.full(job_table.JOB.itemsize // 8, -1).view(job_table.JOB)
+    numbers = {"spans": spans, "out": out.data_ptr(), "size": 1, "items": 1, "stride": 1, "offset": 0, "row_words": 1}
+    numbers |= {"unit": words, "inner": 1, "part": 0, "group": 1}
+    for name, number in numbers.items():
+        job[name] = number
+    for name, number in {"kind": abi.BY_PIECE, "begin_unit": 0, "data": 0, "data_size": 1, "single": 1}.items():
+        job["source"][name] = number
     body = torch.full((1,), 9, dtype=torch.uint8, device="cuda")
-    kernel.launch(body, torch.tensor(job, device="cuda"), 0, 1, spans)
+    kernel.launch(body, torch.tensor([0, *job.view(np.int64).tolist()], device="cuda"), 0, 1, spans)
     assert int((out[:words] != 9).sum()) == 0
     assert int((out[words:] != 77).sum()) == 0
 

@@ -249,7 +249,7 @@ static int stage_near(Stage *stage, const Entry *entry, const Extent *extent, So
 /* The table of the first block of each row; fields of a layout share it. */
 static i64 block_begins(Stage *stage, const Entry *entry, const Extent *extent) {
     for (i64 at = 0; at < stage->num_sources; at++) {
-        const Entry *other = stage->entries + stage->wanted[at].entry;
+        const Entry *other = stage->entries + stage->wanted[at];
         if (other->kind == BLOCKS && other->layout == entry->layout && other->items == entry->items && extent->table >= 0)
             return stage->sources[at].begins;
     }

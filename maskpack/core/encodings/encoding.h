@@ -477,7 +477,7 @@ struct Stage {
     const Entry *entries;
     const u8 *body;
     i64 *tables, used, room;
-    const Wanted *wanted;
+    const i64 *wanted; /* entries */
     const Source *sources; /* those that are made already */
     i64 num_sources;
 };

@@ -13,7 +13,7 @@ other alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,9 +84,12 @@ def _decode(
     for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    kept = _FirstTables(packed, table.names, taken)
+    first = {} if taken is None else {"": taken}
+    if jagged or taken is not None:
+        first |= {name: layout.row_offsets for name, layout in packed.layouts.items()}
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
-    own = _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, kept, tensors, bool(jagged))
+    kept = _new((sum(own.size for own in first.values()) if jagged else 0,), torch.int64, device)
+    _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, first, [kept, *tensors])
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
     for form, size in zip(forms, table.pads["size"].tolist(), strict=True):
         if form.path in values and not nested and form.dtype is not None and size > 1 + form.dtype.itemsize:
@@ -96,9 +99,9 @@ def _decode(
             bits, layout = from_words(signs, torch.uint8), packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], bits, layout)
     out.entries.update(values)
-    sent = dict(zip(kept.sizes, own.split_with_sizes([*kept.sizes.values()]), strict=True)) if own.numel() else {}
+    begins = _begins(first)
     for name, paths in jagged.items():
-        layout, offsets = packed.layouts[name], sent["offsets", name]
+        layout, offsets = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
         out.entries.update(zip(paths, made, strict=True))
         out.offsets[name, str(offsets.device)] = offsets
@@ -137,81 +140,39 @@ def _run(
     layouts: IntArray,
     padded: bool,
     staged: Tensor,
-    kept: _FirstTables,
+    first: Mapping[str, IntArray],
     tensors: Sequence[Tensor],
-    is_kept: bool,
-) -> Tensor:
-    """Lets the kernel fill tensors, and one of its own with the first tables, if they are kept. It has no entries
-    otherwise."""
+) -> None:
+    """Lets the kernel fill tensors. The first of them is for the `first` tables, of which jagged tensors keep the
+    offsets: the rows taken, named "" if some are, and the bounds of the layouts of the batch."""
     from maskpack.packed.cuda import kernel  # Triton is imported on first use
 
-    first, size = sum(map(_entries_for, kept.tables)), sum(kept.sizes.values()) if is_kept else 0
-    own = _new((size,), torch.int64, staged.device)
+    begin, size = sum(own.size for own in first.values()), len(recipe.jobs) + recipe.jobs.size
     while True:
         room = recipe.room
-        staging = torch.empty(room + recipe.jobs.size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
+        staging = torch.empty(room + size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
         line = staging.numpy()
-        used, numbers = recipe.tables(table, layouts, padded, line[:room], first)
+        used, numbers = recipe.tables(table, layouts, padded, line[:room], begin)
         if used <= room:
             break
         recipe.room = used + used // 4  # the next batch may have more
-    begin = 0
-    for array in kept.tables:
-        line[begin:].view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        begin += _entries_for(array)
-    places = kept.places(table.names) if recipe.more else []
-    more = [size, own.data_ptr(), *[tensor.data_ptr() for tensor in tensors], *places]
-    numbers[-len(more) :] = more
-    end = used + recipe.jobs.size
-    rows = (num_rows, num_rows) if recipe.more else (table.rows, table.dense_rows)
-    programs = recipe.fill(line[used:end].reshape(recipe.jobs.shape), numbers, *rows)
+    begins = _begins(first)
+    np.concatenate([*first.values(), line[:0]], out=line[:begin])
+    more = [tensors[0].numel(), *(tensor.data_ptr() for tensor in tensors)]
+    rows = table.rows, table.dense_rows
+    if "" in first:
+        more, rows = [*more, begins[""], *(begins.get(name, 0) for name in table.names)], (num_rows, num_rows)
+    programs = recipe.fill(line[used : used + size], numbers, more, *rows)
     if programs:
-        there = staging[:end].to(staged.device, non_blocking=True)
+        there = staging[: used + size].to(staged.device, non_blocking=True)
         with torch.cuda.device_of(staged):
             kernel.launch(staged, there, used, len(recipe.jobs), programs)
-    return own
 
 
-# -------------------------------------------------------------------- what tensors given out keep
-
-
-class _FirstTables:
-    """The first tables of a batch, of which jagged tensors keep the offsets; the kernel copies them to memory of their
-    own.
-
-    Attributes:
-        tables: the rows taken and the bounds of layouts, if some rows are taken; else these bounds follow.
-        sizes: the entries of each of them.
-    """
-
-    def __init__(
-        self,
-        packed: PackedBatch,
-        order: Sequence[str],
-        taken: IntArray | None,
-    ) -> None:
-        self.tables: list[Words] = []
-        self.sizes: dict[Any, int] = {}
-        if taken is not None:
-            self._add("taken", taken)
-            for name, layout in packed.layouts.items():
-                self._add(("offsets", name), layout.row_offsets)
-        else:
-            self.sizes |= {("offsets", name): packed.num_rows + 1 for name in order}
-
-    def places(self, names: Sequence[str]) -> list[int]:
-        """Where the rows taken begin, and the bounds of layouts, which may be left out."""
-        begins = dict(zip(self.sizes, cumulated(np.array([*self.sizes.values()], np.int64)).tolist(), strict=False))
-        return [begins["taken"], *(begins.get(("offsets", name), 0) for name in names)]
-
-    def _add(self, key: Any, table: Words) -> None:
-        self.tables.append(table)
-        self.sizes[key] = _entries_for(table)
-
-
-def _entries_for(array: Words) -> int:
-    """The int64 entries that an array takes."""
-    return -(-array.nbytes // 8)
+def _begins(tables: Mapping[str, IntArray]) -> dict[str, int]:
+    """Where each of some tables begins, one behind the other."""
+    ends = cumulated(np.array([own.size for own in tables.values()], np.int64))
+    return dict(zip(tables, ends.tolist(), strict=False))
 
 
 # -------------------------------------------------------------------- the encoded bytes

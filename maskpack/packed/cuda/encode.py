@@ -29,7 +29,7 @@ from maskpack.core.native import Structs
 from maskpack.core.pads import Pads
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.table import EncodedTable, Table, device_forms, of_values, stored_alone, wholes_first
+from maskpack.packed.table import EncodedTable, Table, device_forms, forms_key, of_values, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT}
 CHUNK = 1024
@@ -74,8 +74,8 @@ class KnownForms:
         jobs: JOB [n], each behind those that it refers to.
         order: the place of each tensor among them.
         names: the layouts that the jobs refer to.
-        kinds: by tensor, if kernels can encode it: its encoding.
-        parts: of these tensors, int64 [k, 2]: the encoding and the `number` of the words, or of those of each column.
+        forms: by tensor, if kernels can encode it: its encoding; and int64 [k, 2], the encoding and the `number` of its
+            words, or of those of each column.
         uses: how many batches took them since a sample was looked at.
         misses: how often each tensor did not fit.
         stale: whether the next batch goes to the host.
@@ -84,8 +84,7 @@ class KnownForms:
     jobs: Structs
     order: IntArray
     names: tuple[str, ...]
-    kinds: dict[int, int]
-    parts: dict[int, IntArray]
+    forms: dict[int, tuple[int, IntArray]]
     uses: int = 0
     misses: dict[int, int] = field(default_factory=dict[int, int])
     stale: bool = False
@@ -95,11 +94,11 @@ class KnownForms:
     def of(cls, encoded: EncodedTable) -> KnownForms:
         """The forms of a batch that the host encoded."""
         table, jobs, order = encoded
-        known = cls(jobs.copy(), order, table.names, {}, {})
+        known = cls(jobs.copy(), order, table.names, {})
         for tensor, (place, at) in enumerate(zip(order.tolist(), table.fields.tolist(), strict=True)):
             kind, parts = int(table.entries[at]["kind"]), table.entries[table.parts(at)]
             if kind in (abi.CONCAT, jobs[place]["form"]["kind"]) and _WRITTEN_HERE.issuperset(parts["kind"].tolist()):
-                known.kinds[tensor], known.parts[tensor] = kind, np.stack([parts["kind"], parts["number"]], 1)
+                known.forms[tensor] = kind, np.stack([parts["kind"], parts["number"]], 1)
         return known
 
     def are_due(self) -> bool:
@@ -126,14 +125,13 @@ class KnownForms:
         """
         self.uses = 0
         known = {number: _cost(whole.table, at) for at, number in enumerate(whole.numbers)}
-        found, new = KnownForms.of(sample), replace(self, jobs=self.jobs.copy(), parts={**self.parts}, _recipes={})
-        new.kinds, new.misses, new.stale = {**self.kinds}, dict.fromkeys(self.misses, 1), False
-        better = False
+        found, new = KnownForms.of(sample), replace(self, jobs=self.jobs.copy(), forms={**self.forms}, _recipes={})
+        new.misses, better = dict.fromkeys(self.misses, 1), False
         for at, number in enumerate(sampled):
             cost, count = _cost(sample.table, at), sample.table.count_words(int(sample.table.fields[at]))
             before = known.get(number, math.inf)
-            if at in found.parts and cost <= before * 7 / 8 and (before - cost) * count >= _GAIN * abi.COST_WORDS:
-                new.kinds[number], new.parts[number], better = found.kinds[at], found.parts[at], True
+            if at in found.forms and cost <= before * 7 / 8 and (before - cost) * count >= _GAIN * abi.COST_WORDS:
+                new.forms[number], better = found.forms[at], True
                 new.jobs["form"]["cost"][self.order[number]] = cost * 9 / 8
         return new if better else self
 
@@ -163,7 +161,7 @@ class KnownForms:
         lines: list[tuple[int, ...]] = []
         known, count = {-1: (-1, -1)}, 0  # by job: its field, and its only unit
         for number, copy, job in sorted(zip(tensors, copies, jobs, strict=True), key=lambda one: self.order[one[0]]):
-            kind, parts = self.kinds.get(number), self.parts.get(number, ())
+            kind, parts = self.forms.get(number, (None, ()))
             refs = [int(job[name]) if kind == own else -1 for name, own in _REFERENCES.items()]
             if number in out or kind is None or not all(ref in known for ref in refs):
                 continue
@@ -248,7 +246,7 @@ def encode_on_device(
 
 def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     """How the fields of a batch on a GPU were encoded before."""
-    return device_forms.get(_key(tensors, rows))
+    return device_forms.get(forms_key(tensors, rows))
 
 
 def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
@@ -256,11 +254,7 @@ def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows
     if device_of(values) is not None and rows:
         before, forms = forms_of(tensors, rows), KnownForms.of(done)
         forms.misses = before.misses if before is not None and before.stale else {}
-        device_forms.keep(_key(tensors, rows), forms)
-
-
-def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
-    return rows.bit_length(), *((form.path, form.dtype, form.layout, form.shape, form.hints) for form in tensors)
+        device_forms.keep(forms_key(tensors, rows), forms)
 
 
 def device_of(values: Mapping[int, Tensor]) -> torch.device | None:
@@ -269,10 +263,11 @@ def device_of(values: Mapping[int, Tensor]) -> torch.device | None:
     return next((device for device in devices if uses_triton(device, call="compress")), None)
 
 
+@dataclass
 class Encoder:
     """The two launches for one batch.
 
-    Args:
+    Attributes:
         tensors: the forms of all tensors.
         forms: how they were encoded before.
         recipe: what is encoded.
@@ -281,28 +276,25 @@ class Encoder:
         rows: B.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[FieldForm],
-        forms: KnownForms,
-        recipe: EncodeRecipe,
-        units: Structs,
-        bounds: Sequence[IntArray],
-        rows: int,
-        device: torch.device,
-    ) -> None:
-        self._tensors, self._forms, self._recipe, self._units = tensors, forms, recipe, units
-        self._rows, self._device = rows, device
-        self._told = sent(device, units.view(np.int64), *bounds)
-        self._tables = self._told[units.size * abi.UNIT_NUMBERS :]
+    tensors: Sequence[FieldForm]
+    forms: KnownForms
+    recipe: EncodeRecipe
+    units: Structs
+    bounds: Sequence[IntArray]
+    rows: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._told = sent(self.device, self.units.view(np.int64), *self.bounds)
+        self._tables = self._told[self.units.size * abi.UNIT_NUMBERS :]
 
     def measured(self, *others: Tensor) -> tuple[Structs, list[Words]]:
         """STAT [units, rows]: what the forms of all rows take; and copies of `others`, int32 [n] on the device, n even,
         on the host. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel  # Triton is imported on first use
 
-        shape = self._recipe.num_units, self._rows
-        stats = torch.empty(math.prod(shape) * abi.STAT_NUMBERS, dtype=torch.int64, device=self._device)
+        shape = self.recipe.num_units, self.rows
+        stats = torch.empty(math.prod(shape) * abi.STAT_NUMBERS, dtype=torch.int64, device=self.device)
         encode_kernel.measure(self._told, self._tables, stats, *shape)
         parts = [stats, *(x.view(torch.int64) for x in others)]
         ends = np.cumsum([part.numel() for part in parts])
@@ -313,10 +305,10 @@ class Encoder:
         self, stats: Structs, layouts: Mapping[str, RowLayout], dense_rows: int, pads: Mapping[int, Pads]
     ) -> OnDevice:
         """The table of all fields that fit their form; renews the forms if it is time. One synchronisation."""
-        recipe, rows = self._recipe, self._rows
+        recipe, rows = self.recipe, self.rows
         stored, head = stored_alone(layouts, rows)
         fields, bounds = recipe.fields.copy(), [layout.row_offsets for layout in layouts.values()]
-        placed = native.place(self._units[: recipe.num_units], fields, stats, bounds, head.nbytes, rows)
+        placed = native.place(self.units[: recipe.num_units], fields, stats, bounds, head.nbytes, rows)
         small, used, at_pads = [(0, head), *placed.small], placed.nbytes, dict[int, tuple[int, int, int]]()
         for number in recipe.tensors:
             if number in pads:
@@ -326,7 +318,7 @@ class Encoder:
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
         differing = _multiple_of_8(used)
-        sample = self._sample(bounds, dense_rows, differing + 8) if self._forms.are_due() else None
+        sample = self._sample(bounds, dense_rows, differing + 8) if self.forms.are_due() else None
         found = self._run(placed.spots, differing, sample)
         body = found[:used]
         for at, array in small:
@@ -349,18 +341,18 @@ class Encoder:
         """The bytes that the kernel writes, behind a body and the byte `differing`: a sample. One synchronisation."""
         from maskpack.packed.cuda import encode_kernel
 
-        units, end, more = self._units[: self._recipe.num_units], differing + 1, list[IntArray]()
+        units, end, more = self.units[: self.recipe.num_units], differing + 1, list[IntArray]()
         if sample is not None:
-            units, end, more = self._units, int(sample.ends[-1]), [sample.spots.view(np.int64)]
-        line = torch.zeros(end, dtype=torch.uint8, device=self._device)
-        told = sent(self._device, units.view(np.int64), spots, *more)
+            units, end, more = self.units, int(sample.ends[-1]), [sample.spots.view(np.int64)]
+        line = torch.zeros(end, dtype=torch.uint8, device=self.device)
+        told = sent(self.device, units.view(np.int64), spots, *more)
         at = units.size * abi.UNIT_NUMBERS
-        encode_kernel.write(told, self._tables, told[at:], line, units.size, self._rows, differing)
+        encode_kernel.write(told, self._tables, told[at:], line, units.size, self.rows, differing)
         return to_pinned(line).numpy()
 
     def _sample(self, bounds: Sequence[IntArray], dense_rows: int, begin: int) -> Sample:
         """Rows to copy, behind the first `begin` bytes."""
-        copies, rows = self._units[self._recipe.num_units :], self._rows
+        copies, rows = self.units[self.recipe.num_units :], self.rows
         lengths = np.stack([*map(np.diff, bounds), np.arange(rows) < dense_rows])
         nbytes = lengths[copies["bounds"]] * (copies["items"] * copies["size"])[:, None]
         most = min(_SAMPLE_ROWS, rows // 4, _SAMPLE_NBYTES * rows // max(int(nbytes.sum()), 1))
@@ -377,14 +369,14 @@ class Encoder:
 
     def _renew(self, whole: OnDevice, sample: Sample, values: Sequence[Words]) -> None:
         """Renews the forms after a batch."""
-        sampled: list[int] = self._recipe.owners[self._recipe.num_units :].tolist()
+        sampled: list[int] = self.recipe.owners[self.recipe.num_units :].tolist()
         table, rows = whole.table, sample.rows
         layouts = {name: layout.take(rows) for name, layout in table.layouts.items()}
         size = layouts, rows.size, int((rows < table.dense_rows).sum())
-        done = of_values([self._tensors[number] for number in sampled], values, *size, by_kernels=True)
+        done = of_values([self.tensors[number] for number in sampled], values, *size, by_kernels=True)
         if done is not None:  # None for odd bools, which are refused
-            key = _key(self._tensors, self._rows)
-            device_forms.keep(key, self._forms.renewed(whole, sampled, done))
+            key = forms_key(self.tensors, self.rows)
+            device_forms.keep(key, self.forms.renewed(whole, sampled, done))
 
 
 class Sample(NamedTuple):

@@ -18,25 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.core import abi
+from maskpack.core import abi, native
 from maskpack.nesting.read_triton import differs, load_words, store_words
 from maskpack.packed.cuda.encode import CHUNK
+from maskpack.packed.cuda.kernel import BLOCK, CODED, CODES, NEAR_BIT, by_code, firsts_of, widths_of
 
-UNIT, STAT, SPOT = (tl.constexpr(n) for n in (abi.UNIT_NUMBERS, abi.STAT_NUMBERS, abi.SPOT_NUMBERS))
+UNIT, STAT, SPOT = map(tl.constexpr, (abi.UNIT_NUMBERS, abi.STAT_NUMBERS, abi.SPOT_NUMBERS))
 (
     KIND, WORDS, SIZE, ITEMS, STRIDE, OFFSET, ROWS, BOUNDS, ROW_STRIDE, COUNTS, LOW, WIDTH, NUMBER, NEAR,
     HEAD, TAIL, BOOLS, PAD_MODE, PAD, B_SIZE, C_SIZE,
-) = (tl.constexpr(place) for place in range(abi.UNIT_NUMBERS))  # fmt: skip
-(
-    BLOCKS, RLE, DELTA, CONCAT, BLOCK, NEAR_BIT, CODED, CODES,
-    MISFIT, ODD, NEAR_USED, STRAY, WRITTEN,
-) = (
-    tl.constexpr(number)
-    for number in (
-        abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT, abi.BLOCK, abi.NEAR,
-        abi.CODED, abi.CODES, abi.IS_MISFIT, abi.IS_ODD, abi.NEAR_USED, abi.IS_STRAY, abi.WRITTEN,
-    )
-)  # fmt: skip
+) = map(tl.constexpr, native.places_in(abi.UNIT, *abi.UNIT.names or ()))  # fmt: skip
+FLAGS, TOTAL, LEAST_WORD, MOST_WORD, SHORTEST, LONGEST, HASH = map(
+    tl.constexpr, native.places_in(abi.STAT, "flags", "total", "low", "high", "least", "most", "hash")
+)
+AT, WAY = map(tl.constexpr, native.places_in(abi.SPOT, "at", "way"))
+BLOCKS, RLE, DELTA, CONCAT, WRITTEN = map(tl.constexpr, (abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT, abi.WRITTEN))
+MISFIT, ODD, NEAR_USED, STRAY = map(tl.constexpr, (abi.IS_MISFIT, abi.IS_ODD, abi.NEAR_USED, abi.IS_STRAY))
 _FEW, _LANES = tl.constexpr(64), tl.constexpr(8)
 _MOST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 _WARPS = 4
@@ -80,11 +77,6 @@ def _signed(words, size):
 
 
 @triton.jit
-def _unsigned(words, size):
-    return tl.where(size == 8, words, words & ((1 << (8 * (size & 7))) - 1))
-
-
-@triton.jit
 def _words(source, at, mask):
     """Words of a row, as signed numbers."""
     address, size, items, stride = source
@@ -122,20 +114,16 @@ def _numbers(count, bits):
 def _distances(words, others, size):
     """How far words are from others, small numbers on either side."""
     apart = _signed(words - others, size)
-    return _unsigned((apart << 1) ^ (apart >> 63), size)
+    return (apart << 1) ^ (apart >> 63)
 
 
 @triton.jit
 def _codes(widths, words):
     """The code of words above the least of their block, its width, and its first word; and what is behind all codes."""
-    w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31
-    second = 1 << w0
-    third = second + (1 << w1)
-    fourth = third + (1 << w2)
+    w0, w1, w2, w3 = widths_of(widths)
+    second, third, fourth = firsts_of(widths)
     code = (words >= second).to(tl.int32) + (words >= third).to(tl.int32) + (words >= fourth).to(tl.int32)
-    width = tl.where(code == 0, w0, tl.where(code == 1, w1, tl.where(code == 2, w2, w3)))
-    first = tl.where(code == 0, 0, tl.where(code == 1, second, tl.where(code == 2, third, fourth)))
-    return code, width, first, fourth + (1 << w3)
+    return code, by_code(code, w0, w1, w2, w3), by_code(code, 0, second, third, fourth), fourth + (1 << w3)
 
 
 @triton.jit
@@ -288,17 +276,6 @@ def _joined(units, tables, own, n, number, row, rows, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _store_stat(stat, total, low, high, least, most, hashed):
-    """Stores a Stat but for its flags."""
-    tl.store(stat + 1, total)
-    tl.store(stat + 2, low)
-    tl.store(stat + 3, high)
-    tl.store(stat + 4, least)
-    tl.store(stat + 5, most)
-    tl.store(stat + 6, hashed)
-
-
-@triton.jit
 def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl.constexpr, CHUNK: tl.constexpr):
     """Writes the arrays of a row where the Spot at `place` says, of b and c those that the host does not write itself;
     or the Stat of the row to `place`, without its flags, which it returns."""
@@ -309,7 +286,8 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
     if near >= 0:
         beside = _row(units, near, tables, row, rows)[0]
     if WRITE:
-        a, b, c = body + tl.load(place), body + tl.load(place + 1), body + tl.load(place + 2)
+        spot = place + AT
+        a, b, c = body + tl.load(spot), body + tl.load(spot + 1), body + tl.load(spot + 2)
     total, most = n.to(tl.int64) * 0, n.to(tl.int64) * 0
     low, high, least = total + _MOST, total - _MOST - 1, total + _MOST
     found = tl.zeros((CHUNK,), tl.int32)
@@ -353,7 +331,12 @@ def _encode_row(units, tables, place, body, own, n, number, row, rows, WRITE: tl
             found = found | tl.where((words & tl.load(unit + BOOLS)) != 0, ODD, 0)
         begin += CHUNK
     if not WRITE:
-        _store_stat(place, total, low, high, least, most, tl.sum(hashes))
+        tl.store(place + TOTAL, total)
+        tl.store(place + LEAST_WORD, low)
+        tl.store(place + MOST_WORD, high)
+        tl.store(place + SHORTEST, least)
+        tl.store(place + LONGEST, most)
+        tl.store(place + HASH, tl.sum(hashes))
     return flags | tl.max(found)
 
 
@@ -368,7 +351,7 @@ def _measure(units, tables, stats, rows, CHUNK: tl.constexpr):
         flags = _joined(units, tables, own, n, number, row, rows, CHUNK)
     else:
         flags = _encode_row(units, tables, stat, stat, own, n, number, row, rows, False, CHUNK)
-    tl.store(stat, (flags | _stray(units + number * UNIT, row, rows, CHUNK)).to(tl.int64))
+    tl.store(stat + FLAGS, (flags | _stray(units + number * UNIT, row, rows, CHUNK)).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["rows", "differing"])
@@ -376,7 +359,7 @@ def _write(units, tables, spots, body, rows, differing, CHUNK: tl.constexpr):
     number = (tl.program_id(0) // rows).to(tl.int64)
     row = (tl.program_id(0) % rows).to(tl.int64)
     spot = spots + (number * rows + row) * SPOT
-    way = tl.load(spot + 3)
+    way = tl.load(spot + WAY)
     own, n = _row(units, number, tables, row, rows)
     if way == WRITTEN:
         _encode_row(units, tables, spot, body, own, n, number, row, rows, True, CHUNK)

@@ -15,23 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from maskpack.core import abi
-from maskpack.nesting.read_triton import load_words, store_words
+from maskpack.core import abi, native
+from maskpack.nesting import device_read
+from maskpack.nesting.read_triton import _job_of, load_words, store_words
+from maskpack.ops.pack_triton import _ones
 from maskpack.packed.cuda import job_table
 
-JOB = tl.constexpr(job_table.JOB)
-BY_PLACE, BY_PIECE, BY_BLOCK = (tl.constexpr(kind) for kind in range(abi.FROM_TABLE))
-BLOCK, NEAR_BIT, CODED, CODES = (tl.constexpr(number) for number in (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
-HEAD, TAIL = tl.constexpr(job_table.HEAD), tl.constexpr(job_table.TAIL)
+JOB = tl.constexpr(job_table.JOB_NUMBERS)
+BY_PLACE, BY_PIECE, BY_BLOCK = map(tl.constexpr, (abi.BY_PLACE, abi.BY_PIECE, abi.BY_BLOCK))
+BLOCK, NEAR_BIT, CODED, CODES = map(tl.constexpr, (abi.BLOCK, abi.NEAR, abi.CODED, abi.CODES))
+HEAD, TAIL, FIRSTS = map(tl.constexpr, (job_table.HEAD, job_table.TAIL, device_read.FIRSTS))
 _WARPS = 8
 (
-    FIRST, SPANS, SPAN, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
+    SPANS, OUT, SIZE, ITEMS, STRIDE, OFFSET, ROW_WORDS, BOUNDS, UNIT, WIDTH, INNER, SPLITS, STARTS, ENDS,
     PADS, PAD_ROW, PAD_ITEMS, EDGE, PART, HEAD_BOUNDS, HEAD_UNIT, GROUP, TAKEN, PLACES, SOURCE,
-) = (tl.constexpr(place) for place in range(2 + len(job_table.JobTarget._fields)))  # fmt: skip
+) = map(tl.constexpr, native.places_in(job_table.JOB, *job_table.JOB.names or ()))  # fmt: skip
 (
     KIND, ROWS, BEGINS, BEGIN_UNIT, DATA, DATA_SIZE, MORE, NUMBER, SINGLE, PIECES, COUNTS, SUMS, NUMBERS, NEAR,
     STRETCHES, STRETCH_STARTS, STRETCH_ENDS,
-) = (tl.constexpr(place) for place in range(len(job_table.JobSource._fields)))  # fmt: skip
+) = map(tl.constexpr, native.places_in(abi.SOURCE, *abi.SOURCE.names or ()))  # fmt: skip
 
 
 # -------------------------------------------------------------------- rows
@@ -110,11 +112,23 @@ def _by_piece(body, tables, source, stored, first, place, mask):
 
 
 @triton.jit
-def _ones(bits):
-    """How many bits of a uint32 are 1, as int32."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+def widths_of(number):
+    """The bits of the words of each of the four codes."""
+    return number & 31, (number >> 8) & 31, (number >> 16) & 31, (number >> 24) & 31
+
+
+@triton.jit
+def firsts_of(number):
+    """The first word of each code but the first, whose words begin at 0."""
+    w0, w1, w2, _ = widths_of(number)
+    second = 1 << w0
+    third = second + (1 << w1)
+    return second, third, third + (1 << w2)
+
+
+@triton.jit
+def by_code(code, first, second, third, fourth):
+    return tl.where(code == 0, first, tl.where(code == 1, second, tl.where(code == 2, third, fourth)))
 
 
 @triton.jit
@@ -133,15 +147,13 @@ def _coded(source, numbers, first, n, place, mask):
         third += tl.where(inside, _ones(high ^ both), 0)
     code = load_words(numbers, 4, first + place // CODES, mask).to(tl.int32) >> (2 * (place & (CODES - 1))) & 3
     widths = tl.load(source + NUMBER)
-    w0, w1, w2, w3 = widths & 31, (widths >> 8) & 31, (widths >> 16) & 31, (widths >> 24) & 31
+    w0, w1, w2, w3 = widths_of(widths)
     at = (place - second - third - fourth) * w0 + second * w1 + third * w2 + fourth * w3
-    width = tl.where(code == 0, w0, tl.where(code == 1, w1, tl.where(code == 2, w2, w3)))
-    one = tl.full([1], 1, tl.int64)
-    above = tl.where(code > 0, one << w0, 0) + tl.where(code > 1, one << w1, 0) + tl.where(code > 2, one << w2, 0)
+    width, above = by_code(code, w0, w1, w2, w3), by_code(code, 0, *firsts_of(widths))
     number, shift = first + (n + CODES - 1) // CODES + (at >> 5), at & 31
     low = load_words(numbers, 4, number, mask & (width > 0))
     high = load_words(numbers, 4, number + 1, mask & (shift + width > 32))
-    return above + (((low >> shift) | (high << (32 - shift))) & ((one << width) - 1))
+    return above + (((low >> shift) | (high << (32 - shift))) & ((tl.full([1], 1, tl.int64) << width) - 1))
 
 
 @triton.jit
@@ -263,19 +275,6 @@ def _part(tables, job, row, place):
 
 
 @triton.jit
-def _job_of(tables, count, program):
-    """The last of the jobs that begins at or before a program."""
-    first = count * 0
-    left = count
-    while left > 1:
-        half = left // 2
-        behind = tl.load(tables + (first + half) * JOB + FIRST) <= program
-        first = tl.where(behind, first + half, first)
-        left -= half
-    return tables + first * JOB
-
-
-@triton.jit
 def _padding(tables, job, row, target, at, begin, stop, length, CHUNK: tl.constexpr):
     """Stores the pad in a chunk of single words that has no real one; which part of the row it belongs to, the nearest
     word says."""
@@ -328,18 +327,19 @@ def _chunk(body, tables, job, row, target, to, at, begin, length, items, width, 
 
 
 @triton.jit(do_not_specialize=["jobs_at", "count"])
-def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
+def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr, SPAN: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    job = _job_of(tables + jobs_at, count, program)
-    local = (program - tl.load(job + FIRST)).to(tl.int32)
+    firsts = tables + jobs_at
+    number = _job_of(firsts, count, program, FIRSTS)
+    job = firsts + count + number * JOB
+    local = (program - tl.load(firsts + number)).to(tl.int32)
     spans = tl.load(job + SPANS).to(tl.int32)
     target = (local // spans).to(tl.int64)
     row = target
     taken = tl.load(job + TAKEN)
     if taken >= 0:
         row = tl.load(tables + taken + target)
-    span = tl.load(job + SPAN).to(tl.int32)
-    at = (local % spans) * span
+    at = (local % spans) * SPAN
     begin = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row)
     length = _bound(tables, tl.load(job + BOUNDS), tl.load(job + UNIT), row + 1) - begin
     to = begin
@@ -350,7 +350,7 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
     first, last = words * 0, words
     if (width >= 0) & (items == 1) & (tl.load(job + EDGE) == 0):
         first, last = _reach(tables, job, row, begin, width)
-    stop = at + tl.minimum(span, words - at)  # at + span may pass int32
+    stop = at + tl.minimum(SPAN, words - at)  # at + SPAN may pass int32
     while at < stop:
         if (at + CHUNK <= first) | (at >= last):
             _padding(tables, job, row, target, at, first, words, length.to(tl.int32), CHUNK)
@@ -360,10 +360,12 @@ def _decode(body, tables, jobs_at, count, CHUNK: tl.constexpr):
 
 
 def launch(body: Tensor, tables: Tensor, jobs_at: int, count: int, programs: int) -> None:
-    """Runs `programs` programs of `count` job_table.
+    """Runs `programs` programs of `count` jobs.
 
     Args:
         body: uint8, the encoded arrays.
-        tables: int64, the tables, and the jobs from the entry `jobs_at` on; on the same device.
+        tables: int64, on the same device: the tables, and from the entry `jobs_at` on the first program of each job,
+            then the jobs.
     """
-    _decode[(programs,)](body, tables, jobs_at, count, CHUNK=job_table.CHUNK, num_warps=_WARPS)
+    sizes = {"CHUNK": job_table.CHUNK, "SPAN": job_table.SPAN}
+    _decode[(programs,)](body, tables, jobs_at, count, **sizes, num_warps=_WARPS)
