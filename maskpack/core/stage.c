@@ -1,7 +1,7 @@
 /* What the decode kernel reads beside the body.
 
    Tables of int64, one behind the other, that axes and sources name by their first number, -1 for none.
-   (packed/cuda/job_table.py describes them; `Source` has the same numbers there) */
+   (packed/cuda/job_table.py describes them) */
 
 /* Where the kernel finds the words of an entry; false without memory. */
 static int add_source(Stage *stage, i64 index, const Extent *extent, Source *source) {

@@ -2,7 +2,7 @@
 and the host lays out the arrays in between.
 
 decode.py      the copy, and what is handed out       jobs.py       fields to jobs of the kernel
-kernel.py      the kernel, in Triton                  job_table.py  the columns of the table of jobs
+kernel.py      the kernel, in Triton                  job_table.py  what is in a job
 encode.py      packed values on a device to a table   encode_kernel.py  its kernels, told what Unit in core/abi.h says
 device_plan.py padded batches of one signature
 """

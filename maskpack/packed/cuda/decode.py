@@ -13,7 +13,7 @@ other alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from maskpack.layout.row_layout import min_length
 from maskpack.nesting.checks import with_signs
 from maskpack.nesting.schema import FieldForm
 from maskpack.packed.columns import Body
-from maskpack.packed.cuda.jobs import DecodeRecipe, recipe_of
+from maskpack.packed.cuda.jobs import recipe_of
 from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
 from maskpack.packed.table import SLACK, Table
 
@@ -84,12 +84,24 @@ def _decode(
     for form in recipe.forms:
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault(form.layout, []).append(form.path)
-    first = {} if taken is None else {"": taken}
+    first = {} if taken is None else {"": taken}  # the first tables, of which jagged tensors keep the offsets
     if jagged or taken is not None:
         first |= {name: layout.row_offsets for name, layout in packed.layouts.items()}
+    ends = cumulated(np.array([own.size for own in first.values()], np.int64)).tolist()
+    begins = dict(zip(first, ends, strict=False))
     tensors = [_new(shape, dtype, device) for shape, dtype in shapes_of(packed, recipe.forms, nested)]
-    kept = _new((sum(own.size for own in first.values()) if jagged else 0,), torch.int64, device)
-    _run(recipe, packed.num_rows, table, source.layout_rows, not nested, staged, first, [kept, *tensors])
+    kept = _new((ends[-1] if jagged else 0,), torch.int64, device)
+    more, rows = [kept.numel(), *(x.data_ptr() for x in (kept, *tensors))], (table.rows, table.dense_rows)
+    if taken is not None:
+        more, rows = [*more, begins[""], *(begins.get(name, 0) for name in table.names)], (packed.num_rows,) * 2
+    own = table, source.layout_rows, not nested, [*first.values()], more
+    line, jobs_at, programs = recipe.told(*own, *rows, pinned=staged.is_cuda)
+    if programs:
+        from maskpack.packed.cuda import kernel  # Triton is imported on first use
+
+        with torch.cuda.device_of(staged):
+            there = line.to(staged.device, non_blocking=True)
+            kernel.launch(staged, there, jobs_at, len(recipe.jobs), programs)
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
     for form, size in zip(forms, table.pads["size"].tolist(), strict=True):
         if form.path in values and not nested and form.dtype is not None and size > 1 + form.dtype.itemsize:
@@ -99,7 +111,6 @@ def _decode(
             bits, layout = from_words(signs, torch.uint8), packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], bits, layout)
     out.entries.update(values)
-    begins = _begins(first)
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
@@ -131,48 +142,6 @@ def _need_no_capture(device: torch.device) -> None:
 
 def _new(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _run(
-    recipe: DecodeRecipe,
-    num_rows: int,
-    table: Table,
-    layouts: IntArray,
-    padded: bool,
-    staged: Tensor,
-    first: Mapping[str, IntArray],
-    tensors: Sequence[Tensor],
-) -> None:
-    """Lets the kernel fill tensors. The first of them is for the `first` tables, of which jagged tensors keep the
-    offsets: the rows taken, named "" if some are, and the bounds of the layouts of the batch."""
-    from maskpack.packed.cuda import kernel  # Triton is imported on first use
-
-    begin, size = sum(own.size for own in first.values()), len(recipe.jobs) + recipe.jobs.size
-    while True:
-        room = recipe.room
-        staging = torch.empty(room + size, dtype=torch.int64, device="cpu", pin_memory=staged.is_cuda)
-        line = staging.numpy()
-        used, numbers = recipe.tables(table, layouts, padded, line[:room], begin)
-        if used <= room:
-            break
-        recipe.room = used + used // 4  # the next batch may have more
-    begins = _begins(first)
-    np.concatenate([*first.values(), line[:0]], out=line[:begin])
-    more = [tensors[0].numel(), *(tensor.data_ptr() for tensor in tensors)]
-    rows = table.rows, table.dense_rows
-    if "" in first:
-        more, rows = [*more, begins[""], *(begins.get(name, 0) for name in table.names)], (num_rows, num_rows)
-    programs = recipe.fill(line[used : used + size], numbers, more, *rows)
-    if programs:
-        there = staging[: used + size].to(staged.device, non_blocking=True)
-        with torch.cuda.device_of(staged):
-            kernel.launch(staged, there, used, len(recipe.jobs), programs)
-
-
-def _begins(tables: Mapping[str, IntArray]) -> dict[str, int]:
-    """Where each of some tables begins, one behind the other."""
-    ends = cumulated(np.array([own.size for own in tables.values()], np.int64))
-    return dict(zip(tables, ends.tolist(), strict=False))
 
 
 # -------------------------------------------------------------------- the encoded bytes

@@ -305,6 +305,8 @@ class Encoder:
         self, stats: Structs, layouts: Mapping[str, RowLayout], dense_rows: int, pads: Mapping[int, Pads]
     ) -> OnDevice:
         """The table of all fields that fit their form; renews the forms if it is time. One synchronisation."""
+        from maskpack.packed.cuda import encode_kernel
+
         recipe, rows = self.recipe, self.rows
         stored, head = stored_alone(layouts, rows)
         fields, bounds = recipe.fields.copy(), [layout.row_offsets for layout in layouts.values()]
@@ -318,8 +320,13 @@ class Encoder:
                 small.append((used, line.reshape(-1).view(np.uint8)))
                 used += line.nbytes
         differing = _multiple_of_8(used)
-        sample = self._sample(bounds, dense_rows, differing + 8) if self.forms.are_due() else None
-        found = self._run(placed.spots, differing, sample)
+        sample = self._sample(bounds, dense_rows, differing + 8)
+        units = self.units[: recipe.num_units + len(sample.spots)]
+        line = torch.zeros(int(sample.ends[-1]), dtype=torch.uint8, device=self.device)
+        told = sent(self.device, units.view(np.int64), placed.spots, sample.spots.view(np.int64))
+        at_spots = units.size * abi.UNIT_NUMBERS
+        encode_kernel.write(told, self._tables, told[at_spots:], line, units.size, rows, differing)
+        found = to_pinned(line).numpy()
         body = found[:used]
         for at, array in small:
             body[at : at + array.nbytes] = array
@@ -333,26 +340,15 @@ class Encoder:
         table = Table(*own, known=dict(layouts), is_compact=not left)
         odd = recipe.owners[: recipe.num_units][(stats["flags"] & abi.IS_ODD).any(1)].tolist()
         done = OnDevice(table, numbers, odd, left)
-        if sample is not None:
+        if sample.rows.size:
             self._renew(done, sample, [found[begin:end] for begin, end in pairwise(sample.ends)])
         return done
 
-    def _run(self, spots: IntArray, differing: int, sample: Sample | None) -> Words:
-        """The bytes that the kernel writes, behind a body and the byte `differing`: a sample. One synchronisation."""
-        from maskpack.packed.cuda import encode_kernel
-
-        units, end, more = self.units[: self.recipe.num_units], differing + 1, list[IntArray]()
-        if sample is not None:
-            units, end, more = self.units, int(sample.ends[-1]), [sample.spots.view(np.int64)]
-        line = torch.zeros(end, dtype=torch.uint8, device=self.device)
-        told = sent(self.device, units.view(np.int64), spots, *more)
-        at = units.size * abi.UNIT_NUMBERS
-        encode_kernel.write(told, self._tables, told[at:], line, units.size, self.rows, differing)
-        return to_pinned(line).numpy()
-
     def _sample(self, bounds: Sequence[IntArray], dense_rows: int, begin: int) -> Sample:
-        """Rows to copy, behind the first `begin` bytes."""
+        """Rows to copy, behind the first `begin` bytes; none if it is not time."""
         copies, rows = self.units[self.recipe.num_units :], self.rows
+        if not self.forms.are_due():
+            return Sample(np.zeros(0, np.int64), np.zeros((0, rows), abi.SPOT), np.array([begin]))
         lengths = np.stack([*map(np.diff, bounds), np.arange(rows) < dense_rows])
         nbytes = lengths[copies["bounds"]] * (copies["items"] * copies["size"])[:, None]
         most = min(_SAMPLE_ROWS, rows // 4, _SAMPLE_NBYTES * rows // max(int(nbytes.sum()), 1))
@@ -380,7 +376,7 @@ class Encoder:
 
 
 class Sample(NamedTuple):
-    """Some rows of all tensors, which the kernel copies.
+    """Some rows of all tensors, which the kernel copies, or none.
 
     Attributes:
         rows: int64 [n], their numbers.

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from maskpack.core import abi, native
 from maskpack.core.index import IntArray, cumulated
@@ -109,32 +111,52 @@ class DecodeRecipe:
     axes: int
     room: int = 0
 
-    def tables(self, table: Table, layouts: IntArray, padded: bool, out: IntArray, used: int) -> tuple[int, IntArray]:
-        """Writes tables to `out`, behind the first `used` numbers. Returns the numbers in use, more than `out` has if
-        they are to be written again to more; and what `fill` needs of the batch."""
+    def told(
+        self,
+        table: Table,
+        layouts: IntArray,
+        padded: bool,
+        first: Sequence[IntArray],
+        more: Sequence[int],
+        rows: int,
+        dense_rows: int,
+        *,
+        pinned: bool,
+    ) -> tuple[Tensor, int, int]:
+        """What the kernel reads of a batch beside the body of its table: int64 [n] on the host, of tables, the `first`
+        ones before the others, then the first program of each job, then the jobs; where these begin; and the number of
+        programs.
+
+        Args:
+            layouts: those of all rows of the table.
+            padded: whether padded fields are to be padded.
+            more: the size and the address of the tensor for the first tables, the addresses of all others, and where
+                the first tables begin if some rows are decoded.
+            rows, dense_rows: the rows that are decoded, and those of fields without a layout.
+        """
         pads, kinds = table.pads[self.with_pads], table.pad_kinds[self.with_pads]
         axes, sources = abi.AXIS_NUMBERS * self.axes, abi.SOURCE_NUMBERS * len(self.wanted)
         found: IntArray = np.empty(axes + sources + kinds.size, np.int64)
-        own = table.entries, table.body, table.rows, table.dense_rows
-        used = native.stage(own, layouts, self.wanted, pads, self.pad_sizes, padded, out, used, found)
-        rows = (kinds == WORDS) * np.maximum(self.pad_sizes // 8, 1)
-        return used, np.concatenate([found, rows, kinds == ONE_EDGE])
-
-    def fill(self, out: IntArray, numbers: IntArray, more: Sequence[int], rows: int, dense_rows: int) -> int:
-        """Writes the first program of each job, and the jobs, to int64 [m + m * len(JOB)]: of `rows` rows, and
-        `dense_rows` of fields without a layout. `numbers` are those of `tables`, and `more` the size and the address of
-        the tensor of first tables, the addresses of all others, and where the first tables are. Returns the number of
-        programs."""
-        count, first = len(self.jobs), abi.AXIS_NUMBERS * self.axes
-        lines, numbers = out[count:].reshape(self.jobs.shape), np.concatenate([numbers, more])
-        lines[...] = self.jobs
-        lines.reshape(-1)[self.places] += numbers[self.origins]
-        sources = numbers[first : first + abi.SOURCE_NUMBERS * len(self.wanted)].reshape(-1, abi.SOURCE_NUMBERS)
-        lines[1:, _SOURCE:] = sources[self.sources]
-        lines[:, _SPANS] = -(-lines[:, _SPANS] * lines[:, _ITEMS] // job_table.SPAN)
-        programs = cumulated(np.array([1, dense_rows, rows])[self.rows] * lines[:, _SPANS])
-        out[:count] = programs[:-1]
-        return int(programs[-1])
+        begin, count = sum(own.size for own in first), len(self.jobs)
+        given = (table.entries, table.body, table.rows, table.dense_rows), layouts, self.wanted, pads, self.pad_sizes
+        while True:
+            line = torch.empty(self.room + count + self.jobs.size, dtype=torch.int64, device="cpu", pin_memory=pinned)
+            out = line.numpy()
+            used = native.stage(*given, padded, out[: self.room], begin, found)
+            if used <= self.room:
+                break
+            self.room = used + used // 4  # the next batch may have more
+        np.concatenate([*first, out[:0]], out=out[:begin])
+        of_rows = (kinds == WORDS) * np.maximum(self.pad_sizes // 8, 1)
+        numbers = np.concatenate([found, of_rows, kinds == ONE_EDGE, more])
+        jobs = out[used + count :][: self.jobs.size].reshape(self.jobs.shape)
+        jobs[...] = self.jobs
+        jobs.reshape(-1)[self.places] += numbers[self.origins]
+        jobs[1:, _SOURCE:] = found[axes : axes + sources].reshape(-1, abi.SOURCE_NUMBERS)[self.sources]
+        jobs[:, _SPANS] = -(-jobs[:, _SPANS] * jobs[:, _ITEMS] // job_table.SPAN)
+        programs = cumulated(np.array([1, dense_rows, rows])[self.rows] * jobs[:, _SPANS])
+        out[used : used + count] = programs[:-1]
+        return line[: used + count + self.jobs.size], used, int(programs[-1])
 
 
 def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nested: bool, some: bool) -> DecodeRecipe:

@@ -149,7 +149,8 @@ def _coded(source, numbers, first, n, place, mask):
     widths = tl.load(source + NUMBER)
     w0, w1, w2, w3 = widths_of(widths)
     at = (place - second - third - fourth) * w0 + second * w1 + third * w2 + fourth * w3
-    width, above = by_code(code, w0, w1, w2, w3), by_code(code, 0, *firsts_of(widths))
+    one, two, three = firsts_of(widths)
+    width, above = by_code(code, w0, w1, w2, w3), by_code(code, 0, one, two, three)
     number, shift = first + (n + CODES - 1) // CODES + (at >> 5), at & 31
     low = load_words(numbers, 4, number, mask & (width > 0))
     high = load_words(numbers, 4, number + 1, mask & (shift + width > 32))
