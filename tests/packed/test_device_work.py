@@ -622,7 +622,7 @@ def rows_of(kind: str, rng: np.random.Generator, rows: int = 24) -> list[np.ndar
     lengths = rng.integers(100, 200, rows)
     if kind == "repeated":  # each row twice, far apart
         half = [rng.integers(0, 50_000, n) for n in lengths[: rows // 2]]
-        return [*half, *half]
+        return [*half, *half[::-1]]
     return [np.full(n, 7) if kind == "constant" else rng.integers(0, 1 << 62, n) for n in lengths]
 
 
