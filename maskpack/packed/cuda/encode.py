@@ -29,7 +29,7 @@ from maskpack.core.native import Structs
 from maskpack.core.pads import Pads
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm
-from maskpack.packed.table import EncodedTable, Table, device_forms, forms_key, of_values, stored_alone, wholes_first
+from maskpack.packed.table import EncodedTable, Table, device_forms, of_values, stored_alone, wholes_first
 
 _WRITTEN_HERE = {abi.PLAIN, abi.BLOCKS, abi.RLE, abi.DELTA, abi.CONCAT}
 CHUNK = 1024
@@ -246,7 +246,7 @@ def encode_on_device(
 
 def forms_of(tensors: Sequence[FieldForm], rows: int) -> KnownForms | None:
     """How the fields of a batch on a GPU were encoded before."""
-    return device_forms.get(forms_key(tensors, rows))
+    return device_forms.get(_key(tensors, rows))
 
 
 def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows: int, done: EncodedTable) -> None:
@@ -254,7 +254,11 @@ def learn_forms(tensors: Sequence[FieldForm], values: Mapping[int, Tensor], rows
     if device_of(values) is not None and rows:
         before, forms = forms_of(tensors, rows), KnownForms.of(done)
         forms.misses = before.misses if before is not None and before.stale else {}
-        device_forms.keep(forms_key(tensors, rows), forms)
+        device_forms.keep(_key(tensors, rows), forms)
+
+
+def _key(tensors: Sequence[FieldForm], rows: int) -> tuple[Any, ...]:
+    return rows.bit_length(), *((form.path, form.dtype, form.layout, form.shape, form.hints) for form in tensors)
 
 
 def device_of(values: Mapping[int, Tensor]) -> torch.device | None:
@@ -371,7 +375,7 @@ class Encoder:
         size = layouts, rows.size, int((rows < table.dense_rows).sum())
         done = of_values([self.tensors[number] for number in sampled], values, *size, by_kernels=True)
         if done is not None:  # None for odd bools, which are refused
-            key = forms_key(self.tensors, self.rows)
+            key = _key(self.tensors, self.rows)
             device_forms.keep(key, self.forms.renewed(whole, sampled, done))
 
 
