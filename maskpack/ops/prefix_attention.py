@@ -155,31 +155,6 @@ class _Gathered(torch.autograd.Function):
         return sums.to(slope.dtype), None, None
 
 
-def ordered_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, kernel: Kernel
-) -> Tensor:
-    """[T, H, D]: causal attention whose gradients are added in a fixed order."""
-    return cast("Tensor", _Ordered.apply(query, key, value, bounds, scale, kernel))
-
-
-class _Ordered(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, kernel: Kernel
-    ) -> Tensor:
-        out, lse = kernel.forward(query, key, value, bounds, True, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.more = bounds, scale, kernel
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> Any:
-        bounds, scale, kernel = ctx.more
-        with in_order():
-            out = kernel.backward(slopes[0].contiguous(), *ctx.saved_tensors, bounds, True, scale)
-        return *out, None, None, None
-
-
 # -------------------------------------------------------------------- merged
 
 
@@ -188,41 +163,40 @@ def merged_attention(
 ) -> Tensor:
     """[T, H, D]: attention by a call for all nodes and one for each level, differentiable. `bounds` are those of the
     nodes, and of the tokens after the tree."""
-    return cast("Tensor", _Merged.apply(query, key, value, bounds, levels(tree, query.device), scale, kernel))
+    below = levels(tree, query.device)
+    return cast("Tensor", _Merged.apply(query, key, value, bounds, below, scale, kernel, nullcontext))
+
+
+def ordered_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scale: float, kernel: Kernel
+) -> Tensor:
+    """[T, H, D]: causal attention of rows, whose gradients are added in a fixed order."""
+    return cast("Tensor", _Merged.apply(query, key, value, bounds, [], scale, kernel, in_order))
 
 
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: Bounds,
-        below: list[Level],
-        scale: float,
-        kernel: Kernel,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """Takes the context of the kernel's backward pass behind its other arguments."""
+        query, key, value, bounds, below, scale, kernel, _ = given
         out, lse = kernel.forward(query, key, value, bounds, True, scale)
         total = _wide(out, below)
         for level in below:
-            rows = (
-                query.index_select(0, level.queries),
-                key.index_select(0, level.keys),
-                value.index_select(0, level.keys),
-            )
+            keys, values = (x.index_select(0, level.keys) for x in (key, value))
+            rows = query.index_select(0, level.queries), keys, values
             merge(total, lse, level.queries, *kernel.forward(*rows, level.bounds, False, scale))
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.more = bounds, below, scale, kernel
+        ctx.more = given[3:]
         return out
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
-        bounds, below, scale, kernel = ctx.more
+        bounds, below, scale, kernel, meanwhile = ctx.more
         slope = slopes[0].contiguous()
-        own = kernel.backward(slope, query, key, value, out, lse, bounds, True, scale)
+        with meanwhile():
+            own = kernel.backward(slope, query, key, value, out, lse, bounds, True, scale)
         total = [_wide(one, below) for one in own]
         for level in below:
             of_queries = [x.index_select(0, level.queries) for x in (slope, query, out)]
@@ -233,7 +207,7 @@ class _Merged(torch.autograd.Function):
             )  # fmt: skip
             for sums, index, part in zip(total, (level.queries, level.keys, level.keys), more, strict=True):
                 add_rows(sums, index, part)
-        return (*(sums.to(query.dtype) for sums in total), None, None, None, None)
+        return (*(sums.to(query.dtype) for sums in total), *[None] * 5)
 
 
 def _wide(x: Tensor, below: list[Level]) -> Tensor:
