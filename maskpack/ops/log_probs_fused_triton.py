@@ -64,8 +64,7 @@ def _product(
 def _reduce_tiles(
     hidden, weight, ids, token, tops, totals, weighted, squares, kept, tokens, vocabulary, width, kept_stride, scale,
     inner,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, KEEP: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    WIDENED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
@@ -73,7 +72,7 @@ def _reduce_tiles(
         here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
         rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         inside, columns = rows < tokens, (at < vocabulary)[None, :]
-        if CAPPED:
+        if inner is not None:
             here = tanh(here * inner)
         here = tl.where(columns, here * scale, float("-inf"))
         wanted = tl.load(ids + rows, mask=inside, other=-1)
@@ -87,11 +86,11 @@ def _reduce_tiles(
         place = (column // COLUMNS).to(tl.int64) * tokens + rows
         tl.store(tops + place, top, mask=inside)
         tl.store(totals + place, total, mask=inside)
-        if ENTROPY:
+        if weighted is not None:
             tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 1), mask=inside)
-        if SQUARES:
+        if squares is not None:
             tl.store(squares + place, tl.sum(power * power, 1), mask=inside)
-        if KEEP:
+        if kept is not None:
             number = stored(below - tl.log(tl.where(total == 0, 1.0, total))[:, None]).to(kept.dtype.element_ty)
             line = kept + rows[:, None].to(tl.int64) * kept_stride
             tl.store(line + at[None, :], number, mask=inside[:, None] & columns)
@@ -101,8 +100,7 @@ def _reduce_tiles(
 def _differentiate_tiles(
     hidden, weight, out, ids, others, lse, entropy, sum_p2, grad_log_probs, grad_entropy, grad_sum_p2, tokens,
     vocabulary, first, width, out_stride, scale, inner,
-    LOG_PROBS: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, CAPPED: tl.constexpr, WIDENED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    WIDENED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
@@ -110,7 +108,7 @@ def _differentiate_tiles(
         here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
         rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         inside = rows < tokens
-        if CAPPED:
+        if inner is not None:
             power = tl.exp(-2 * tl.abs(here * inner))
             bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
             here = tanh(here * inner)
@@ -118,22 +116,22 @@ def _differentiate_tiles(
         p = tl.exp(log_p)
         slope = tl.zeros((ROWS,), tl.float32)
         own = slope
-        if LOG_PROBS:
+        if grad_log_probs is not None:
             slope = tl.load(grad_log_probs + rows, mask=inside, other=0.0)
             own = slope * tl.load(others + rows, mask=inside, other=0.0)
         wanted = at[None, :] == (tl.load(ids + rows, mask=inside, other=-1) - first)[:, None]
-        if ENTROPY or SQUARES:
+        if (grad_entropy is not None) or (grad_sum_p2 is not None):
             rest = tl.zeros((ROWS, COLUMNS), tl.float32)
-            if ENTROPY:
+            if grad_entropy is not None:
                 above = log_p + tl.load(entropy + rows, mask=inside, other=0.0)[:, None]
                 rest += tl.load(grad_entropy + rows, mask=inside, other=0.0)[:, None] * above
-            if SQUARES:
+            if grad_sum_p2 is not None:
                 apart = p - tl.load(sum_p2 + rows, mask=inside, other=0.0)[:, None]
                 rest -= 2 * tl.load(grad_sum_p2 + rows, mask=inside, other=0.0)[:, None] * apart
             grad = tl.where(wanted, own[:, None] - p * rest, -p * (slope[:, None] + rest))
         else:
             grad = tl.where(wanted, own[:, None], -p * slope[:, None])
-        if CAPPED:
+        if inner is not None:
             grad *= bend
         line = out + rows[:, None].to(tl.int64) * out_stride
         mask = inside[:, None] & (at < vocabulary)[None, :]
@@ -167,69 +165,31 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _operands(hidden: Tensor, weight: Tensor) -> tuple[tuple[int], Any, Any]:
-    """The grid, and both descriptors."""
+def _launch(kernel: Any, hidden: Tensor, weight: Tensor, *arguments: Any) -> None:
+    """Runs a kernel for the logits of [T, H] and [V, H]."""
+    if not len(hidden):
+        return
     described = [
         _descriptor()(x, list(x.shape), list(x.stride()), [rows, _DEPTH])
         for x, rows in ((hidden, _ROWS), (weight, TILE))
     ]
     tiles = triton.cdiv(hidden.shape[0], _ROWS) * triton.cdiv(weight.shape[0], TILE)
-    return (min(_processors(hidden.device), tiles),), *described
+    with device_of(hidden):
+        kernel[(min(_processors(hidden.device), tiles),)](
+            *described, *arguments, WIDENED=not hidden.is_cuda, **_TILES, **EXACT
+        )
 
 
 def reduce_rows(hidden: Tensor, weight: Tensor, ids: Tensor, curve: Curve, parts: Parts, kept: Tensor | None) -> None:
     """Writes the Parts of logits [T, V], whose slices are tiles, and the `stored` probabilities within them to `kept`
     [T, V]."""
-    tokens, width = hidden.shape
-    if not tokens:
-        return
-    grid, left, right = _operands(hidden, weight)
-    with device_of(hidden):
-        _reduce_tiles[grid](
-            left,
-            right,
-            ids,
-            *parts,
-            kept,
-            tokens,
-            weight.shape[0],
-            width,
-            0 if kept is None else kept.stride(0),
-            *curve,
-            ENTROPY=parts.weighted is not None,
-            SQUARES=parts.squares is not None,
-            KEEP=kept is not None,
-            CAPPED=curve.inner is not None,
-            WIDENED=not hidden.is_cuda,
-            **_TILES,
-            **EXACT,
-        )
+    stride = 0 if kept is None else kept.stride(0)
+    sizes = len(hidden), *weight.shape
+    _launch(_reduce_tiles, hidden, weight, ids, *parts, kept, *sizes, stride, *curve)
 
 
 def differentiate(hidden: Tensor, weight: Tensor, grad: Tensor, first: int, slopes: Slopes) -> None:
     """Writes the gradient of the logits hidden @ weight.T to `grad`, where `weight` are the rows of the vocabulary from
     `first` on."""
-    tokens, width = hidden.shape
-    if not tokens:
-        return
-    grid, left, right = _operands(hidden, weight)
-    with device_of(hidden):
-        _differentiate_tiles[grid](
-            left,
-            right,
-            grad,
-            *slopes[:8],
-            tokens,
-            weight.shape[0],
-            first,
-            width,
-            grad.stride(0),
-            *slopes.curve,
-            LOG_PROBS=slopes.grad_log_probs is not None,
-            ENTROPY=slopes.grad_entropy is not None,
-            SQUARES=slopes.grad_sum_p2 is not None,
-            CAPPED=slopes.curve.inner is not None,
-            WIDENED=not hidden.is_cuda,
-            **_TILES,
-            **EXACT,
-        )
+    sizes = len(hidden), len(weight), first, hidden.shape[1]
+    _launch(_differentiate_tiles, hidden, weight, grad, *slopes[:8], *sizes, grad.stride(0), *slopes.curve)

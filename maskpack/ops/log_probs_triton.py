@@ -66,33 +66,10 @@ def _is_allowed(ids, offsets, scratch, row, column, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["row", "number", "tokens", "kept_rows"])
 def _reduce_slice(
-    logits,
-    ids,
-    token,
-    tops,
-    totals,
-    weighted,
-    squares,
-    kept,
-    allowed_ids,
-    offsets,
-    scratch,
-    row,
-    number,
-    columns,
-    tokens,
-    kept_rows,
-    stride,
-    kept_stride,
-    scale,
-    inner,
-    ENTROPY: tl.constexpr,
-    SQUARES: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SLICE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, ids, token, tops, totals, weighted, squares, kept, allowed_ids, offsets, scratch, row, number, columns,
+    tokens, kept_rows, stride, kept_stride, scale, inner,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     begin = tl.program_id(1) * SLICE
     line = tl.program_id(0).to(tl.int64) * stride + begin
     row += tl.program_id(0)
@@ -103,9 +80,9 @@ def _reduce_slice(
     inside = at < columns
     # Up to the stride, so that loads are as wide, and sums in the same order, whatever the number of columns is.
     here = tl.load(logits + line + at, mask=at < stride - begin, other=0.0)
-    if CAPPED:
+    if inner is not None:
         here = tanh(here * inner)
-    if MASKED:
+    if allowed_ids is not None:
         allowed = _is_allowed(allowed_ids, offsets, scratch, row, column, BLOCK)
         here = tl.where(allowed, here, float("-inf"))
     here = tl.where(inside, here, float("-inf")) * scale
@@ -116,16 +93,16 @@ def _reduce_slice(
     place = number.to(tl.int64) * tokens + row
     tl.store(tops + place, top)
     tl.store(totals + place, total)
-    if ENTROPY:
+    if weighted is not None:
         tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 0))
-    if SQUARES:
+    if squares is not None:
         tl.store(squares + place, tl.sum(power * power, 0))
     wanted = tl.load(ids + row) - column
     known = (wanted >= 0) & (wanted < tl.minimum(columns, SLICE))
     logit = tl.load(logits + line + wanted, mask=known, other=0.0)
-    if CAPPED:
+    if inner is not None:
         logit = tanh(logit * inner)
-    if MASKED:
+    if allowed_ids is not None:
         logit = tl.where(tl.sum((allowed & (at == wanted)).to(tl.int32), 0) > 0, logit, float("-inf"))
     tl.store(token + row, logit * scale, mask=known)
     if row < kept_rows:  # no constant, so that one kernel, and the same bits, come of calls that keep nothing
@@ -136,45 +113,17 @@ def _reduce_slice(
 
 @triton.jit(do_not_specialize=["first"])
 def _differentiate_block(
-    logits,
-    out,
-    ids,
-    others,
-    lse,
-    entropy,
-    sum_p2,
-    grad_log_probs,
-    grad_entropy,
-    grad_sum_p2,
-    shift,
-    allowed_ids,
-    offsets,
-    scratch,
-    first,
-    columns,
-    stride,
-    out_stride,
-    shift_stride,
-    slice_stride,
-    scale,
-    inner,
-    LOG_PROBS: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SQUARES: tl.constexpr,
-    MASKED: tl.constexpr,
-    KEPT: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SLICE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, out, ids, others, lse, entropy, sum_p2, grad_log_probs, grad_entropy, grad_sum_p2, shift, allowed_ids,
+    offsets, scratch, first, columns, stride, out_stride, shift_stride, slice_stride, scale, inner,
+    SLICE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0)
     # [segments, SEGMENT], each of one slice: slices and `first` are multiples of a segment
     begins = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // SEGMENT)[:, None] * SEGMENT
     at = begins + tl.arange(0, SEGMENT)[None, :]
     inside = at < columns
     here = tl.load(logits + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
-    if KEPT:
+    if lse is None:
         p = tl.where(here < 0, tl.exp(tl.minimum(here, 0.0)), here * (1 / _UNIT))
         log_p = tl.where(here < 0, here, tl.log(tl.where(p > 0, p, 1.0)))
         place = shift + row.to(tl.int64) * shift_stride + ((first + begins) // SLICE).to(tl.int64) * slice_stride
@@ -182,30 +131,29 @@ def _differentiate_block(
         p *= tl.exp(below)
         log_p += below
     else:
-        if CAPPED:
+        if inner is not None:
             power = tl.exp(-2 * tl.abs(here * inner))
             bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
             here = tanh(here * inner)
         log_p = here * scale - tl.load(lse + row)
         p = tl.exp(log_p)
-        if MASKED:
-            column = first + tl.program_id(1) * BLOCK
-            allowed = _is_allowed(allowed_ids, offsets, scratch, row, column, BLOCK)
+        if allowed_ids is not None:
+            allowed = _is_allowed(allowed_ids, offsets, scratch, row, first + tl.program_id(1) * BLOCK, BLOCK)
             p = tl.where(tl.reshape(allowed, (BLOCK // SEGMENT, SEGMENT)), p, 0.0)
     factor = tl.zeros((BLOCK // SEGMENT, SEGMENT), tl.float32)
-    if LOG_PROBS:
+    if grad_log_probs is not None:
         slope = tl.load(grad_log_probs + row)
         wanted = at == tl.load(ids + row) - first
         factor += tl.where(wanted, 0.0, slope)
-    if ENTROPY:
+    if grad_entropy is not None:
         factor += tl.load(grad_entropy + row) * (log_p + tl.load(entropy + row))
-    if SQUARES:
+    if grad_sum_p2 is not None:
         factor -= 2 * tl.load(grad_sum_p2 + row) * (p - tl.load(sum_p2 + row))
     grad = -p * factor
-    if LOG_PROBS:
+    if grad_log_probs is not None:
         grad += tl.where(wanted, slope * tl.load(others + row), 0.0)
     out += row.to(tl.int64) * out_stride
-    if CAPPED:
+    if inner is not None:
         grad *= bend
     tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
@@ -222,30 +170,12 @@ def reduce_rows(
 ) -> None:
     rows, columns = logits.shape
     width = log_probs.SLICE
+    block = width if len(parts.top) > 1 else _block(logits.stride(0), width)  # one for all pieces
     with device_of(logits):
         _reduce_slice[(rows, triton.cdiv(columns, width))](
-            logits,
-            ids,
-            *parts,
-            kept,
-            *(_UNMASKED if mask is None else mask),
-            row,
-            column // width,
-            columns,
-            parts.top.shape[1],
-            len(kept),
-            logits.stride(0),
-            kept.stride(0),
-            *curve,
-            ENTROPY=parts.weighted is not None,
-            SQUARES=parts.squares is not None,
-            MASKED=mask is not None,
-            CAPPED=curve.inner is not None,
-            SLICE=width,
-            BLOCK=width if len(parts.top) > 1 else _block(logits.stride(0), width),  # one for all pieces
-            num_warps=_SLICE_WARPS,
-            **EXACT,
-        )
+            logits, ids, *parts, kept, *(mask or _UNMASKED), row, column // width, columns, parts.top.shape[1],
+            len(kept), logits.stride(0), kept.stride(0), *curve, width, block, num_warps=_SLICE_WARPS, **EXACT
+        )  # fmt: skip
 
 
 def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> None:
@@ -254,33 +184,14 @@ def differentiate(logits: Tensor, grad: Tensor, first: int, slopes: Slopes) -> N
         return
     # From the stride, which all slices share, so that a narrower last slice does not compile another kernel.
     block = _block(grad.stride(0), _BLOCK)
-    shift = slopes.shift if slopes.lse is None else None
+    kept = slopes.lse is None
+    shift, mask = (slopes.shift, None) if kept else (None, slopes.mask)
     strides = (0, 0) if shift is None else shift.stride()
     with device_of(logits):
         _differentiate_block[(rows, triton.cdiv(columns, block))](
-            logits,
-            grad,
-            *slopes[:8],
-            shift,
-            *(_UNMASKED if slopes.mask is None else slopes.mask),
-            first,
-            columns,
-            logits.stride(0),
-            grad.stride(0),
-            *strides,
-            *slopes.curve,
-            LOG_PROBS=slopes.grad_log_probs is not None,
-            ENTROPY=slopes.grad_entropy is not None,
-            SQUARES=slopes.grad_sum_p2 is not None,
-            MASKED=slopes.lse is not None and slopes.mask is not None,
-            KEPT=slopes.lse is None,
-            CAPPED=slopes.curve.inner is not None,
-            SLICE=slopes.width,
-            SEGMENT=_SEGMENT,
-            BLOCK=block,
-            num_warps=_WARPS,
-            **EXACT,
-        )
+            logits, grad, *slopes[:8], shift, *(mask or _UNMASKED), first, columns, logits.stride(0), grad.stride(0),
+            *strides, *slopes.curve, slopes.width, _SEGMENT, block, num_warps=_WARPS, **EXACT
+        )  # fmt: skip
 
 
 def _block(columns: int, most: int) -> int:
