@@ -27,6 +27,7 @@ from torch import Tensor
 
 from maskpack.core import native
 from maskpack.core.arguments import list_of, said, whole
+from maskpack.core.backends import uses_triton
 from maskpack.core.index import (
     IntArray,
     Rows,
@@ -81,7 +82,7 @@ class RowLayout:
             mask: is scanned on its device. One synchronisation on CUDA.
             num_tokens: a hint that saves the synchronisation: the number of valid tokens of a mask with at most one
                 span in a row. If it is wrong, results are wrong, but nothing is read or written out of bounds, and
-                the first use of the layout on the host raises LayoutError. On the CPU it is checked at once.
+                the first use of the layout on the host raises LayoutError. Without Triton it is checked at once.
 
         Raises LayoutError if the mask has no dim, or is jagged, or `num_tokens` is wrong; on CUDA also for more than
         2^31 - 1 valid tokens, the limit of int32.
@@ -97,10 +98,10 @@ class RowLayout:
         if mask.dim() != 2:
             mask = mask.reshape(math.prod(mask.shape[:-1]), mask.shape[-1])
         rows, width = mask.shape
-        if mask.device.type == "cpu":
-            found = scan.on_host(mask.detach())
+        if not uses_triton(mask.device):
+            found = scan.on_host(mask.detach().cpu())
             _check_num_tokens(found.table, num_tokens)
-            return layout_of_core(found)
+            return layout_of_core(found).to(mask.device)
         total, cache = scan.on_device(mask.detach(), num_tokens)
         if "_table" in cache:
             _check_num_tokens(cache["_table"], num_tokens)

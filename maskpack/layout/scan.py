@@ -1,9 +1,11 @@
-"""Masks to spans, in one read of the mask on its device."""
+"""Masks to spans, in one read of the mask: by the compiled core, or on a device by the kernels of scan_triton.py.
+
+Masks on devices without Triton are copied to the host and scanned there."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +13,10 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.backends import uses_triton
 from maskpack.core.bits import words
 from maskpack.core.index import SpanTable, cumulated
 from maskpack.errors import LayoutError
-from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, need_int32
+from maskpack.layout.span_index import MOST_TOKENS, SpanIndex, blocks_of, need_int32
 
 
 def on_host(mask: Tensor) -> native.HostLayout:
@@ -56,7 +57,7 @@ def described(dtype: torch.dtype, bits: Tensor) -> native.Structs:
 
 
 def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]]:
-    """T, and the attributes of RowLayout that the scan of a mask [B, S] computes: `_table`, `_index`, `lengths`,
+    """T, and the attributes of RowLayout that the kernels compute of a mask [B, S]: `_table`, `_index`, `lengths`,
     `cu_seqlens`, or the counts of its rows as `_host_counts` or `_device_counts`.
 
     One synchronisation copies the counts of all rows to the host; if no row has two spans, they are the whole table.
@@ -72,21 +73,17 @@ def on_device(mask: Tensor, num_tokens: int | None) -> tuple[int, dict[str, Any]
             f"RowLayout.from_mask: num_tokens is {num_tokens}; a mask {(rows, width)} has 0 to {rows * width} valid "
             "tokens. Give their number."
         )
-    if not mask.is_cuda or mask.get_device() == torch.cuda.current_device():
-        return _scan(mask, num_tokens)
-    with torch.cuda.device_of(mask):  # Triton launches on the current device
+    from maskpack.layout.launch_triton import device_of  # Triton is imported on first use
+
+    with device_of(mask):
         return _scan(mask, num_tokens)
 
 
 def _scan(mask: Tensor, hint: int | None) -> tuple[int, dict[str, Any]]:
-    rows, width = mask.shape
-    if uses_triton(mask.device):
-        from maskpack.layout.scan_triton import list_spans, scan_rows
+    from maskpack.layout.scan_triton import list_spans, scan_rows
 
-        valid = _loaded(mask)
-    else:
-        list_spans, scan_rows = _list_spans, _scan_rows
-        valid = _not_zero(mask).contiguous()
+    rows, width = mask.shape
+    valid = _loaded(mask)
     scanned = scan_rows(valid, blocks_of(rows * width if hint is None else hint), hint)
     index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
     if hint is not None:
@@ -154,75 +151,6 @@ _LOADED = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 """The dtypes that kernels load without a cast."""
-
-
-class Scan(NamedTuple):
-    """int32 tensors of a mask [B, S].
-
-    Attributes:
-        counts: at least [3 * B + 3]: the number of valid tokens of each row, of its spans, and its first valid position
-            (0 in an empty row); then the totals: T and N, clamped to int32, and the most spans of a row.
-        starts: [B], the third part of `counts`.
-        begins: [B + 1], where each row begins among the packed tokens, then their number; clamped to int32.
-        splits: [B + 1], the same of the spans.
-        blocks: `SpanIndex.blocks` for rows of one span, filled to the end if T is a hint.
-        bounded: [B + 1], `begins` clamped to the hint; None without one.
-    """
-
-    counts: Tensor
-    starts: Tensor
-    begins: Tensor
-    splits: Tensor
-    blocks: Tensor
-    bounded: Tensor | None
-
-
-def _scan_rows(valid: Tensor, entries: int, num_tokens: int | None) -> Scan:
-    """`scan_triton.scan_rows` in plain torch."""
-    begin = _begins(valid)
-    counts = torch.stack([valid.sum(1), begin.sum(1), begin.to(torch.uint8).argmax(1)]).to(torch.int32)
-    begins, splits = torch.nn.functional.pad(_sums(counts[:2]), (1, 0))
-    bounded = None if num_tokens is None else begins.clamp(max=num_tokens)
-    totals = torch.stack([begins[-1], splits[-1], counts[1].max()])
-    return Scan(torch.cat([counts.view(-1), totals]), counts[2], begins, splits, _blocks(begins, entries), bounded)
-
-
-def _sums(counts: Tensor) -> Tensor:
-    return counts.cumsum(1, dtype=torch.int64).clamp_(max=MOST_TOKENS).to(torch.int32)
-
-
-def _begins(valid: Tensor) -> Tensor:
-    begin = valid.clone()
-    begin[:, 1:] &= ~valid[:, :-1]
-    return begin
-
-
-def _list_spans(valid: Tensor, scan: Scan, num_tokens: int, spans: int) -> SpanIndex:
-    """`scan_triton.list_spans` in plain torch."""
-    width = valid.shape[1]
-    end = valid.clone()
-    end[:, :-1] &= ~valid[:, 1:]
-    first = torch.nonzero_static(_begins(valid).view(-1), size=spans).view(-1)
-    last = torch.nonzero_static(end.view(-1), size=spans).view(-1)
-    begins = torch.nn.functional.pad((last - first + 1).cumsum(0, dtype=torch.int32), (1, 0))
-    starts, rows = (first % width).to(torch.int32), (first // width).to(torch.int32)
-    words = torch.nn.functional.pad(valid, (0, -width % 32)).view(valid.shape[0], -1, 32)
-    bits = (words.to(torch.int64) << torch.arange(32, device=valid.device)).sum(2).to(torch.int32)
-    sums = words.sum(2).view(-1).cumsum(0, dtype=torch.int32).view(bits.shape)
-    before = sums - words.sum(2)
-    blocks = _blocks(begins, blocks_of(num_tokens))
-    ranks = bits, before.to(torch.int32)
-    places = None
-    if lists_places(spans, num_tokens, valid.numel()):
-        places = torch.nonzero_static(valid.view(-1), size=num_tokens).view(-1).to(torch.int32)
-    return SpanIndex(starts, begins, blocks, rows, scan.splits, scan.begins, *ranks, places)
-
-
-def _blocks(begins: Tensor, entries: int) -> Tensor:
-    """`SpanIndex.blocks`; entries beyond the last token are the last span."""
-    tokens = torch.arange(0, BLOCK * entries, BLOCK, device=begins.device)
-    spans = torch.searchsorted(begins, tokens, right=True, out_int32=True) - 1
-    return spans.clamp_(max=begins.shape[0] - 2)
 
 
 def _not_zero(mask: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from maskpack.core.latest import Latest
 from maskpack.layout.launch_triton import Launch, addresses_of
-from maskpack.layout.scan import Scan
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex, blocks_of, lists_places, words_of
 
 _AHEAD = 1024
@@ -201,6 +200,27 @@ def _list_spans(
     if row == tl.num_programs(0) - 1:
         tl.store(begins + spans, num_tokens)
         tl.store(blocks + entries - 1, spans - 1)
+
+
+class Scan(NamedTuple):
+    """int32 tensors of a mask [B, S].
+
+    Attributes:
+        counts: at least [3 * B + 3]: the number of valid tokens of each row, of its spans, and its first valid position
+            (0 in an empty row); then the totals: T and N, clamped to int32, and the most spans of a row.
+        starts: [B], the third part of `counts`.
+        begins: [B + 1], where each row begins among the packed tokens, then their number; clamped to int32.
+        splits: [B + 1], the same of the spans.
+        blocks: `SpanIndex.blocks` for rows of one span, filled to the end if T is a hint.
+        bounded: [B + 1], `begins` clamped to the hint; None without one.
+    """
+
+    counts: Tensor
+    starts: Tensor
+    begins: Tensor
+    splits: Tensor
+    blocks: Tensor
+    bounded: Tensor | None
 
 
 class _Kind(NamedTuple):

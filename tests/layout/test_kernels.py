@@ -22,8 +22,8 @@ from torch import Tensor
 from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
-from maskpack.layout.row_layout import device_spans, host_spans
-from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, table_of
+from maskpack.layout.row_layout import anchored, device_spans, host_spans
+from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, places_of, table_of
 
 pytestmark = kernel_marks
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
@@ -159,30 +159,21 @@ def test_the_index_of_a_mask(mask: oracle.Mask, dtype: torch.dtype) -> None:
     from maskpack.layout import scan_triton as scan_kernels
 
     tensor = on_device(mask).to(dtype)
-    for module in (scan_kernels, _Torch):
-        real = tensor if module is scan_kernels else tensor != 0
-        total = sum(map(sum, mask))
-        scanned = module.scan_rows(real, total // BLOCK + 3, None)
-        counts = scanned.counts[: 3 * len(mask)].view(3, -1)
-        assert counts.tolist() == [
-            [sum(row) for row in mask],
-            [len(row) for row in oracle.mask_to_runs(mask)],
-            [row.index(True) if any(row) else 0 for row in mask],
-        ]
-        runs, most = int(counts[1].sum()), int(counts[1].max())
-        assert scanned.counts[counts.numel() :][:3].tolist() == [total, runs, most]
-        index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
-        assert scanned.bounded is None
-        if most > 1:
-            index = module.list_spans(real, scanned, total, runs)
-        assert_index(index, mask)
-
-
-class _Torch:
-    """The same steps in plain torch, for devices without Triton."""
-
-    scan_rows = staticmethod(scan._scan_rows)
-    list_spans = staticmethod(scan._list_spans)
+    total = sum(map(sum, mask))
+    scanned = scan_kernels.scan_rows(tensor, total // BLOCK + 3, None)
+    counts = scanned.counts[: 3 * len(mask)].view(3, -1)
+    assert counts.tolist() == [
+        [sum(row) for row in mask],
+        [len(row) for row in oracle.mask_to_runs(mask)],
+        [row.index(True) if any(row) else 0 for row in mask],
+    ]
+    runs, most = int(counts[1].sum()), int(counts[1].max())
+    assert scanned.counts[counts.numel() :][:3].tolist() == [total, runs, most]
+    index = SpanIndex(scanned.starts, scanned.begins, scanned.blocks)
+    assert scanned.bounded is None
+    if most > 1:
+        index = scan_kernels.list_spans(tensor, scanned, total, runs)
+    assert_index(index, mask)
 
 
 @given(masks())
@@ -429,12 +420,6 @@ def garbage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Tensor, "new_empty", lambda x, *size, **more: filled(new_empty(x, *size, **more)))
 
 
-@pytest.fixture(params=["scanned by torch", "scanned by Triton"])
-def scanner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_triton = request.param == "scanned by Triton"
-    monkeypatch.setattr(scan, "uses_triton", lambda device: by_triton)  # pyright: ignore[reportUnknownLambdaType]
-
-
 def hinted(mask: Tensor, total: int) -> RowLayout:
     num_tokens, cache = scan.on_device(mask.to(DEVICE), total)
     layout = RowLayout(*mask.shape, num_tokens, DEVICE)
@@ -450,7 +435,7 @@ def as_scanned(mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "total"), [*BROKEN, ("groups", 10_000), ("groups", 10_404), ("groups", 10_900)])
-def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: None, name: str, total: int) -> None:
+def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, name: str, total: int) -> None:
     mask = PROMISED[name]
     layout = hinted(mask, total)
     index = device_spans(layout)
@@ -467,7 +452,7 @@ def test_what_follows_from_a_hint_leads_nowhere_else(garbage: None, scanner: Non
 
 
 @pytest.mark.parametrize(("name", "total"), BROKEN)
-def test_a_wrong_hint(garbage: None, scanner: None, name: str, total: int) -> None:
+def test_a_wrong_hint(garbage: None, name: str, total: int) -> None:
     mask = PROMISED[name]
     true, seen = int(mask.sum()), as_scanned(mask)
     layout = hinted(mask, total)
@@ -492,9 +477,8 @@ def test_a_wrong_hint(garbage: None, scanner: None, name: str, total: int) -> No
 
 
 @pytest.mark.parametrize("garbage", [0x7FFF1234], indirect=True)
-@pytest.mark.parametrize("scanner", ["scanned by Triton"], indirect=True)
 @pytest.mark.parametrize("total", [30, 600])
-def test_wide_rows_and_gradients_of_a_wrong_hint(garbage: None, scanner: None, total: int) -> None:
+def test_wide_rows_and_gradients_of_a_wrong_hint(garbage: None, total: int) -> None:
     mask = torch.arange(200) < torch.tensor([[9], [25], [0]])
     rank = mask.view(-1).cumsum(0).view(mask.shape)
     x = torch.randn(3, 200, 300, generator=torch.Generator().manual_seed(0))
@@ -531,3 +515,54 @@ def test_sums_beyond_int32_are_stored_as_the_largest() -> None:
     assert line[20:25].tolist() == [0, 1, 2, 3, 4]
     assert line[25:33].tolist() == [0] * 7 + [3]
     assert line[33:].tolist() == [0, 9, 9, 9, 9, 77]
+
+
+def test_a_hint_on_a_device_is_checked_when_the_layout_is_read() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    assert hinted(mask, 3) == RowLayout.from_mask(mask)
+    assert hinted(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert hinted(mask, 1).cu_seqlens.tolist() == hinted(mask, 1).offsets.tolist() == [0, 1, 1, 1]
+    assert hinted(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
+    assert anchored(hinted(mask, 3), 1).lengths.tolist() == [2, 0, 1]
+    for total in (0, 2, 4, 9):
+        with pytest.raises(
+            LayoutError, match=rf"has 3 valid tokens and up to 1 spans in a row; expected num_tokens={total} and at mo"
+        ):
+            hinted(mask, total).lengths  # noqa: B018
+    with pytest.raises(
+        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
+    ):
+        host_spans(hinted(torch.tensor([[1, 0, 1]]), 2))
+
+
+@pytest.mark.parametrize("spans_per_row", [[1, 1], [1, 2]])
+def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch, spans_per_row: list[int]
+) -> None:
+    from maskpack.layout import scan_triton as scan_kernels
+
+    def scan_rows(real: Tensor, *_: Any) -> scan_kernels.Scan:
+        counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
+        begins = torch.zeros(3, dtype=torch.int32)
+        totals = torch.tensor([2**31 - 1, sum(spans_per_row), max(spans_per_row)], dtype=torch.int32)
+        return scan_kernels.Scan(torch.cat([counts.view(-1), totals]), counts[2], begins, begins, torch.zeros(9), None)
+
+    monkeypatch.setattr(scan_kernels, "scan_rows", scan_rows)
+    message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"
+    with pytest.raises(LayoutError, match=message):
+        scan.on_device(torch.ones(2, 3), None)
+
+
+@given(patterns(), st.data())
+def test_places_of_any_hint_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
+    rows, width = len(mask), width_of(mask)
+    if not rows * width:
+        return
+    total = data.draw(st.integers(0, rows * width))
+    index = scan.on_device(torch.tensor(mask).to(DEVICE), total)[1]["_index"]
+    places = places_of(index, rows, width, total)
+    assert (places.dtype, len(places)) == (torch.int64, total)
+    assert all(0 <= place < rows * width for place in places.tolist())
+    if all(len(row) <= 1 for row in oracle.mask_to_runs(mask)):
+        real = [row * width + column for row in range(rows) for column in range(width) if mask[row][column]]
+        assert places.tolist()[: len(real)] == real[:total]

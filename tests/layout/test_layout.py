@@ -19,7 +19,6 @@ from maskpack import RowLayout
 from maskpack.core.index import bits_of, table_of_bits
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
-from maskpack.layout import span_index as runs
 from maskpack.layout.row_layout import anchored, host_spans, min_length, prefix_of
 
 
@@ -295,32 +294,6 @@ def test_a_layout_keeps_nothing_of_what_it_was_made_from() -> None:
 # -------------------------------------------------------------------- num_tokens hints
 
 
-def hinted(mask: torch.Tensor, total: int) -> RowLayout:
-    """As on a GPU: nothing is read before it is asked for."""
-    num_tokens, cache = scan.on_device(mask, total)
-    layout = RowLayout(*mask.shape, num_tokens, mask.device)
-    layout.__dict__.update(cache)
-    return layout
-
-
-def test_a_hint_on_a_device_is_checked_when_the_layout_is_read() -> None:
-    mask = torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 0]])
-    assert hinted(mask, 3) == RowLayout.from_mask(mask)
-    assert hinted(mask, 3).cu_seqlens.tolist() == [0, 2, 2, 3]
-    assert hinted(mask, 1).cu_seqlens.tolist() == hinted(mask, 1).offsets.tolist() == [0, 1, 1, 1]
-    assert hinted(mask, 9).cu_seqlens.tolist() == [0, 2, 2, 3]
-    assert anchored(hinted(mask, 3), 1).lengths.tolist() == [2, 0, 1]
-    for total in (0, 2, 4, 9):
-        with pytest.raises(
-            LayoutError, match=rf"has 3 valid tokens and up to 1 spans in a row; expected num_tokens={total} and at mo"
-        ):
-            hinted(mask, total).lengths  # noqa: B018
-    with pytest.raises(
-        LayoutError, match=r"2 valid tokens and up to 2 spans in a row; expected num_tokens=2 and at most one"
-    ):
-        host_spans(hinted(torch.tensor([[1, 0, 1]]), 2))
-
-
 WIDE = torch.zeros(1, 1, dtype=torch.bool, device="meta")
 
 
@@ -338,40 +311,3 @@ def test_a_hint_that_no_mask_has_is_refused_at_once(mask: torch.Tensor, total: i
     """Before anything is scanned: the masks are wider than memory."""
     with pytest.raises(LayoutError, match=f"^RowLayout.from_mask: {message}"):
         scan.on_device(mask, total)
-
-
-@pytest.mark.parametrize("spans_per_row", [[1, 1], [1, 2]])
-def test_more_tokens_than_int32_counts_are_refused_when_they_are_counted(
-    monkeypatch: pytest.MonkeyPatch, spans_per_row: list[int]
-) -> None:
-    def scan_rows(real: torch.Tensor, *_: Any) -> scan.Scan:
-        counts = torch.tensor([[2**31 - 2, 2], spans_per_row, [0, 0]], dtype=torch.int32)
-        begins = torch.zeros(3, dtype=torch.int32)
-        totals = torch.tensor([2**31 - 1, sum(spans_per_row), max(spans_per_row)], dtype=torch.int32)
-        return scan.Scan(torch.cat([counts.view(-1), totals]), counts[2], begins, begins, torch.zeros(9), None)
-
-    monkeypatch.setattr(scan, "_scan_rows", scan_rows)
-    message = r"^RowLayout.from_mask: the rows have 2147483648 valid tokens; expected at most 2147483647"
-    with pytest.raises(LayoutError, match=message):
-        scan.on_device(torch.ones(2, 3), None)
-
-
-def test_sums_beyond_int32_stay_the_largest() -> None:
-    counts = torch.tensor([[2**31 - 2, 1, 1, 2**31 - 1], [1, 1, 1, 1]], dtype=torch.int32)
-    largest = 2**31 - 1
-    assert scan._sums(counts).tolist() == [[2**31 - 2, largest, largest, largest], [1, 2, 3, 4]]
-
-
-@given(patterns(), st.data())
-def test_places_of_any_hint_are_inside(mask: oracle.Mask, data: st.DataObject) -> None:
-    rows, width = len(mask), width_of(mask)
-    if not rows * width:
-        return
-    total = data.draw(st.integers(0, rows * width))
-    index = scan.on_device(torch.tensor(mask), total)[1]["_index"]
-    places = runs.places_of(index, rows, width, total)
-    assert (places.dtype, len(places)) == (torch.int64, total)
-    assert all(0 <= place < rows * width for place in places.tolist())
-    if all(len(row) <= 1 for row in oracle.mask_to_runs(mask)):
-        real = [row * width + column for row in range(rows) for column in range(width) if mask[row][column]]
-        assert places.tolist()[: len(real)] == real[:total]
