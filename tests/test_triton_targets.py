@@ -117,10 +117,10 @@ def pack_and_unpack() -> None:
                 values = torch.zeros(tokens, *size, dtype=dtype)
                 word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
                 for pad in (0, 7):
-                    kernels.unpack([values], index, 2, 4, [pad], [kernels.CONSTANT])
-                kernels.unpack([values], index, 2, 4, [0], [kernels.EDGE])
-                kernels.unpack([values], index, 2, 4, [torch.zeros(2, dtype=word)], [kernels.PER_ROW])
-                kernels.unpack([values, values], index, 2, 4, [0, 0], [kernels.CONSTANT, kernels.EDGE])
+                    kernels.unpack([values], index, 2, 4, [pad])
+                kernels.unpack([values], index, 2, 4, [maskpack.EDGE])
+                kernels.unpack([values], index, 2, 4, [torch.zeros(2, dtype=word)])
+                kernels.unpack([values, values], index, 2, 4, [0, maskpack.EDGE])
 
 
 def decode() -> None:

@@ -25,6 +25,7 @@ from maskpack.core.backends import uses_triton
 from maskpack.core.bits import sent
 from maskpack.core.pads import PadValue, has_records, record_size, trial_of
 from maskpack.layout.row_layout import RowLayout, device_spans
+from maskpack.ops.pack_words import copied, repeated, words_of
 
 CHUNK = 512
 """Words that a program reads at once."""
@@ -43,13 +44,12 @@ ReadJob = namedtuple(  # pyright: ignore[reportUntypedNamedTuple]  # all are int
     "parts x out size items row col item inner width starts begins bounds splits bits before pads num_pads checked "
     "flags odd",
 )
-"""What the kernel is told of a field. Addresses are those of tensors on the device, strides are in words.
+"""What the kernel is told of a field. Addresses are those of tensors on the device.
 
 Attributes:
     parts: programs for each row.
     x, out: addresses of the field and of its packed values.
-    size, items: bytes of a word, and words of an element.
-    row, col, item: strides of the field.
+    size, items, row, col, item: its `Words`.
     inner: 1 if the columns of an item lie closer to each other than the items of a column.
     width: S.
     starts, begins, bounds, splits, bits, before: addresses of the int32 tensors of `SpanIndex`; `bounds` is
@@ -114,12 +114,17 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
     for key, (x, layout, candidates, checked) in fields.items():
         out = reads.values[key] = _new((layout.num_tokens, *x.shape[2:]), x.dtype, device)
         trials = [trial_of(pad, x.dtype, False) for pad in candidates]
-        source, size, items, strides = _words(x, 1 if any(mode > abi.BY_EDGE for mode, _ in trials) else 8)
-        copies.append(source)
+        widest = 1 if any(mode > abi.BY_EDGE for mode, _ in trials) else 8
+        form = words_of(x, 2, widest)
+        if form is None:
+            x = copied(x)
+            copies.append(x)
+            form = words_of(x, 2, widest)
+        assert form is not None
         checked = checked or any(mode == abi.BY_SIGNS for mode, _ in trials)  # which the masked-out words are read for
         place, bools = pads_at + len(pads), checked and x.dtype is torch.bool
         for pad, (mode, (word, _)) in zip(candidates, trials, strict=True):
-            pads.extend((mode, _repeated(word, x.dtype.itemsize, size), 0, 0))
+            pads.extend((mode, repeated(word, x.dtype.itemsize, form.size), 0, 0))
             if has_records(mode):
                 shape = x.shape[0], record_size(mode, x, layout.width)
                 held = reads.records[key, pad] = _new(shape, torch.uint8, device)
@@ -128,12 +133,12 @@ def read(fields: Mapping[Any, PaddedField], device: torch.device) -> Reads:
                     held.zero_()
         if id(layout) not in spans:
             spans[id(layout)] = _spans(layout)
-        parts = -(-layout.width * items // SPAN)
+        parts = -(-layout.width * form.items // SPAN)
         firsts.append(programs)
         programs += layout.num_rows * parts
         job = ReadJob(
-            parts, source.data_ptr(), out.data_ptr(), size, items, *strides, layout.width, *spans[id(layout)],
-            place, len(candidates), int(checked), flags, _repeated(0xFE, 1, size) if bools else 0,
+            parts, x.data_ptr(), out.data_ptr(), *form, int(form.item > form.col), layout.width, *spans[id(layout)],
+            place, len(candidates), int(checked), flags, repeated(0xFE, 1, form.size) if bools else 0,
         )  # fmt: skip
         jobs.extend(job)
         if checked:
@@ -151,30 +156,9 @@ def _new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _repeated(word: int, size: int, wide: int) -> int:
-    """A word of `size` bytes, repeated to fill `wide` bytes, as an int64 that is zero-extended."""
-    line = (word & ((1 << 8 * size) - 1)).to_bytes(size, "little") * (wide // size)
-    return int.from_bytes(line.ljust(8, b"\0"), "little", signed=True)
-
-
 def _spans(layout: RowLayout) -> tuple[int, int, int, int, int, int]:
     """`starts` to `before` of a ReadJob."""
     index = device_spans(layout)
     bounds = index.begins if index.cu_seqlens is None else index.cu_seqlens
     splits, bits, before = (0 if part is None else part.data_ptr() for part in (index.splits, index.bits, index.before))
     return index.starts.data_ptr(), index.begins.data_ptr(), bounds.data_ptr(), splits, bits, before
-
-
-def _words(x: Tensor, widest: int) -> tuple[Tensor, int, int, tuple[int, int, int, int]]:
-    """`x` [B, S, *F], copied if need be so that the words of an element are one stride apart; and `size`,
-    `items`, and `row` to `inner` of a ReadJob. Adjacent words are joined to up to `widest` bytes."""
-    size = x.dtype.itemsize
-    if x.dim() == 2 and not x.is_neg() and not x.is_conj():
-        return x, size, 1, (x.stride(0), x.stride(1), 1, 0)
-    x = x.detach().resolve_conj().resolve_neg().unsqueeze(-1).flatten(2)
-    items, (row, col, item) = x.shape[2], x.stride()
-    if item == 1 and items > 1:
-        bound = items * size | row * size | col * size | x.data_ptr()
-        wide = next(n for n in (8, 4, 2, 1) if n <= max(widest, size) and bound % n == 0 and n >= size)
-        size, items, row, col = wide, items * size // wide, row * size // wide, col * size // wide
-    return x, size, items, (row, col, item, int(item > col))

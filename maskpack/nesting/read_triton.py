@@ -20,7 +20,7 @@ from torch import Tensor
 
 from maskpack.core import abi
 from maskpack.nesting import device_read as jobs
-from maskpack.ops.pack_triton import _ones
+from maskpack.ops.pack_triton import by_bits
 
 (
     PARTS, X, OUT, SIZE, ITEMS, ROW, COL, ITEM, INNER, WIDTH, STARTS, BEGINS, BOUNDS, SPLITS, BITS, BEFORE, PADS,
@@ -113,15 +113,14 @@ def _entry(job, COLUMN: tl.constexpr, at, mask):
 def _rank(job, row, col, live, first, start, tokens, width):
     """Whether positions of a row are valid, and the number of tokens before each; of positions behind the only span of
     a row, at least 1."""
-    if tl.load(job + BITS) == 0:
+    bits = tl.load(job + BITS)
+    if bits == 0:
         valid = live & (col >= start) & (col < start + tokens)
         rank = tl.where(tokens > 0, col - start + (col >= start + tokens).to(tl.int32), 0)
     else:
-        word = row * ((width + 31) // 32) + col // 32
-        lane = col % 32
-        bits = _entry(job, BITS, word, live)
-        valid = live & (((bits >> lane) & 1) == 1)
-        rank = _entry(job, BEFORE, word, live) - first + _ones(bits & ((1 << lane) - 1))
+        before = tl.load(job + BEFORE).to(tl.pointer_type(tl.int32))
+        valid, rank = by_bits(bits.to(tl.pointer_type(tl.int32)), before, row, col, width, live)
+        valid, rank = valid & live, rank - first
     return valid, rank
 
 

@@ -8,20 +8,17 @@ takes longer than a launch. EDGE with gradients, which repeats elements, and con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from maskpack.core.bits import words
-from maskpack.core.pads import EDGE
+from maskpack.core.pads import EDGE, Pad
 from maskpack.layout.row_layout import RowLayout, device_spans
 from maskpack.layout.span_index import SpanIndex
 from maskpack.ops import pack_torch, pack_triton
-
-_Job = tuple[int, Tensor | None, int]
-"""The raw bits of a constant pad, the pads [B] and the mode of a field."""
 
 
 def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
@@ -30,7 +27,7 @@ def pack(fields: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     if torch.compiler.is_compiling():
         return [_pack(field, spans.tensors(), *sizes) for field in fields]
     if _differentiable(fields):
-        return list(_apply(_Way(spans, *sizes), *fields))
+        return _Way(spans, *sizes).moved(fields)
     return pack_triton.pack(fields, spans, layout.num_tokens)
 
 
@@ -38,33 +35,23 @@ def unpack(
     values: Sequence[Tensor], layout: RowLayout, pads: Sequence[Any], bits: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
     """`values` [T, *F] -> [B, S, *F]; each pad is a constant with these raw bits, EDGE, or a tensor [B]."""
+    spans, rows, width = device_spans(layout), layout.num_rows, layout.width
     compiling = torch.compiler.is_compiling()
     differentiable = compiling or _differentiable(values)
     if not differentiable and all(len(word) == 1 for word in bits):
-        words = [word for (word,) in bits]
-        return pack_triton.unpack(
-            values, device_spans(layout), layout.num_rows, layout.width, words, [pack_triton.CONSTANT] * len(words)
-        )
-    jobs = [_job(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
-    kernel = [(x, job) for x, job in zip(values, jobs, strict=True) if job is not None]
+        return pack_triton.unpack(values, spans, rows, width, [word for (word,) in bits])
+    own = [_kernel_pad(*each, differentiable) for each in zip(values, pads, bits, strict=True)]
+    some = [(x, pad) for x, pad in zip(values, own, strict=True) if pad is not None]
+    fields, their_pads = [x for x, _ in some], [pad for _, pad in some]
     if compiling:
-        index, sizes = device_spans(layout).tensors(), (layout.num_rows, layout.width)
-        outs = iter([_unpack(x, index, *sizes, *job) for x, job in kernel])
+        outs = [_unpack(x, spans.tensors(), rows, width, *_of_one_kind(pad)) for x, pad in some]
     else:
-        fields, their_jobs = [x for x, _ in kernel], [job for _, job in kernel]
-        outs = iter(_unpacked(fields, layout, their_jobs, differentiable) if kernel else [])
+        outs = _Way(spans, rows, width, layout.num_tokens, their_pads).moved(fields) if some else []
+    rest = iter(outs)
     return [
-        pack_torch.unpack(x, layout, pad) if job is None else next(outs)
-        for x, pad, job in zip(values, pads, jobs, strict=True)
+        pack_torch.unpack(x, layout, pad) if word is None else next(rest)
+        for x, pad, word in zip(values, pads, own, strict=True)
     ]
-
-
-def _unpacked(values: Sequence[Tensor], layout: RowLayout, jobs: Sequence[_Job], differentiable: bool) -> list[Tensor]:
-    """By the kernels, outside torch.compile."""
-    modes = [mode for _, _, mode in jobs]
-    both = [word if row_pads is None else row_pads for word, row_pads, _ in jobs]
-    way = _Way(device_spans(layout), layout.num_rows, layout.width, values[0].shape[0], both, modes)
-    return list(_apply(way, *values)) if differentiable else way.run(values)
 
 
 def _differentiable(fields: Sequence[Tensor]) -> bool:
@@ -79,18 +66,20 @@ class _Way(NamedTuple):
     rows: int
     width: int
     num_tokens: int
-    pads: Sequence[int | Tensor] | None = None
-    modes: Sequence[int] = ()
+    pads: Sequence[int | Tensor | Pad] | None = None
 
     def run(self, fields: Sequence[Tensor]) -> list[Tensor]:
         if self.pads is None:
             return pack_triton.pack(fields, self.spans, self.num_tokens)
-        return pack_triton.unpack(fields, self.spans, self.rows, self.width, self.pads, self.modes)
+        return pack_triton.unpack(fields, self.spans, self.rows, self.width, self.pads)
+
+    def moved(self, fields: Sequence[Tensor]) -> list[Tensor]:
+        """`run`, as autograd sees it."""
+        return list(_apply(self, *fields)) if _differentiable(fields) else self.run(fields)
 
     def back(self, count: int) -> _Way:
         """Of gradients: that of a packed element is that of its copy, and padding has gradient 0."""
-        zeros = [0] * count
-        return self._replace(pads=zeros if self.pads is None else None, modes=zeros)
+        return self._replace(pads=[0] * count if self.pads is None else None)
 
 
 class _Moved(torch.autograd.Function):
@@ -108,28 +97,23 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         some = [grad for grad in grads if grad is not None]
-        way: _Way = ctx.way.back(len(some))
-        return (None, *_filled(grads, _apply(way, *some) if _differentiable(some) else way.run(some)))
+        rest = iter(ctx.way.back(len(some)).moved(some))
+        return (None, *[None if grad is None else next(rest) for grad in grads])
 
 
 _apply = cast("Callable[..., tuple[Tensor, ...]]", _Moved.apply)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _job(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) -> _Job | None:
-    """The arguments of the kernel; None if it does not support the pad."""
+def _kernel_pad(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable: bool) -> int | Tensor | Pad | None:
+    """The pad as the kernel takes it: raw bits, those of each row, or EDGE; None if it does not support the pad."""
     if len(bits) == 1:
-        return bits[0], None, pack_triton.CONSTANT
+        return bits[0]
     if pad is EDGE:
-        return None if differentiable and values.requires_grad else (0, None, pack_triton.EDGE)
+        return None if differentiable and values.requires_grad else EDGE
     if bits:
         return None
-    pads = words(pad.to(values.dtype)).contiguous()
-    return None if pads.dim() > 1 else (0, pads, pack_triton.PER_ROW)
-
-
-def _filled(grads: Sequence[Tensor | None], computed: Iterable[Tensor]) -> list[Tensor | None]:
-    rest = iter(computed)
-    return [None if grad is None else next(rest) for grad in grads]
+    rows = words(pad.to(values.dtype)).contiguous()
+    return None if rows.dim() > 1 else rows
 
 
 # -------------------------------------------------------------------- operators for torch.compile, of a field each
@@ -140,10 +124,15 @@ def _pack_kernel(field: Tensor, index: Sequence[Tensor], num_rows: int, width: i
 
 
 def _unpack_kernel(
-    values: Tensor, index: Sequence[Tensor], num_rows: int, width: int, pad: int, row_pads: Tensor | None, mode: int
+    values: Tensor, index: Sequence[Tensor], num_rows: int, width: int, word: int | None, row_pads: Tensor | None
 ) -> Tensor:
-    both = pad if row_pads is None else row_pads
-    return pack_triton.unpack([values], SpanIndex(*index), num_rows, width, [both], [mode])[0]
+    pad = row_pads if word is None else word
+    return pack_triton.unpack([values], SpanIndex(*index), num_rows, width, [EDGE if pad is None else pad])[0]
+
+
+def _of_one_kind(pad: int | Tensor | Pad | None) -> tuple[int | None, Tensor | None]:
+    """`word` and `row_pads` of the operator, both None for EDGE."""
+    return pad if isinstance(pad, int) else None, pad if isinstance(pad, Tensor) else None
 
 
 _INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
@@ -157,7 +146,7 @@ _unpack: Any = torch.library.custom_op(
     "maskpack::unpack",
     _unpack_kernel,
     mutates_args=(),
-    schema=f"(Tensor values, {_INDEX}, int pad, Tensor? row_pads, int mode) -> Tensor",
+    schema=f"(Tensor values, {_INDEX}, int? word, Tensor? row_pads) -> Tensor",
 )
 
 
@@ -179,12 +168,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _pack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradient of a packed element is the gradient of its copy; padding has gradient 0."""
     index = [*ctx.saved_tensors]
-    return _unpack(grad, index, *ctx.sizes, 0, None, pack_triton.CONSTANT), [None] * len(index), None, None, None
+    return _unpack(grad, index, *ctx.sizes, 0, None), [None] * len(index), None, None, None
 
 
 def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     index = [*ctx.saved_tensors]
-    return _pack(grad, index, *ctx.sizes, ctx.num_tokens), [None] * len(index), *[None] * 5
+    return _pack(grad, index, *ctx.sizes, ctx.num_tokens), [None] * len(index), *[None] * 4
 
 
 _pack.register_autograd(_pack_backward, setup_context=_keep)

@@ -4,7 +4,9 @@
     unpack  programs over padded elements; each is written once, with its value or the pad
     wide    elements of many bytes: one program for each element or for a part of it
 
-An element is moved as `items` words of 1, 2, 4 or 8 bytes. Fields with the same items and strides share a launch.
+An element is moved as `items` words of 1, 2, 4 or 8 bytes. Fields with the same items and strides share a launch. What
+a launch needs are its arguments, and nothing is copied from the host, so a CUDA graph may capture it: not so the kernel
+of nesting/read_triton.py, which reads the same elements and their padding, of all layouts, by a table of jobs.
 Shape letters: B rows, S the padded width, T valid tokens in all, F trailing dims.
 """
 
@@ -23,10 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from maskpack.core.latest import Latest
+from maskpack.core.pads import Pad
 from maskpack.layout.launch_triton import Launch, addresses_of, aligned, device_of
 from maskpack.layout.span_index import BLOCK, MOST_TOKENS, SpanIndex
+from maskpack.ops.pack_words import Words, copied, repeated, words_of
 
-CONSTANT, EDGE, PER_ROW = 0, 1, 2
+_CONSTANT, _EDGE, _PER_ROW = range(3)
+BY_EDGE, BY_ROW = tl.constexpr(_EDGE), tl.constexpr(_PER_ROW)
 _AT_ONCE = 16
 """The largest number of fields in one launch; more would need too many registers."""
 _PACKED, _PADDED = 256, 512
@@ -110,13 +115,18 @@ def _token(starts, begins, cu_seqlens, bits, before, row, col, width):
     else:
         first = tl.load(cu_seqlens + row)
         count = tl.load(cu_seqlens + row + 1) - first
-        word = row.to(tl.int64) * ((width + 31) // 32) + col // 32
-        mask_bits = tl.load(bits + word, mask=col < width, other=0)
-        lane = col % 32
-        valid = ((mask_bits >> lane) & 1) == 1
-        nearest = tl.load(before + word, mask=col < width, other=0) + _ones(mask_bits & ((2 << lane) - 1)) - 1
-        nearest = tl.maximum(nearest, first)
+        valid, rank = by_bits(bits, before, row.to(tl.int64), col, width, col < width)
+        nearest = tl.maximum(rank + valid.to(tl.int32) - 1, first)
     return valid, nearest, count
+
+
+@triton.jit
+def by_bits(bits, before, row, col, width, inside):
+    """Whether positions of a row are valid, and the number of packed tokens before each: from `SpanIndex.bits`."""
+    word = row * ((width + 31) // 32) + col // 32
+    lane = col % 32
+    ones = tl.load(bits + word, mask=inside, other=0)
+    return ((ones >> lane) & 1) == 1, tl.load(before + word, mask=inside, other=0) + _ones(ones & ((1 << lane) - 1))
 
 
 @triton.jit
@@ -132,14 +142,14 @@ def _ones(words):
 @triton.jit
 def _pad(pad, row, mode: tl.constexpr, kind: tl.constexpr):
     """The raw bits of a row's pad, as a scalar."""
-    return tl.load(pad + row).to(kind) if mode == 2 else tl.cast(pad, kind)
+    return tl.load(pad + row).to(kind) if mode == BY_ROW else tl.cast(pad, kind)
 
 
 @triton.jit
 def _value_or_pad(values, place, taken, valid, pad, row, mode: tl.constexpr):
     """Loads the words `taken` from the values; words that are not valid get the pad, unless the pad is EDGE."""
     words = tl.load(values + place, mask=taken, other=0)
-    if mode != 1:
+    if mode != BY_EDGE:
         words = tl.where(valid, words, _pad(pad, row, mode, words.dtype))
     return words
 
@@ -163,7 +173,7 @@ def _unpack(
         if ITEMS > 1:
             place = place * ITEMS + at % ITEMS
         for field in tl.static_range(len(ins)):
-            taken = there if MODES[field] == 1 else there & valid
+            taken = there if MODES[field] == BY_EDGE else there & valid
             words = _value_or_pad(ins[field], place, taken, valid, pads[field], row, MODES[field])
             tl.store(outs[field] + out, words, mask=inside)
     else:
@@ -197,7 +207,7 @@ def _unpack_wide(
     row = position // width
     valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
     there = (count > 0) & (token < num_tokens)
-    if MODE != 1:
+    if MODE != BY_EDGE:
         there = there & valid
     taken = at < tl.where(there, items, 0)
     words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, valid, pad, row, MODE)
@@ -205,16 +215,6 @@ def _unpack_wide(
 
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
-
-class _Words(NamedTuple):
-    """The elements of a tensor as words: `items` words of `size` bytes each. Strides are in words."""
-
-    size: int
-    items: int
-    row: int
-    col: int
-    item: int
 
 
 class _Group(NamedTuple):
@@ -266,7 +266,7 @@ def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Te
     key = (starts.device, of_rows is None, places is None, *kinds)
     plan = _packs.get(key) or _packs.keep(key, _plan_pack(fields))
     if plan.copied:
-        return pack(_copied(fields, plan), index, num_tokens)
+        return pack(_all_copied(fields, plan), index, num_tokens)
     # sizes as arguments of their own: torch takes half as long to read them as to read a tuple
     outs = [x.new_empty(num_tokens, *tail) for x, tail in zip(fields, plan.tails, strict=True)]
     if num_tokens:
@@ -276,15 +276,10 @@ def pack(fields: Sequence[Tensor], index: SpanIndex, num_tokens: int) -> list[Te
 
 
 def unpack(
-    values: Sequence[Tensor],
-    index: SpanIndex,
-    rows: int,
-    width: int,
-    pads: Sequence[int | Tensor],
-    modes: Sequence[int],
+    values: Sequence[Tensor], index: SpanIndex, rows: int, width: int, pads: Sequence[int | Tensor | Pad]
 ) -> list[Tensor]:
-    """`values` [T, *F] of at most 8 bytes per item -> [B, S, *F]. A pad is the raw bits of an item (CONSTANT), a tensor
-    [B] of these (PER_ROW), or ignored (EDGE)."""
+    """`values` [T, *F] of at most 8 bytes per item -> [B, S, *F]. A pad is the raw bits of an item, a tensor [B] of
+    these, or EDGE."""
     starts, begins, _, _, _, cu_seqlens, bits, before, _ = index
     values = [x if x.is_contiguous() else x.contiguous() for x in values]
     sources = [x.data_ptr() for x in values]
@@ -292,20 +287,24 @@ def unpack(
         (x.dtype, x.shape[1:] if x.dim() > 1 else (), source & 15, x.is_neg(), x.is_conj())
         for x, source in zip(values, sources, strict=True)
     ]
-    pads_at = [pad.data_ptr() if isinstance(pad, Tensor) else None for pad in pads]
-    alike = [pad if at is None else at & 15 for pad, at in zip(pads, pads_at, strict=True)]
-    key = (starts.device, bits is None, rows, width, *kinds, *alike, *modes)
-    plan = _unpacks.get(key) or _unpacks.keep(key, _plan_unpack(values, rows, width, pads, modes))
+    of_rows = [pad.data_ptr() if isinstance(pad, Tensor) else None for pad in pads]
+    alike = [pad if at is None else (at & 15,) for pad, at in zip(pads, of_rows, strict=True)]
+    key = (starts.device, bits is None, rows, width, *kinds, *alike)
+    plan = _unpacks.get(key) or _unpacks.keep(key, _plan_unpack(values, rows, width, pads))
     if plan.copied:
-        return unpack(_copied(values, plan), index, rows, width, pads, modes)
+        return unpack(_all_copied(values, plan), index, rows, width, pads)
     outs = [x.new_empty(rows, width, *tail) for x, tail in zip(values, plan.tails, strict=True)]
     if plan.groups:
         paddings = [pad if isinstance(pad, Tensor) else word for pad, word in zip(pads, plan.pads, strict=True)]
-        words = [word if at is None else at for at, word in zip(pads_at, plan.pads, strict=True)]
+        words = [word if at is None else at for at, word in zip(of_rows, plan.pads, strict=True)]
         tensors, addresses = [outs, values, paddings], [addresses_of(outs), sources, words]
         parts = starts, begins, cu_seqlens, bits, before
         _run(plan, rows, tensors, addresses, parts, (values[0].shape[0],))
     return outs
+
+
+def _all_copied(fields: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
+    return [copied(x) if at in plan.copied else x for at, x in enumerate(fields)]
 
 
 def _run(
@@ -331,10 +330,10 @@ def _run(
 
 
 def _plan_pack(fields: Sequence[Tensor]) -> _Plan:
-    forms = [_worded(x, 2) for x in fields]
+    forms = [words_of(x, 2) for x in fields]
     if copied := [at for at, form in enumerate(forms) if form is None]:
         return _Plan([], [], [], [], copied)
-    forms = cast("list[_Words]", forms)
+    forms = cast("list[Words]", forms)
     groups: list[_Group] = []
     narrow: dict[tuple[int, ...], list[int]] = {}
     for at, (x, form) in enumerate(zip(fields, forms, strict=True)):
@@ -353,13 +352,12 @@ def _plan_pack(fields: Sequence[Tensor]) -> _Plan:
     return _Plan([form.size for form in forms], [tuple(x.shape[2:]) for x in fields], groups, [], [])
 
 
-def _plan_unpack(
-    values: Sequence[Tensor], rows: int, width: int, pads: Sequence[int | Tensor], modes: Sequence[int]
-) -> _Plan:
-    forms = [_worded(x, 1, 8 if isinstance(pad, int) else 1) for x, pad in zip(values, pads, strict=True)]
+def _plan_unpack(values: Sequence[Tensor], rows: int, width: int, pads: Sequence[Pad | int | Tensor]) -> _Plan:
+    modes = [_CONSTANT if isinstance(pad, int) else _PER_ROW if isinstance(pad, Tensor) else _EDGE for pad in pads]
+    forms = [words_of(x, 1, 1 if mode == _PER_ROW else 8) for x, mode in zip(values, modes, strict=True)]
     if copied := [at for at, form in enumerate(forms) if form is None]:
         return _Plan([], [], [], [], copied)
-    forms = cast("list[_Words]", forms)
+    forms = cast("list[Words]", forms)
     groups: list[_Group] = []
     narrow: dict[int, list[int]] = {}
     for at, (x, form) in enumerate(zip(values, forms, strict=True)):
@@ -376,10 +374,10 @@ def _plan_unpack(
         place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
         for pick in _picks(places):
             kinds = pick(modes)
-            numbers = width, parts, kinds, EDGE in kinds, items, _PADDED, place
+            numbers = width, parts, kinds, _EDGE in kinds, items, _PADDED, place
             groups.append(_Group(Launch(_unpack), pick, parts, 1, numbers))
     words = [
-        _repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else 0
+        repeated(pad, x.dtype.itemsize, form.size) if isinstance(pad, int) else 0
         for x, pad, form in zip(values, pads, forms, strict=True)
     ]
     return _Plan([form.size for form in forms], [tuple(x.shape[1:]) for x in values], groups, words, [])
@@ -391,56 +389,7 @@ def _picks(places: Sequence[int]) -> list[Callable[[Sequence[Any]], tuple[Any, .
     return [itemgetter(*chunk) if len(chunk) > 1 else lambda line, at=chunk[0]: (line[at],) for chunk in chunks]
 
 
-def _copied(fields: Sequence[Tensor], plan: _Plan) -> list[Tensor]:
-    """The fields, those to be copied as contiguous copies."""
-    return [x.resolve_conj().resolve_neg().contiguous() if at in plan.copied else x for at, x in enumerate(fields)]
-
-
-def _worded(x: Tensor, leading: int, widest: int = 8) -> _Words | None:
-    """The words of `x`, whose elements are the dims after the `leading` ones, joined to up to `widest` bytes where they
-    are adjacent; None if `x` has to be copied so that the words of an element are one stride apart."""
-    if x.is_conj() or x.is_neg():
-        return None
-    size, items = x.dtype.itemsize, x.shape[leading:].numel()
-    item = 1 if x.is_contiguous() else _item_stride(x, leading)
-    if item is None or (size == 16 and item != 1):
-        return None
-    row, col = x.stride(0), x.stride(leading - 1)
-    if items == 1 and size <= 8:
-        return _Words(size, items, row, col, 1)
-    if size == 16:
-        size, items, row, col = 8, 2 * items, 2 * row, 2 * col
-    if item == 1:
-        bound = items * size | row * size | col * size | x.data_ptr()
-        wide = next(n for n in (8, 4, 2, 1) if n <= max(widest, size) and bound % n == 0)
-        times = wide // size
-        if times > 1:
-            size, items, row, col = wide, items // times, row // times, col // times
-    return _Words(size, items, row, col, item)
-
-
-def _item_stride(x: Tensor, leading: int) -> int | None:
-    """The stride between adjacent items of an element, or None if it is not the same for all."""
-    item = reach = None
-    for size, stride in zip(reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True):
-        if size == 1:
-            continue
-        if reach is not None and stride != reach:
-            return None
-        item = stride if item is None else item
-        reach = size * stride
-    return 1 if item is None else item
-
-
-def _repeated(word: int, size: int, wide: int) -> int:
-    """A word of `size` bytes, repeated to fill `wide` bytes."""
-    if size >= wide:
-        return word
-    line = (word & ((1 << 8 * size) - 1)).to_bytes(size, "little") * (wide // size)
-    return int.from_bytes(line, "little", signed=True)
-
-
-def _chunks(form: _Words) -> tuple[int, int]:
+def _chunks(form: Words) -> tuple[int, int]:
     """The number of words that one program moves, and of programs for one element."""
     chunk = min(_CHUNK_BYTES // form.size, triton.next_power_of_2(form.items))
     return chunk, -(-form.items // chunk)
