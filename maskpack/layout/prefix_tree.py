@@ -20,8 +20,8 @@ import numpy as np
 from maskpack.core import native
 from maskpack.core.arguments import said, whole
 from maskpack.core.index import IntArray, Rows, cumulated, ranges, row_index
-from maskpack.core.tensors import host_array
 from maskpack.errors import LayoutError
+from maskpack.layout.row_layout import whole_numbers
 
 MIN_SHARED = 16
 """The fewest tokens of a branch, by default."""
@@ -78,14 +78,14 @@ class PrefixTree:
         """
         call = "PrefixTree.from_ids"
         least = whole(min_shared, "min_shared", 1, call)
-        tokens = _whole(ids, call, "ids", 1)
-        bounds = _whole(row_offsets, call, "row_offsets", 1)
+        tokens = whole_numbers(ids, call, "ids", "(T,)")
+        bounds = whole_numbers(row_offsets, call, "row_offsets", "(B + 1,)")
         if bounds.size == 0 or bounds[0] != 0 or bounds[-1] != tokens.size or (bounds[1:] < bounds[:-1]).any():
             raise LayoutError(
                 f"{call}: row_offsets run from {bounds[:1].tolist()} to {bounds[-1:].tolist()}; expected to rise from "
                 f"0 to {tokens.size}, the tokens. Pass the cumulated lengths of the rows."
             )
-        beside = None if positions is None else _whole(positions, call, "positions", 2)
+        beside = None if positions is None else whole_numbers(positions, call, "positions", "(T,) or (T, n)", 2)
         if beside is not None and beside.shape[0] != tokens.size:
             raise LayoutError(
                 f"{call}: positions are {beside.shape} for {tokens.size} tokens; expected (T,) or (T, n). Give one or "
@@ -111,7 +111,8 @@ class PrefixTree:
         """
         call = "PrefixTree.from_groups"
         least = whole(min_shared, "min_shared", 1, call)
-        tokens, prefixes = _whole(lengths, call, "lengths", 1), _whole(prefix_lengths, call, "prefix_lengths", 1)
+        tokens = whole_numbers(lengths, call, "lengths", "(B,)")
+        prefixes = whole_numbers(prefix_lengths, call, "prefix_lengths", "(B,)")
         no_list = isinstance(groups, str | bytes | set | frozenset | dict) or getattr(groups, "ndim", 1) == 0
         if no_list or not isinstance(groups, Iterable):
             raise LayoutError(f"{call}: groups are {said(groups)}; expected one label for each row. Pass a list.")
@@ -258,14 +259,3 @@ def _contracted(shared: IntArray, least: int) -> IntArray:
         last = kept[above[k]] if above[k] >= 0 else 0
         kept[k] = values[k] if values[k] - last >= least else last
     return np.array(kept, np.int64)
-
-
-def _whole(values: Any, call: str, name: str, most_dims: int) -> IntArray:
-    """Contiguous int64, of 1 to `most_dims` dims."""
-    array = host_array(values, name, call)
-    if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
-        shapes = "(n,)" if most_dims == 1 else "(n,) or (n, k)"
-        raise LayoutError(
-            f"{call}: {name} are {array.dtype} {array.shape}; expected integers {shapes}. Pass such an array."
-        )
-    return np.ascontiguousarray(array, np.int64)

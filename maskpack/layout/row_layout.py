@@ -125,14 +125,15 @@ class RowLayout:
         if device is None:
             device = lengths.device if isinstance(lengths, Tensor) else "cpu"
         call = "RowLayout.from_lengths"
-        return cls._from_lengths(_whole(lengths, call, "lengths", "(B,)"), width, device_here(device, call), call)
+        host = whole_numbers(lengths, call, "lengths", "(B,)")
+        return cls._from_lengths(host, width, device_here(device, call), call)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int] | IntArray, width: int | None = None) -> RowLayout:
         """Builds a layout from cumulative lengths, integer [B + 1], non-decreasing from 0. One synchronisation on
         CUDA."""
         call = "RowLayout.from_cu_seqlens"
-        host = _whole(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
+        host = whole_numbers(cu_seqlens, call, "cu_seqlens", "(B + 1,)")
         if host.size == 0 or int(host[0]) != 0:
             raise LayoutError(
                 f"{call}: cu_seqlens begins with {host[:1].tolist()}; expected 0. Pass the cumulative row "
@@ -173,9 +174,9 @@ class RowLayout:
         call = "RowLayout.from_spans"
         width, anchor = whole(width, "width", 0, call), whole(anchor, "anchor", 0, call)
         table = SpanTable(
-            _whole(starts, call, "starts", "(N,)"),
-            _whole(counts, call, "counts", "(N,)"),
-            cumulated(_whole(spans_per_row, call, "spans_per_row", "(B,)")),
+            whole_numbers(starts, call, "starts", "(N,)").copy(),
+            whole_numbers(counts, call, "counts", "(N,)").copy(),
+            cumulated(whole_numbers(spans_per_row, call, "spans_per_row", "(B,)")),
         )
         problem = _problem(table, width) or (None if 0 <= anchor <= width else f"the anchor is column {anchor}")
         if problem:
@@ -441,6 +442,15 @@ def prefix_of(layout: RowLayout) -> RowLayout:
     return RowLayout.from_lengths(lengths, layout.width, device=layout.device)
 
 
+def whole_numbers(values: Any, call: str, name: str, shape: str, most_dims: int = 1) -> IntArray:
+    """Integers of 1 to `most_dims` dims on the host, contiguous int64; the array itself if it is that."""
+    array = host_array(values, name, call)
+    if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
+        seen = f"{array.dtype} {array.shape}" if array.ndim else said(values)
+        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers.")
+    return np.ascontiguousarray(array, np.int64)
+
+
 def _check_num_tokens(table: SpanTable, num_tokens: int | None) -> None:
     if num_tokens is None:
         return
@@ -451,15 +461,6 @@ def _check_num_tokens(table: SpanTable, num_tokens: int | None) -> None:
             f"num_tokens={num_tokens} and at most one. Give the true num_tokens, or leave it out if rows have several "
             "spans."
         )
-
-
-def _whole(values: Any, call: str, name: str, shape: str) -> IntArray:
-    """A copy of integers [n] on the host."""
-    array = host_array(values, name, call)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        seen = f"{array.dtype} {array.shape}" if array.ndim else said(values)
-        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers.")
-    return array.astype(np.int64)
 
 
 def _problem(table: SpanTable, width: int) -> str | None:
