@@ -197,16 +197,12 @@ def requires_grad(fields: Iterable[Tensor]) -> bool:
 def held_by(field: Any) -> tuple[Tensor, Tensor] | None:
     """The values and the offsets of a tensor that is jagged along dim 1 without gaps, without their gradients; None for
     any other."""
-    private = cast("dict[str, Any]", vars(field))
-    if private.keys() >= {
-        "_ragged_idx",
-        "_lengths",
-        "_offsets",
-        "_values",
-    }:  # each attribute of torch takes microseconds
-        regular = private["_ragged_idx"] == 1 and private["_lengths"] is None
-        return (private["_values"], private["_offsets"]) if regular else None
-    return (values_of(field), offsets_of(field)) if field.is_nested and is_regular(field) else None
+    if not is_regular(field):
+        return None
+    private = cast("dict[str, Any]", vars(field))  # each attribute of torch takes microseconds
+    if "_values" in private and "_offsets" in private:
+        return private["_values"], private["_offsets"]
+    return values_of(field), offsets_of(field)
 
 
 def is_regular(field: Any) -> bool:
