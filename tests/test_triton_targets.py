@@ -24,9 +24,10 @@ from needs import is_installed
 
 import maskpack
 from maskpack.layout.row_layout import device_spans
-from maskpack.ops.log_probs import SLICE, Parts, Slopes
+from maskpack.ops.log_probs import SLICE, Reduction, Slopes
 from maskpack.ops.logits import Curve
 from maskpack.ops.sampling_mask import SamplingMask
+from maskpack.ops.split_head import Parts
 
 pytestmark = pytest.mark.skipif(not is_installed("triton"), reason="needs Triton")
 TARGETS = {"gfx942": ("hip", "gfx942", 64, "hsaco"), "sm_90": ("cuda", 90, 32, "ptx")}
@@ -44,9 +45,9 @@ def log_probs() -> None:
     for kept in (logits[:0], *(torch.zeros(2, columns, dtype=dtype) for dtype in HALF)):
         for wanted, of in (((False, False), None), ((True, False), None), ((True, True), None), ((True, True), mask)):
             parts = Parts.of(rows, columns, wanted, torch.float32, logits.device, SLICE)
-            kernels.reduce_rows(logits, ids, plain, parts, kept, of, 0, 0)
+            kernels.reduce_rows(logits, Reduction(ids, plain, parts, kept, of), 0, 0)
             if kept.dtype == torch.float32:
-                kernels.reduce_rows(logits, ids, capped, parts, kept, of, 0, 0)
+                kernels.reduce_rows(logits, Reduction(ids, capped, parts, kept, of), 0, 0)
         for slopes in ((numbers[1], None, None), (None, numbers[2], None), (*numbers[1:3], None), (*numbers[1:4],)):
             given = Slopes(ids, *numbers[:4], *slopes, shift, None, plain)
             if kept.dtype == torch.float32:

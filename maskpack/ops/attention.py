@@ -30,25 +30,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from maskpack.core.arguments import flag, said
+from maskpack.core.arguments import flag, said, whole
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import prefix_attention
 from maskpack.ops.context_parallel import need_group, to_heads, to_tokens
+from maskpack.ops.logits import is_positive
 from maskpack.ops.prefix_attention import Bounds
 
 AttentionBackend = Literal["auto", "flash", "varlen", "flex", "rows"]
 BACKENDS = ("auto", "flash", "varlen", "flex", "rows")
 _CALL = "packed_attention"
-_WHOLE: Any = int | np.integer
-_NUMBER: Any = int | float | np.number
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_4, _FLASH_3, _FLASH_2 = "flash_attn.cute", "flash_attn_interface", "flash_attn"
 _BLOCK = 64  # queries of a call of invariant attention on the CPU
@@ -102,18 +100,15 @@ def packed_attention(
     for name, x in (("query", query), ("key", key), ("value", value), ("cu_seqlens", cu_seqlens)):
         if not isinstance(x, Tensor):
             raise ReplayError(f"{_CALL}: {name} is {said(x)}; expected a tensor. Pass one.")
-    for name, number in (("max_seqlen", max_seqlen), ("scale", scale), ("window", window), ("softcap", softcap)):
-        kind, known = ("a whole number", _WHOLE) if name in ("max_seqlen", "window") else ("a number", _NUMBER)
-        missing = number is None and name in ("window", "softcap")
-        if not missing and (isinstance(number, bool) or not isinstance(number, known)):
-            raise ReplayError(f"{_CALL}: {name} is {said(number)}; expected {kind}. Pass one.")
+    max_seqlen = whole(max_seqlen, "max_seqlen", 0, _CALL, error=ReplayError)
+    window = None if window is None else whole(window, "window", 1, _CALL, error=ReplayError)
+    if not is_positive(scale) or not (softcap is None or is_positive(softcap)):
+        raise ReplayError(
+            f"{_CALL}: scale is {said(scale)} and softcap {said(softcap)}; expected finite numbers above 0, or no cap. "
+            "Pass None for none."
+        )
     invariant = flag(invariant, "invariant", _CALL, ReplayError)
     _check_tensors(query, key, value)
-    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
-        raise ReplayError(
-            f"{_CALL}: window is {window} and softcap {softcap}; expected a window of at least 1 token and a cap above "
-            "0. Pass None for none."
-        )
     if backend not in BACKENDS:
         raise ReplayError(f"{_CALL}: backend is {said(backend)}; expected one of {', '.join(BACKENDS)}. Choose one.")
     if group is not None:
@@ -212,14 +207,17 @@ def backend_for(query: Tensor, softcap: float | None, invariant: bool = False) -
         return "varlen"
     if _flash_package(query, softcap) is not None:
         return "flash"
-    fits = query.dtype in _HALF and softcap is None and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return "varlen" if fits and _varlen_attn() is not None else "flex"  # the limits of its kernels
+    return "varlen" if _fits_varlen(query) and softcap is None and _varlen_attn() is not None else "flex"
+
+
+def _fits_varlen(query: Tensor) -> bool:
+    """Whether `query` is within the limits of the kernels of torch."""
+    return query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _fits_torch(query: Tensor) -> bool:
     """Whether the kernels of TorchFlash take `query`."""
-    fits = query.is_cuda and query.dtype in _HALF and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return fits and torch.version.hip is None
+    return _fits_varlen(query) and torch.version.hip is None
 
 
 def _flash_package(query: Tensor, softcap: float | None) -> str | None:
@@ -274,19 +272,17 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, scores: _S
     attend: Any = None if package is None else _varlen_func(package)
     kernel = "flash-attn (2 for soft caps, 2 or 3 for D other than 32, 64, 96 or 128), and half precision"
     _need(attend is not None, "flash", query, kernel)
-    rows: dict[str, Any] = {
-        "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
-        "max_seqlen_k": bounds.longest_keys, "softmax_scale": scores.scale, "causal": True,
-    }  # fmt: skip
     unbounded = None if package == _FLASH_4 else -1
     sides = (unbounded, unbounded) if scores.window is None else (scores.window - 1, 0)
-    more: dict[str, Any] = {} if package == _FLASH_4 else {"softcap": scores.softcap or 0.0}
+    more: dict[str, Any] = {"softmax_scale": scores.scale, "causal": True, "window_size": sides, **bounds.for_flash()}
+    if package != _FLASH_4:
+        more["softcap"] = scores.softcap or 0.0
     if scores.invariant:
         ordered = "deterministic" in inspect.signature(attend).parameters
         _need(ordered, "flash", query, "a version of flash-attn whose gradients have a fixed order")
         more["deterministic"] = True
     with torch.cuda.device_of(query):  # kernels launch on the current device
-        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **rows, window_size=sides, **more)
+        out: Tensor | tuple[Tensor, ...] = attend(query, key, value, **more)
     return out[0] if isinstance(out, tuple) else out  # some versions return the log-sum-exp too
 
 
@@ -421,21 +417,16 @@ def _row_by_blocks(
 
 def _row(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
     """Attention of one row; query is [H, n, D], key and value are [KV, k, D]. The last query and key are one token."""
-    grouped = query.shape[0] != key.shape[0]
     tokens, before = key.shape[1], key.shape[1] - query.shape[1]
-    if softcap is None and not before and (window is None or window >= tokens):
-        out = scaled_dot_product_attention(
-            query[None], key[None], value[None], is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        return out[0]
-    place = torch.arange(tokens, device=query.device)
-    apart = place[before:, None] - place
-    visible = (apart >= 0) & (apart < (tokens if window is None else window))
-    if softcap is None:
-        out = scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=visible, scale=scale, enable_gqa=grouped
-        )
-        return out[0]
+    visible = None
+    if softcap is not None or before or (window is not None and window < tokens):
+        place = torch.arange(tokens, device=query.device)
+        apart = place[before:, None] - place
+        visible = (apart >= 0) & (apart < (tokens if window is None else window))
+    if softcap is None or visible is None:
+        how: dict[str, Any] = {"attn_mask": visible, "is_causal": visible is None, "scale": scale}
+        grouped = query.shape[0] != key.shape[0]
+        return scaled_dot_product_attention(query[None], key[None], value[None], **how, enable_gqa=grouped)[0]
     times = query.shape[0] // key.shape[0]
     scores = query @ key.repeat_interleave(times, 0).transpose(1, 2) * scale
     scores = softcap * torch.tanh(scores / softcap)

@@ -21,19 +21,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from maskpack.core.arguments import flag, said
+from maskpack.core.arguments import flag, said, whole
 from maskpack.core.backends import Backend, uses_triton
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.ops import split_head
-from maskpack.ops.logits import Curve, Logits, check_logits
+from maskpack.ops.logits import Curve, Logits, check_logits, is_positive
 from maskpack.ops.sampling_mask import SamplingMask, check_sampling_mask
-from maskpack.ops.split_head import Split
+from maskpack.ops.split_head import Parts, Split
 
 SLICE = 4096  # entries of the vocabulary whose logits are summed at once; a power of 2
 _PIECE_ROWS, _PIECE_COLUMNS = 2048, 4096  # of logits in float32, which fit into the cache; fewer rows are wider
@@ -180,19 +179,16 @@ def packed_log_probs(
         MaskpackError: in the backward pass with create_graph=True.
     """
     options = temperature, keep, entropy, statistics, backend
-    refused = [
-        name for name, given in (("sampling_mask", sampling_mask is not None), ("statistics", statistics)) if given
-    ]
     if group is None:
         weight, split = split_head.whole_head(lm_head_weight), None
         layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options)
     else:
         split_head.need_group(group)
         try:
-            if refused:
+            given = {"sampling_mask": sampling_mask is not None, "statistics": statistics}
+            if refused := " and ".join(name for name, wanted in given.items() if wanted):
                 raise LayoutError(
-                    f"packed_log_probs: {' and '.join(refused)} with group; expected a whole head. "
-                    "Leave one of them out."
+                    f"packed_log_probs: {refused} with group; expected a whole head. Leave one of them out."
                 )
             weight = split_head.slice_of_head(lm_head_weight, group)
             layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options, split=True)
@@ -263,7 +259,13 @@ def _checked(
     """The logits, their curve, and whether kernels are used. Checks everything but the bounds of the ids, which are
     those of all slices."""
     _check_tensors(hidden, weight, ids, split)
-    _check_options(temperature, keep)
+    if not is_positive(temperature) or float(temperature) <= _COLDEST:
+        raise LayoutError(
+            f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
+            "For a temperature of 0, take the argmax."
+        )
+    if keep is not None:
+        whole(keep, "keep", 0, "packed_log_probs")
     flag(entropy, "entropy", "packed_log_probs")
     flag(statistics, "statistics", "packed_log_probs")
     kernels = uses_triton(hidden.device, backend, "packed_log_probs")
@@ -313,21 +315,6 @@ def _check_ids(ids: Tensor, vocabulary: int) -> None:
             )
 
 
-def _check_options(temperature: float, keep: int | None) -> None:
-    is_number = isinstance(temperature, int | float | np.number) and not isinstance(temperature, bool | complex)
-    if not is_number or not _COLDEST < float(temperature) < math.inf:
-        raise LayoutError(
-            f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
-            "For a temperature of 0, take the argmax."
-        )
-    whole = isinstance(keep, int | np.integer) and not isinstance(keep, bool)
-    if keep is not None and not (whole and keep >= 0):
-        raise LayoutError(
-            f"packed_log_probs: keep is {said(keep)}; expected a number of bytes, at least 0. Leave it out for the "
-            "default."
-        )
-
-
 def _form(x: Tensor) -> str:
     shape = "jagged" if x.is_nested else tuple(x.shape)
     return f"{shape} {str(x.dtype).removeprefix('torch.')} on {x.device}"
@@ -347,7 +334,7 @@ class _LogProbs(torch.autograd.Function):
         kept = _buffer(how.kept_tokens, rows, hidden.dtype, hidden.device)
         thin = _Thin.of(layer, how.lora_scale)
         parts = _forward(layer, thin, ids, how, kept, _sampling_mask(*given[6:8]))
-        log_probs, lse, entropy, sum_p2, is_top1, shift = split_head.combined(*parts, ids, rows, how.split)
+        log_probs, lse, entropy, sum_p2, is_top1, shift = split_head.combined(parts, ids, rows, how.split)
         ctx.set_materialize_grads(False)
         others = torch.expm1(log_probs).neg_() if any(ctx.needs_input_grad) else None
         if others is not None and given[6] is not None:  # a token that is not allowed has no gradient of its own
@@ -461,32 +448,14 @@ def _program(kernels: bool) -> _Program:
     return _Program(log_probs_triton.reduce_rows, log_probs_triton.differentiate)
 
 
-class Parts(NamedTuple):
-    """What `reduce_rows` writes of the S slices of the vocabulary, of logits * scale, and `split_head.combined` reads:
+class Reduction(NamedTuple):
+    """What `reduce_rows` takes and writes, of all tokens: it fills the parts, and `kept` [K, V] for tokens below K."""
 
-    token     [T]     the logit of the id, where a slice has it
-    top       [S, T]  the largest logit of the slice
-    total     [S, T]  sum of exp(logit - top)
-    weighted  [S, T]  sum of exp(logit - top) * (logit - top), or None without entropy
-    squares   [S, T]  sum of exp(logit - top)^2, or None without statistics
-    """
-
-    token: Tensor
-    top: Tensor
-    total: Tensor
-    weighted: Tensor | None
-    squares: Tensor | None
-
-    @staticmethod
-    def of(
-        tokens: int, vocabulary: int, wanted: tuple[bool, bool], wide: torch.dtype, device: torch.device, width: int
-    ) -> Parts:
-        """Those of empty slices, with `weighted` and `squares` or without."""
-        size = max(-(-vocabulary // width), 1), tokens
-        token = torch.full((tokens,), math.nan, dtype=wide, device=device)
-        top = torch.full(size, torch.finfo(wide).min, dtype=wide, device=device)
-        weighted, squares = (torch.zeros_like(top) if want else None for want in wanted)
-        return Parts(token, top, torch.zeros_like(top), weighted, squares)
+    ids: Tensor
+    curve: Curve
+    parts: Parts
+    kept: Tensor
+    mask: SamplingMask | None
 
 
 def _forward(
@@ -500,9 +469,9 @@ def _forward(
         _fused().reduce_rows(hidden, weight, ids, how.curve, parts, kept if len(kept) else None)
         return parts
     buffer = _piece_buffer(tokens, vocabulary, wide, hidden.device)
-    reduce = _program(how.kernels).reduce_rows
+    reduce, of_all = _program(how.kernels).reduce_rows, Reduction(ids, how.curve, parts, kept, mask)
     for rows, columns, logits in _pieces(hidden, weight, thin, slice(0, tokens), slice(0, vocabulary), buffer):
-        reduce(logits, ids, how.curve, parts, kept, mask, rows.start, columns.start)
+        reduce(logits, of_all, rows.start, columns.start)
     return parts
 
 
@@ -553,76 +522,72 @@ def _backward(
     grad_hidden = fresh(hidden.shape, dtype=dtype, device=hidden.device) if needed[0] else None
     grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if needed[1] else None
     thin_grads = _ThinGrads.of(thin, layer, needed)
+    matrices = layer._replace(hidden=_matrix(hidden), weight=_matrix(weight))
     blocks = _Blocks.of(hidden, weight, needed[1], in_place=in_place, fused=how.fused)
-    _add_blocks(layer, thin, slopes, kept, blocks, how, (grad_hidden, grad_weight, thin_grads))
-    del blocks  # before the rounded gradient is allocated
+    run = _Backward(matrices, thin, slopes, kept, blocks, how)
+    run.add_to(grad_hidden, grad_weight, thin_grads)
+    del matrices, blocks, run  # before the rounded gradient is allocated
     grad_a = thin_grads.through(layer, how.lora_scale, grad_hidden, needed[3])
-    for whole in (grad_hidden, grad_a):
-        if whole is not None and how.split is not None:
-            split_head.add_up(whole, how.split)
+    for part in (grad_hidden, grad_a):
+        if part is not None and how.split is not None:
+            split_head.add_up(part, how.split)
     of_bias, of_b = thin_grads.right_parts(layer, needed)
     wanted = (grad_hidden, grad_weight, of_bias, grad_a, of_b)
     return tuple(None if x is None or of is None else x.to(of.dtype) for x, of in zip(wanted, layer, strict=True))
 
 
-def _add_blocks(
-    layer: _Layer,
-    thin: _Thin | None,
-    slopes: Slopes,
-    kept: Tensor | None,
-    blocks: _Blocks,
-    how: _How,
-    grads: tuple[Tensor | None, Tensor | None, _ThinGrads],
-) -> None:
-    """Computes the gradient of the logits, range by range and block by block, and adds both products of each."""
-    hidden, weight = _matrix(layer.hidden), _matrix(layer.weight)
-    grad_hidden, grad_weight, thin_grads = grads
-    for first in range(0, weight.shape[0], blocks.columns):
-        columns = slice(first, min(first + blocks.columns, weight.shape[0]))
-        part, sums = weight[columns], None
-        if grad_weight is not None:
-            sums = grad_weight[columns] if blocks.sums is None else blocks.sums[: len(part)]
-        for begin in range(0, max(len(hidden), 1), blocks.rows):
-            rows = slice(begin, min(begin + blocks.rows, len(hidden)))
-            grad = _grad_of_block(hidden, weight, thin, slopes, kept, blocks, rows, columns, how)
-            if sums is not None:
-                _product(grad.t(), hidden[rows], sums, add=begin > 0)
-            if grad_hidden is not None:
-                _product(grad, part, grad_hidden[rows], add=first > 0)
-            if thin is not None:
-                thin_grads.add(thin, grad, rows, columns)
-        if grad_weight is not None and blocks.sums is not None and sums is not None:
-            grad_weight[columns] = sums
+class _Backward(NamedTuple):
+    """What the gradient of the logits is computed from, and in."""
 
+    layer: _Layer
+    thin: _Thin | None
+    slopes: Slopes
+    kept: Tensor | None
+    blocks: _Blocks
+    how: _How
 
-def _grad_of_block(
-    hidden: Tensor,
-    weight: Tensor,
-    thin: _Thin | None,
-    slopes: Slopes,
-    kept: Tensor | None,
-    blocks: _Blocks,
-    rows: slice,
-    columns: slice,
-    how: _How,
-) -> Tensor:
-    """The gradient of the logits of some tokens and columns: from what was kept, or from logits computed again."""
-    program = _program(how.kernels)
-    if kept is not None:
-        stored = kept.data[rows, columns]  # a second backward pass, which would find it changed, does not use it
-        grad = stored if blocks.grad is None else blocks.grad[: len(stored), : stored.shape[1]]
-        program.differentiate(stored, grad, columns.start, slopes.of(rows, kept=True))
+    def add_to(self, grad_hidden: Tensor | None, grad_weight: Tensor | None, thin_grads: _ThinGrads) -> None:
+        """Computes the gradient of the logits, range by range and block by block, and adds both products of each."""
+        (hidden, weight, *_), thin, blocks = self.layer, self.thin, self.blocks
+        for first in range(0, weight.shape[0], blocks.columns):
+            columns = slice(first, min(first + blocks.columns, weight.shape[0]))
+            part, sums = weight[columns], None
+            if grad_weight is not None:
+                sums = grad_weight[columns] if blocks.sums is None else blocks.sums[: len(part)]
+            for begin in range(0, max(len(hidden), 1), blocks.rows):
+                rows = slice(begin, min(begin + blocks.rows, len(hidden)))
+                grad = self.of_block(rows, columns)
+                if sums is not None:
+                    _product(grad.t(), hidden[rows], sums, add=begin > 0)
+                if grad_hidden is not None:
+                    _product(grad, part, grad_hidden[rows], add=first > 0)
+                if thin is not None:
+                    thin_grads.add(thin, grad, rows, columns)
+            if grad_weight is not None and blocks.sums is not None and sums is not None:
+                grad_weight[columns] = sums
+
+    def of_block(self, rows: slice, columns: slice) -> Tensor:
+        """The gradient of the logits of some tokens and columns: from what was kept, or from logits computed again."""
+        (hidden, weight, *_), slopes, blocks = self.layer, self.slopes, self.blocks
+        program = _program(self.how.kernels)
+        if self.kept is not None:
+            stored = self.kept.data[
+                rows, columns
+            ]  # a second backward pass, which would find it changed, does not use it
+            grad = stored if blocks.grad is None else blocks.grad[: len(stored), : stored.shape[1]]
+            program.differentiate(stored, grad, columns.start, slopes.of(rows, kept=True))
+            return grad
+        assert blocks.grad is not None
+        grad = blocks.grad[: rows.stop - rows.start, : columns.stop - columns.start]
+        if self.how.fused:
+            _fused().differentiate(hidden[rows], weight[columns], grad, columns.start, slopes.of(rows))
+            return grad
+        assert blocks.logits is not None
+        for some, part, logits in _pieces(hidden, weight, self.thin, rows, columns, blocks.logits):
+            lines = grad[some.start - rows.start : some.stop - rows.start]
+            out = lines[:, part.start - columns.start :][:, : logits.shape[1]]
+            program.differentiate(logits, out, part.start, slopes.of(some))
         return grad
-    assert blocks.grad is not None
-    grad = blocks.grad[: rows.stop - rows.start, : columns.stop - columns.start]
-    if how.fused:
-        _fused().differentiate(hidden[rows], weight[columns], grad, columns.start, slopes.of(rows))
-        return grad
-    assert blocks.logits is not None
-    for some, part, logits in _pieces(hidden, weight, thin, rows, columns, blocks.logits):
-        out = grad[some.start - rows.start : some.stop - rows.start, part.start - columns.start :][:, : logits.shape[1]]
-        program.differentiate(logits, out, part.start, slopes.of(some))
-    return grad
 
 
 def _in_place(hidden: Tensor, kept: Tensor | None) -> bool:
@@ -801,19 +766,11 @@ def _piece(length: int, most: int, multiple: int) -> int:
 # -------------------------------------------------------------------- the specification of the kernels
 
 
-def reduce_rows(
-    logits: Tensor,
-    ids: Tensor,
-    curve: Curve,
-    parts: Parts,
-    kept: Tensor,
-    mask: SamplingMask | None,
-    row: int,
-    column: int,
-) -> None:
+def reduce_rows(logits: Tensor, of_all: Reduction, row: int, column: int) -> None:
     """Writes the parts of a piece of logits [M, N], which begins at `row` and `column`, a multiple of SLICE, and the
-    `stored` probabilities within each slice to `kept` [K, V], of rows below K. Overwrites the logits. With a soft cap,
-    tanh(logits * inner) is in place of the logits. `ids`, `parts`, `kept` and `mask` are those of all rows."""
+    `stored` probabilities within each slice. Overwrites the logits. With a soft cap, tanh(logits * inner) is in place
+    of the logits."""
+    ids, curve, parts, kept, mask = of_all
     rows = slice(row, row + len(logits))
     if curve.inner is not None:
         logits.mul_(curve.inner).tanh_()

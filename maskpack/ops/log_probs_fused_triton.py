@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from maskpack.layout.launch_triton import device_of
-from maskpack.ops.log_probs import Parts, Slopes
+from maskpack.ops.log_probs import Slopes
 from maskpack.ops.log_probs_triton import EXACT, stored, tanh
 from maskpack.ops.logits import Curve
+from maskpack.ops.split_head import Parts
 
 TILE = 256
 """The columns of a tile, which are a slice."""

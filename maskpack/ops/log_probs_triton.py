@@ -20,9 +20,7 @@ from torch import Tensor
 
 from maskpack.layout.launch_triton import device_of
 from maskpack.ops import log_probs
-from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Parts, Slopes
-from maskpack.ops.logits import Curve
-from maskpack.ops.sampling_mask import SamplingMask
+from maskpack.ops.log_probs import LIKELY, SURE, UNIT, Reduction, Slopes
 
 _BLOCK, _SEGMENT, _WARPS = 4096, 256, 8
 _SLICE_WARPS = 8
@@ -158,16 +156,8 @@ def _differentiate_block(
     tl.store(out + at, (grad * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def reduce_rows(
-    logits: Tensor,
-    ids: Tensor,
-    curve: Curve,
-    parts: Parts,
-    kept: Tensor,
-    mask: SamplingMask | None,
-    row: int,
-    column: int,
-) -> None:
+def reduce_rows(logits: Tensor, of_all: Reduction, row: int, column: int) -> None:
+    ids, curve, parts, kept, mask = of_all
     rows, columns = logits.shape
     width = log_probs.SLICE
     block = width if len(parts.top) > 1 else _block(logits.stride(0), width)  # one for all pieces

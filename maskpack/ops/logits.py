@@ -90,8 +90,7 @@ def check_logits(logits: Any, weight: Tensor) -> Logits:
     cap = 1.0 if logits.softcap is None else logits.softcap
     numbers: dict[str, Any] = {"scale": logits.scale, "lora_scale": logits.lora_scale, "softcap": cap}
     for name, number in numbers.items():
-        real = isinstance(number, int | float | np.number) and not isinstance(number, bool | complex)
-        if not real or not 0 < float(cast("float", number)) < math.inf:
+        if not is_positive(number):
             raise LayoutError(
                 f"{_CALL}: {name} is {said(number)}; expected a finite number above 0. Leave it out where the model "
                 "has none."
@@ -101,6 +100,12 @@ def check_logits(logits: Any, weight: Tensor) -> Logits:
         raise LayoutError(f"{_CALL}: only {given} is given; expected lora_a [r, H] and lora_b [V, r]. Pass both.")
     _check_tensors(logits, weight)
     return logits
+
+
+def is_positive(number: Any) -> bool:
+    """Whether something is a finite number above 0."""
+    real = isinstance(number, int | float | np.number) and not isinstance(number, bool | complex)
+    return real and 0 < float(cast("float", number)) < math.inf
 
 
 def _check_tensors(logits: Logits, weight: Tensor) -> None:

@@ -41,18 +41,28 @@ class Bounds(NamedTuple):
     longest_queries: int
     longest_keys: int
 
+    def for_flash(self) -> dict[str, Any]:
+        """As kernels of FlashAttention name them."""
+        return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), self, strict=True))
+
+
+class Call(NamedTuple):
+    """Queries [T, H, D], keys and values [K, KV, D], and how they attend."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bounds: Bounds
+    causal: bool
+    scale: float
+
 
 class Kernel(Protocol):
-    """A varlen attention kernel. Queries [T, H, D], keys and values [K, KV, D]; log-sum-exp float32 [H, T]."""
+    """A varlen attention kernel: the output [T, H, D] and the log-sum-exp, float32 [H, T]; and from these the gradients
+    of query, key and value."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
-        causal: bool, scale: float,
-    ) -> Sequence[Tensor]: ...  # fmt: skip
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
+    def backward(self, call: Call, slope: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]: ...
 
 
 # -------------------------------------------------------------------- which token sees which
@@ -179,12 +189,11 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Takes the context of the kernel's backward pass behind its other arguments."""
         query, key, value, bounds, below, scale, kernel, _ = given
-        out, lse = kernel.forward(query, key, value, bounds, True, scale)
+        out, lse = kernel.forward(Call(query, key, value, bounds, True, scale))
         total = _wide(out, below)
         for level in below:
-            keys, values = (x.index_select(0, level.keys) for x in (key, value))
-            rows = query.index_select(0, level.queries), keys, values
-            merge(total, lse, level.queries, *kernel.forward(*rows, level.bounds, False, scale))
+            rows = query.index_select(0, level.queries), *(x.index_select(0, level.keys) for x in (key, value))
+            merge(total, lse, level.queries, *kernel.forward(Call(*rows, level.bounds, False, scale)))
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.more = given[3:]
@@ -196,15 +205,13 @@ class _Merged(torch.autograd.Function):
         bounds, below, scale, kernel, meanwhile = ctx.more
         slope = slopes[0].contiguous()
         with meanwhile():
-            own = kernel.backward(slope, query, key, value, out, lse, bounds, True, scale)
+            own = kernel.backward(Call(query, key, value, bounds, True, scale), slope, out, lse)
         total = [_wide(one, below) for one in own]
         for level in below:
-            of_queries = [x.index_select(0, level.queries) for x in (slope, query, out)]
-            of_keys = [x.index_select(0, level.keys) for x in (key, value)]
-            more = kernel.backward(
-                of_queries[0], of_queries[1], *of_keys, of_queries[2], lse.index_select(1, level.queries), level.bounds,
-                False, scale,
-            )  # fmt: skip
+            queries, *of_queries = (x.index_select(0, level.queries) for x in (query, slope, out))
+            keys, values = (x.index_select(0, level.keys) for x in (key, value))
+            call = Call(queries, keys, values, level.bounds, False, scale)
+            more = kernel.backward(call, *of_queries, lse.index_select(1, level.queries))
             for sums, index, part in zip(total, (level.queries, level.keys, level.keys), more, strict=True):
                 add_rows(sums, index, part)
         return (*(sums.to(query.dtype) for sums in total), *[None] * 5)
@@ -253,23 +260,17 @@ class TorchFlash:
     def __init__(self, window: int | None = None) -> None:
         self._sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        rows = query, key, value, bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *rows, 0.0, causal, return_debug_mask=False, scale=scale, **self._sides
+            *call[:3], *call.bounds, 0.0, call.causal, return_debug_mask=False, scale=call.scale, **self._sides
         )
         return out, lse
 
-    def backward(
-        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
-        causal: bool, scale: float,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        rows = bounds.queries, bounds.keys, bounds.longest_queries, bounds.longest_keys
+    def backward(self, call: Call, slope: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
         random, unused = torch.zeros(2, dtype=torch.uint64, device=out.device), torch.empty(0, device=out.device)
+        more = *call.bounds, 0.0, call.causal, random, unused
         return torch.ops.aten._flash_attention_backward(
-            slope, query, key, value, out, lse, *rows, 0.0, causal, random, unused, scale=scale, **self._sides
+            slope, *call[:3], out, lse, *more, scale=call.scale, **self._sides
         )
 
 
@@ -280,26 +281,13 @@ class Flash4:
         package: Any = importlib.import_module("flash_attn.cute.interface")
         self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        with torch.cuda.device_of(query):  # the kernel launches on the current device
-            out, lse, *_ = self._forward(
-                query, key, value, softmax_scale=scale, causal=causal, return_lse=True, **self._rows(bounds)
-            )
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        how: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.causal, **call.bounds.for_flash()}
+        with torch.cuda.device_of(call.query):  # the kernel launches on the current device
+            out, lse, *_ = self._forward(*call[:3], return_lse=True, **how)
         return out, lse.contiguous()
 
-    def backward(
-        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
-        causal: bool, scale: float,
-    ) -> Sequence[Tensor]:  # fmt: skip
-        with torch.cuda.device_of(query):
-            given = query, key, value, out, slope, lse, scale, causal
-            return self._backward(*given, **self._rows(bounds))[:3]
-
-    @staticmethod
-    def _rows(bounds: Bounds) -> dict[str, Any]:
-        return {
-            "cu_seqlens_q": bounds.queries, "cu_seqlens_k": bounds.keys, "max_seqlen_q": bounds.longest_queries,
-            "max_seqlen_k": bounds.longest_keys,
-        }  # fmt: skip
+    def backward(self, call: Call, slope: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+        how = call.scale, call.causal
+        with torch.cuda.device_of(call.query):
+            return self._backward(*call[:3], out, slope, lse, *how, **call.bounds.for_flash())[:3]

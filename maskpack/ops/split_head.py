@@ -201,6 +201,34 @@ _AT_ONCE = 4096
 """The tokens whose slices are summed at once."""
 
 
+class Parts(NamedTuple):
+    """What is known of the S slices of the vocabulary of a rank, of logits * scale; `reduce_rows` writes it:
+
+    token     [T]     the logit of the id, where a slice has it
+    top       [S, T]  the largest logit of the slice
+    total     [S, T]  sum of exp(logit - top)
+    weighted  [S, T]  sum of exp(logit - top) * (logit - top), or None without entropy
+    squares   [S, T]  sum of exp(logit - top)^2, or None without statistics
+    """
+
+    token: Tensor
+    top: Tensor
+    total: Tensor
+    weighted: Tensor | None
+    squares: Tensor | None
+
+    @staticmethod
+    def of(
+        tokens: int, vocabulary: int, wanted: tuple[bool, bool], wide: torch.dtype, device: torch.device, width: int
+    ) -> Parts:
+        """Those of empty slices, with `weighted` and `squares` or without."""
+        size = max(-(-vocabulary // width), 1), tokens
+        token = torch.full((tokens,), math.nan, dtype=wide, device=device)
+        top = torch.full(size, torch.finfo(wide).min, dtype=wide, device=device)
+        weighted, squares = (torch.zeros_like(top) if want else None for want in wanted)
+        return Parts(token, top, torch.zeros_like(top), weighted, squares)
+
+
 class Combined(NamedTuple):
     """Of the whole vocabulary, [T] each, and the shift [T, S] of the slices of this rank."""
 
@@ -212,20 +240,11 @@ class Combined(NamedTuple):
     shift: Tensor
 
 
-def combined(
-    token: Tensor,
-    top: Tensor,
-    total: Tensor,
-    weighted: Tensor | None,
-    squares: Tensor | None,
-    ids: Tensor,
-    rows: int,
-    split: Split | None,
-) -> Combined:
+def combined(parts: Parts, ids: Tensor, rows: int, split: Split | None) -> Combined:
     """What all slices say, by a maximum and sums over the slices of this rank and over the ranks.
 
     Args:
-        token, top, total, weighted, squares: `Parts` of the S slices of this rank.
+        parts: of the S slices of this rank.
         ids: [T], from the first of the `rows` of this rank on.
 
     Logits are taken from the largest of all, G, so that nothing large is subtracted from something large:
@@ -237,6 +256,7 @@ def combined(
     The shift is the log of the probability of a slice: log p = log p within the slice + shift. It replaces `top`, and
     `total` is overwritten.
     """
+    token, top, total, weighted, squares = parts
     highest = top.amax(0)
     if split is not None:
         _reduced(highest, dist.ReduceOp.MAX, split.group)
@@ -249,8 +269,7 @@ def combined(
         power = below.exp()
         sums[0][here] = _added(power * totals)
         if weighted is not None:
-            parts = (power * (weighted[:, here] + totals * below)).where(power > 0, 0)
-            sums[2][here] = _added(parts)
+            sums[2][here] = _added((power * (weighted[:, here] + totals * below)).where(power > 0, 0))
         if squares is not None:
             sums[-1][here] = _added(power.square_() * squares[:, here])
     first = 0

@@ -12,8 +12,9 @@ from kernels import kernel_marks
 from torch import Tensor
 
 from maskpack.ops import Logits, log_probs
-from maskpack.ops.log_probs import Parts
+from maskpack.ops.log_probs import Reduction
 from maskpack.ops.logits import Curve
+from maskpack.ops.split_head import Parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
@@ -84,5 +85,5 @@ def kept_tokens(loss: Tensor) -> int:
 def reduced(program: Any, logits: Tensor, ids: Tensor, curve: Curve, *, entropy: bool = True) -> Parts:
     """What reduce_rows writes of logits [T, V], which it overwrites, where nothing is kept."""
     parts = Parts.of(*logits.shape, (entropy, False), logits.dtype, logits.device, log_probs.SLICE)
-    program.reduce_rows(logits, ids, curve, parts, torch.empty_like(logits[:0]), None, 0, 0)
+    program.reduce_rows(logits, Reduction(ids, curve, parts, torch.empty_like(logits[:0]), None), 0, 0)
     return parts

@@ -16,7 +16,7 @@ from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import attention, prefix_attention
 from maskpack.ops.attention import packed_attention
 from maskpack.ops.in_order import in_order
-from maskpack.ops.prefix_attention import Bounds, gather_rows, ordered_attention
+from maskpack.ops.prefix_attention import Bounds, Call, gather_rows, ordered_attention
 
 LENGTHS = [1, 64, 3, 150, 65, 129, 2]
 WAYS = [(None, None), (70, None), (3, None), (None, 2.0), (20, 2.0)]
@@ -116,13 +116,13 @@ class Kernel:
 
     seen: list[tuple[bool, bool]]
 
-    def forward(self, query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         self.seen = [asked()]
-        return query * 2, query.new_zeros(query.shape[1], query.shape[0])
+        return call.query * 2, call.query.new_zeros(call.query.shape[1], call.query.shape[0])
 
-    def backward(self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    def backward(self, call: Call, slope: Tensor, *_: Any) -> tuple[Tensor, ...]:
         self.seen.append(asked())
-        return slope * 2, torch.ones_like(key), torch.zeros_like(value)
+        return slope * 2, torch.ones_like(call.key), torch.zeros_like(call.value)
 
 
 def test_backward_passes_of_kernels_and_of_gathered_rows_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ from work_vocab import case
 from maskpack import MaskpackError
 from maskpack.ops import Logits
 from maskpack.ops import log_probs as module
-from maskpack.ops.log_probs import Parts, Slopes, packed_log_probs
+from maskpack.ops.log_probs import Reduction, Slopes, packed_log_probs
 from maskpack.ops.logits import Curve
-from maskpack.ops.split_head import combined
+from maskpack.ops.split_head import Parts, combined
 
 SIZES = [(0, 3, 5), (1, 1, 1), (1, 5, 1), (7, 3, 11), (13, 9, 257), (5, 1, 700)]
 
@@ -639,7 +639,7 @@ def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     logits = torch.randn(6, 40, device=DEVICE)[:, :33]
     ids = torch.tensor([0, 32, 33, -1, 2**40, -(2**62)], device=DEVICE)
     want = logits.double().logsumexp(1)
-    log_probs, lse, entropy, *_ = combined(*reduced(program, logits.clone(), ids, PLAIN), ids, 33, None)
+    log_probs, lse, entropy, *_ = combined(reduced(program, logits.clone(), ids, PLAIN), ids, 33, None)
     assert entropy is not None
     assert log_probs.isnan().tolist() == [False, False, True, True, True, True]
     assert error(lse, want) < 1e-5
@@ -688,8 +688,8 @@ def test_parts_of_slices(monkeypatch: pytest.MonkeyPatch, backend: Any, columns:
     for x in parts:
         _ = None if x is None else x.fill_(55.0)
     of_all = torch.tensor([9, *(ids + width).tolist(), 9], device=DEVICE)
-    nothing = torch.empty((0, columns), device=DEVICE)
-    module._program(backend == "triton").reduce_rows(logits, of_all, Curve(scale, None), parts, nothing, None, 1, width)
+    given = Reduction(of_all, Curve(scale, None), parts, torch.empty((0, columns), device=DEVICE), None)
+    module._program(backend == "triton").reduce_rows(logits, given, 1, width)
     assert_guarded(memory, columns)
     assert parts.token[[0, 2, 4]].tolist() == [55.0] * 3
     assert torch.equal(parts.token[[1, 3]].double(), scaled[[0, 2], ids[[0, 2]]])
@@ -722,7 +722,7 @@ def test_slices_are_combined(narrow: None, monkeypatch: pytest.MonkeyPatch) -> N
     logits[4, 9000] = 900.0
     ids = torch.tensor([0, 5000, 4095, 10_999, 8999, 4096, 11_000])
     parts = reduced(module._program(False), logits.clone(), ids, PLAIN)
-    seen = combined(*parts, ids, 11_000, None)
+    seen = combined(parts, ids, 11_000, None)
     log_p = logits.log_softmax(1)
     p = log_p.exp()
     assert torch.allclose(seen[0][:6], log_p[range(6), ids[:6]], rtol=1e-12, atol=1e-12)
@@ -748,7 +748,8 @@ def test_probabilities_of_the_first_rows_are_stored(backend: Any, columns: int, 
     memory, kept, _ = guarded(columns, dtype)
     others = kept[rows:].clone()
     parts = Parts.of(3, columns, (True, False), torch.float32, logits.device, module.SLICE)
-    module._program(backend == "triton").reduce_rows(logits, ids, Curve(1 / 0.7, None), parts, kept[:rows], None, 0, 0)
+    given = Reduction(ids, Curve(1 / 0.7, None), parts, kept[:rows], None)
+    module._program(backend == "triton").reduce_rows(logits, given, 0, 0)
     assert torch.equal(kept[rows:], others)
     assert_guarded(memory, columns)
     cut = 1.0 if DEVICE == "cpu" and backend == "triton" else 0.5  # the interpreter cuts floats off

@@ -206,7 +206,7 @@ def test_kernels_cap_as_their_specification(backend: Any, dtype: torch.dtype) ->
     single, double = (backend == "triton", torch.float32), (False, torch.float64)
     for program, wide in ((module._program(kernels), wide) for kernels, wide in (single, double)):
         parts = reduced(program, logits.to(wide, copy=True), ids, curve)
-        out: Any = combined(*parts, ids, 300, None)[:3]
+        out: Any = combined(parts, ids, 300, None)[:3]
         grad = torch.zeros(5, 300, dtype=dtype if wide == torch.float32 else wide, device=DEVICE)
         slopes = factors(5).to(wide)
         others = -out[0].nan_to_num().expm1()

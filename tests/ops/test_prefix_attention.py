@@ -23,7 +23,7 @@ from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import attention, prefix_attention
 from maskpack.ops.attention import packed_attention
-from maskpack.ops.prefix_attention import Bounds, merged_attention
+from maskpack.ops.prefix_attention import Bounds, Call, merged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -37,9 +37,8 @@ interpreted = pytest.mark.skipif(
 class Plain:
     """A varlen kernel of loops over rows."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        query, key, value, bounds, causal, scale = call
         out, lse = torch.zeros_like(query), query.new_zeros(query.shape[1], query.shape[0])
         for of_queries, of_keys in self._rows(bounds):
             scores = self._scores(query[of_queries], key[of_keys], causal, scale)
@@ -47,11 +46,9 @@ class Plain:
             out[of_queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), self._every(value[of_keys], query))
         return out, lse
 
-    def backward(
-        self, slope: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, bounds: Bounds,
-        causal: bool, scale: float,
-    ) -> Sequence[Tensor]:  # fmt: skip
+    def backward(self, call: Call, slope: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
         """Dao et al., FlashAttention, 2022, appendix B.4: from the output and log-sum-exp that are given."""
+        query, key, value, bounds, causal, scale = call
         slopes = [torch.zeros_like(x) for x in (query, key, value)]
         for of_queries, of_keys in self._rows(bounds):
             scores = self._scores(query[of_queries], key[of_keys], causal, scale)
@@ -216,9 +213,9 @@ def test_a_level_is_a_call() -> None:
     calls: list[bool] = []
 
     class Counted(Plain):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float) -> Any:
-            calls.append(causal)
-            return super().forward(query, key, value, bounds, causal, scale)
+        def forward(self, call: Call) -> Any:
+            calls.append(call.causal)
+            return super().forward(call)
 
     problem = Problem(TRIES["a deep trie"])
     bounds = Bounds(problem.bounds, problem.bounds, problem.longest, problem.longest)
@@ -241,8 +238,8 @@ def test_levels_are_rounded_once() -> None:
     parts: list[tuple[Tensor, Tensor]] = []
 
     class Rounded(Plain):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor, bounds: Bounds, causal: bool, scale: float) -> Any:
-            out, lse = super().forward(query.double(), key.double(), value.double(), bounds, causal, scale)
+        def forward(self, call: Call) -> Any:
+            out, lse = super().forward(Call(*(x.double() for x in call[:3]), *call[3:]))
             parts.append((out.bfloat16(), lse.float()))
             return out.bfloat16(), lse.float()
 
