@@ -2,7 +2,7 @@
 
     pack    programs over packed elements; the span of a token is searched between two entries of `SpanIndex.blocks`
     unpack  programs over padded elements; each is written once, with its value or the pad
-    wide    elements of many bytes: one program for each element or for a part of it
+    wide    pack of elements of many bytes: one program for each element or for a part of it
 
 An element is moved as `items` words of 1, 2, 4 or 8 bytes. Fields with the same items and strides share a launch. What
 a launch needs are its arguments, and nothing is copied from the host, so a CUDA graph may capture it: not so the kernel
@@ -37,7 +37,7 @@ _AT_ONCE = 16
 _PACKED, _PADDED = 256, 512
 """The number of elements of one program."""
 _WIDE, _CHUNK_BYTES = 1024, 8192
-"""Elements of at least this many bytes have their own programs, each of which moves at most _CHUNK_BYTES."""
+"""Elements of at least this many bytes are packed by their own programs, each of which moves at most _CHUNK_BYTES."""
 
 
 @triton.jit
@@ -145,15 +145,6 @@ def _pad(pad, row, mode: tl.constexpr, kind: tl.constexpr):
     return tl.load(pad + row).to(kind) if mode == BY_ROW else tl.cast(pad, kind)
 
 
-@triton.jit
-def _value_or_pad(values, place, taken, valid, pad, row, mode: tl.constexpr):
-    """Loads the words `taken` from the values; words that are not valid get the pad, unless the pad is EDGE."""
-    words = tl.load(values + place, mask=taken, other=0)
-    if mode != BY_EDGE:
-        words = tl.where(valid, words, _pad(pad, row, mode, words.dtype))
-    return words
-
-
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=[*_INDEX[:2], *_INDEX[5:]])
 def _unpack(
     outs, ins, pads, starts, begins, cu_seqlens, bits, before, num_tokens, width, parts,
@@ -174,7 +165,9 @@ def _unpack(
             place = place * ITEMS + at % ITEMS
         for field in tl.static_range(len(ins)):
             taken = there if MODES[field] == BY_EDGE else there & valid
-            words = _value_or_pad(ins[field], place, taken, valid, pads[field], row, MODES[field])
+            words = tl.load(ins[field] + place, mask=taken, other=0)
+            if MODES[field] != BY_EDGE:
+                words = tl.where(valid, words, _pad(pads[field], row, MODES[field], words.dtype))
             tl.store(outs[field] + out, words, mask=inside)
     else:
         for field in tl.static_range(len(ins)):
@@ -195,23 +188,6 @@ def _pack_wide(
     stop = tl.where(token < tl.load(begins + spans), items, 0)  # none beyond the last span if T is a wrong hint
     words = tl.load(source + place + at, mask=at < stop, other=0)
     tl.store(out + token.to(tl.int64) * items + at, words, mask=at < items)
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=[*_INDEX[:2], *_INDEX[5:]])
-def _unpack_wide(
-    out, values, pad, starts, begins, cu_seqlens, bits, before, num_tokens, width, items, parts,
-    MODE: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    position = tl.program_id(0) // parts
-    at = (tl.program_id(0) % parts) * CHUNK + tl.arange(0, CHUNK)
-    row = position // width
-    valid, token, count = _token(starts, begins, cu_seqlens, bits, before, row, position % width, width)
-    there = (count > 0) & (token < num_tokens)
-    if MODE != BY_EDGE:
-        there = there & valid
-    taken = at < tl.where(there, items, 0)
-    words = _value_or_pad(values, token.to(tl.int64) * items + at, taken, valid, pad, row, MODE)
-    tl.store(out + position.to(tl.int64) * items + at, words, mask=at < items)
 
 
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -342,7 +318,8 @@ def _plan_pack(fields: Sequence[Tensor]) -> _Plan:
         if form.items * form.size < _WIDE or form.item != 1:
             narrow.setdefault(form[1:], []).append(at)
             continue
-        chunk, parts = _chunks(form)
+        chunk = min(_CHUNK_BYTES // form.size, triton.next_power_of_2(form.items))
+        parts = -(-form.items // chunk)
         numbers = x.shape[1], form.row, form.col, form.items, parts, BLOCK, chunk
         groups.append(_Group(Launch(_pack_wide), itemgetter(at), parts, 1, numbers))
     for (items, row, col, item), places in narrow.items():
@@ -359,17 +336,11 @@ def _plan_unpack(values: Sequence[Tensor], rows: int, width: int, pads: Sequence
         return _Plan([], [], [], [], copied)
     forms = cast("list[Words]", forms)
     groups: list[_Group] = []
-    narrow: dict[int, list[int]] = {}
+    together: dict[int, list[int]] = {}
     for at, (x, form) in enumerate(zip(values, forms, strict=True)):
-        if not rows * width * x.shape[1:].numel():
-            continue
-        if form.items * form.size < _WIDE:
-            narrow.setdefault(form.items, []).append(at)
-            continue
-        chunk, parts = _chunks(form)
-        numbers = width, form.items, parts, modes[at], chunk
-        groups.append(_Group(Launch(_unpack_wide), itemgetter(at), width * parts, 1, numbers))
-    for items, places in narrow.items():
+        if rows * width * x.shape[1:].numel():
+            together.setdefault(form.items, []).append(at)
+    for items, places in together.items():
         parts = -(-width * items // _PADDED)
         place = tl.int32 if parts * _PADDED <= MOST_TOKENS else tl.int64
         for pick in _picks(places):
@@ -387,12 +358,6 @@ def _picks(places: Sequence[int]) -> list[Callable[[Sequence[Any]], tuple[Any, .
     """Functions that take the entries `places` of a list as tuples, _AT_ONCE at a time."""
     chunks = [places[begin : begin + _AT_ONCE] for begin in range(0, len(places), _AT_ONCE)]
     return [itemgetter(*chunk) if len(chunk) > 1 else lambda line, at=chunk[0]: (line[at],) for chunk in chunks]
-
-
-def _chunks(form: Words) -> tuple[int, int]:
-    """The number of words that one program moves, and of programs for one element."""
-    chunk = min(_CHUNK_BYTES // form.size, triton.next_power_of_2(form.items))
-    return chunk, -(-form.items // chunk)
 
 
 def _pointer(x: Tensor, size: int) -> Any:
