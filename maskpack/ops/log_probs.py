@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast, ove
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
 from maskpack.core.arguments import flag, said, whole
@@ -178,26 +178,22 @@ def packed_log_probs(
             group.
         MaskpackError: in the backward pass with create_graph=True.
     """
-    options = temperature, keep, entropy, statistics, backend
-    if group is None:
-        weight, split = split_head.whole_head(lm_head_weight), None
-        layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options)
-    else:
-        split_head.need_group(group)
-        try:
+    message = None
+    with split_head.telling(group):
+        weight = split_head.own_rows(lm_head_weight, group)
+        _check_tensors(hidden, weight, token_ids, group is not None)
+        _check_options(temperature, keep, entropy, statistics)
+        kernels = _uses_kernels(hidden, backend)
+        layer = check_logits(logits, weight)
+        curve = Curve.of(layer, float(temperature))
+        if group is not None:
             given = {"sampling_mask": sampling_mask is not None, "statistics": statistics}
             if refused := " and ".join(name for name, wanted in given.items() if wanted):
                 raise LayoutError(
                     f"packed_log_probs: {refused} with group; expected a whole head. Leave one of them out."
                 )
-            weight = split_head.slice_of_head(lm_head_weight, group)
-            layer, curve, kernels = _checked(hidden, weight, token_ids, logits, *options, split=True)
-            split_head.need_backend(hidden.device, group)
-            message = split_head.message_of(hidden, weight, token_ids, temperature, entropy, layer)
-        except Exception:
-            split_head.tell_failure(group)
-            raise
-        split = split_head.agree(message, group)
+            message = split_head.message_of(hidden, weight, token_ids, temperature, entropy, layer, group)
+    split = None if message is None or group is None else split_head.agree(message, group)
     vocabulary = weight.shape[0] if split is None else split.vocabulary
     _check_ids(token_ids, vocabulary)
     ids = token_ids.long().contiguous()
@@ -243,22 +239,18 @@ class _Layer(NamedTuple):
     lora_b: Tensor | None
 
 
-def _checked(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    logits: Any,
-    temperature: float,
-    keep: int | None,
-    entropy: bool,
-    statistics: bool,
-    backend: Backend,
-    *,
-    split: bool = False,
-) -> tuple[Logits, Curve, bool]:
-    """The logits, their curve, and whether kernels are used. Checks everything but the bounds of the ids, which are
-    those of all slices."""
-    _check_tensors(hidden, weight, ids, split)
+def _uses_kernels(hidden: Tensor, backend: Backend) -> bool:
+    kernels = uses_triton(hidden.device, backend, "packed_log_probs")
+    is_double = hidden.dtype == torch.float64
+    if is_double and backend == "triton":
+        raise LayoutError(
+            'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
+            'Use backend="auto".'
+        )
+    return kernels and not is_double
+
+
+def _check_options(temperature: float, keep: int | None, entropy: bool, statistics: bool) -> None:
     if not is_positive(temperature) or float(temperature) <= _COLDEST:
         raise LayoutError(
             f"packed_log_probs: temperature is {temperature!r:.60}; expected a finite number above 0. "
@@ -268,15 +260,6 @@ def _checked(
         whole(keep, "keep", 0, "packed_log_probs")
     flag(entropy, "entropy", "packed_log_probs")
     flag(statistics, "statistics", "packed_log_probs")
-    kernels = uses_triton(hidden.device, backend, "packed_log_probs")
-    is_double = hidden.dtype == torch.float64
-    if is_double and backend == "triton":
-        raise LayoutError(
-            'packed_log_probs: backend is "triton", but hidden is torch.float64; its kernels compute in float32. '
-            'Use backend="auto".'
-        )
-    layer = check_logits(logits, weight)
-    return layer, Curve.of(layer, float(temperature)), kernels and not is_double
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, ids: Tensor, split: bool) -> None:
@@ -530,7 +513,7 @@ def _backward(
     grad_a = thin_grads.through(layer, how.lora_scale, grad_hidden, needed[3])
     for part in (grad_hidden, grad_a):
         if part is not None and how.split is not None:
-            split_head.add_up(part, how.split)
+            split_head.reduced(part, ReduceOp.SUM, how.split.group)
     of_bias, of_b = thin_grads.right_parts(layer, needed)
     wanted = (grad_hidden, grad_weight, of_bias, grad_a, of_b)
     return tuple(None if x is None or of is None else x.to(of.dtype) for x, of in zip(wanted, layer, strict=True))

@@ -119,35 +119,28 @@ def _kernel_pad(values: Tensor, pad: Any, bits: tuple[int, ...], differentiable:
 # -------------------------------------------------------------------- operators for torch.compile, of a field each
 
 
-def _pack_kernel(field: Tensor, index: Sequence[Tensor], num_rows: int, width: int, num_tokens: int) -> Tensor:
+_INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
+_PACK = f"(Tensor field, {_INDEX}, SymInt num_tokens) -> Tensor"
+_UNPACK = f"(Tensor values, {_INDEX}, int? word, Tensor? row_pads) -> Tensor"
+
+
+@torch.library.custom_op("maskpack::pack", mutates_args=(), schema=_PACK)
+def _pack(field: Tensor, index: Sequence[Tensor], num_rows: int, width: int, num_tokens: int) -> Tensor:
     return pack_triton.pack([field], SpanIndex(*index), num_tokens)[0]
 
 
-def _unpack_kernel(
+@torch.library.custom_op("maskpack::unpack", mutates_args=(), schema=_UNPACK)
+def _unpack(
     values: Tensor, index: Sequence[Tensor], num_rows: int, width: int, word: int | None, row_pads: Tensor | None
 ) -> Tensor:
+    """By both `word` and `row_pads` of None, EDGE."""
     pad = row_pads if word is None else word
     return pack_triton.unpack([values], SpanIndex(*index), num_rows, width, [EDGE if pad is None else pad])[0]
 
 
-def _of_one_kind(pad: int | Tensor | Pad | None) -> tuple[int | None, Tensor | None]:
-    """`word` and `row_pads` of the operator, both None for EDGE."""
+def _of_one_kind(pad: int | Tensor | Pad) -> tuple[int | None, Tensor | None]:
+    """`word` and `row_pads` of the operator."""
     return pad if isinstance(pad, int) else None, pad if isinstance(pad, Tensor) else None
-
-
-_INDEX = "Tensor[] index, SymInt num_rows, SymInt width"
-_pack: Any = torch.library.custom_op(
-    "maskpack::pack",
-    _pack_kernel,
-    mutates_args=(),
-    schema=f"(Tensor field, {_INDEX}, SymInt num_tokens) -> Tensor",
-)
-_unpack: Any = torch.library.custom_op(
-    "maskpack::unpack",
-    _unpack_kernel,
-    mutates_args=(),
-    schema=f"(Tensor values, {_INDEX}, int? word, Tensor? row_pads) -> Tensor",
-)
 
 
 @_pack.register_fake

@@ -192,8 +192,10 @@ class _Merged(torch.autograd.Function):
         out, lse = kernel.forward(Call(query, key, value, bounds, True, scale))
         total = _wide(out, below)
         for level in below:
-            rows = query.index_select(0, level.queries), *(x.index_select(0, level.keys) for x in (key, value))
-            merge(total, lse, level.queries, *kernel.forward(Call(*rows, level.bounds, False, scale)))
+            queries = query.index_select(0, level.queries)
+            keys, values = (x.index_select(0, level.keys) for x in (key, value))
+            call = Call(queries, keys, values, level.bounds, False, scale)
+            merge(total, lse, level.queries, *kernel.forward(call))
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.more = given[3:]

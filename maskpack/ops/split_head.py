@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,22 +42,17 @@ class Split(NamedTuple):
 # -------------------------------------------------------------------- the slice of a rank
 
 
-def whole_head(weight: Any) -> Any:
-    """The weight. Raises LayoutError for a DTensor, which may be anything: without a group, nobody else is asked."""
-    if isinstance(weight, DTensor):
+def own_rows(weight: Any, group: dist.ProcessGroup | None) -> Any:
+    """The rows of this rank as a plain tensor, whose gradient becomes a DTensor again if the weight is one. Raises
+    LayoutError for a DTensor that is sharded in another way, and without a group, when nobody else is asked."""
+    if not isinstance(weight, DTensor):
+        return weight
+    if group is None:
         raise LayoutError(
             f"{_CALL}: lm_head_weight is {_said(weight)}, without group; expected the whole head. Pass what FSDP "
             "gathers, or full_tensor(), if ranks have tokens of their own; if they split the vocabulary and have the "
             "same tokens, add group=weight.device_mesh.get_group()."
         )
-    return weight
-
-
-def slice_of_head(weight: Any, group: dist.ProcessGroup) -> Any:
-    """The rows of this rank as a plain tensor, whose gradient becomes a DTensor again if the weight is one. Raises
-    LayoutError for a DTensor that is sharded in another way."""
-    if not isinstance(weight, DTensor):
-        return weight
     mesh, placements = weight.device_mesh, weight.placements
     if not (mesh.ndim == 1 and type(placements[0]) is Shard and placements[0].dim == 0):
         raise LayoutError(
@@ -79,32 +75,39 @@ def _said(weight: DTensor) -> str:
 # -------------------------------------------------------------------- what ranks agree on
 
 
-def need_group(group: Any) -> None:
-    """Raises LayoutError unless this rank is in the group, on this rank alone: it has nobody to tell."""
-    running = dist.is_available() and dist.is_initialized()
-    if running and isinstance(group, dist.ProcessGroup):
+@contextmanager
+def telling(group: Any) -> Generator[None]:
+    """An error of this rank is told to the other ranks of a group, which call `agree`, and raise. Raises LayoutError
+    unless this rank is in the group, on this rank alone: it has nobody to tell."""
+    if group is None:
+        yield
         return
-    seen = said(group) if running else f"{said(group)} without torch.distributed initialised"
-    raise LayoutError(
-        f"{_CALL}: group is {seen}; expected a process group that this rank is in. Pass what "
-        "torch.distributed.new_group returned on its ranks, or leave it out for a whole head."
-    )
-
-
-def need_backend(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Raises LayoutError unless the group can reduce tensors of this device."""
-    config = dist.get_backend_config(group)
-    if f"{device.type}:" not in config:
+    running = dist.is_available() and dist.is_initialized()
+    if not running or not isinstance(group, dist.ProcessGroup):
+        seen = said(group) if running else f"{said(group)} without torch.distributed initialised"
         raise LayoutError(
-            f"{_CALL}: tensors are on {device}, and the backends of group are {config}; expected one for their device. "
-            "Make the group with such a backend."
+            f"{_CALL}: group is {seen}; expected a process group that this rank is in. Pass what "
+            "torch.distributed.new_group returned on its ranks, or leave it out for a whole head."
         )
+    try:
+        yield
+    except Exception:
+        _gathered(([0] * (2 + len(_SAME)), None), group)
+        raise
 
 
 def message_of(
-    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool, logits: Logits
-) -> Message:
-    """What a rank tells the others of its valid arguments."""
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, entropy: bool, logits: Logits,
+    group: dist.ProcessGroup,
+) -> Message:  # fmt: skip
+    """What a rank tells the others of its valid arguments. Raises LayoutError if the group cannot reduce tensors of
+    their device."""
+    config = dist.get_backend_config(group)
+    if f"{hidden.device.type}:" not in config:
+        raise LayoutError(
+            f"{_CALL}: tensors are on {hidden.device}, and the backends of group are {config}; expected one for their "
+            "device. Make the group with such a backend."
+        )
     cap = math.inf if logits.softcap is None else logits.softcap
     bits = [_bits(number) for number in (temperature, logits.scale, cap, logits.lora_scale)]
     rank = 0 if logits.lora_a is None else logits.lora_a.shape[0]
@@ -115,11 +118,6 @@ def message_of(
     kinds = dtype, _word(hidden.device.type)
     shared = *hidden.shape, *kinds, *bits, parts, int(entropy), int(reduces), int(sums)
     return [1, weight.shape[0], *shared, 0], checksum(ids)
-
-
-def tell_failure(group: dist.ProcessGroup) -> None:
-    """Tells the other ranks, which call `agree`, to raise."""
-    _gathered(([0] * (2 + len(_SAME)), None), group)
 
 
 def agree(message: Message, group: dist.ProcessGroup) -> Split:
@@ -259,7 +257,7 @@ def combined(parts: Parts, ids: Tensor, rows: int, split: Split | None) -> Combi
     token, top, total, weighted, squares = parts
     highest = top.amax(0)
     if split is not None:
-        _reduced(highest, dist.ReduceOp.MAX, split.group)
+        reduced(highest, dist.ReduceOp.MAX, split.group)
     top.sub_(highest)
     sums = [torch.empty_like(highest), (token - highest).where((ids >= 0) & (ids < rows), 0)]
     sums += [torch.empty_like(highest) for x in (weighted, squares) if x is not None]
@@ -274,7 +272,7 @@ def combined(parts: Parts, ids: Tensor, rows: int, split: Split | None) -> Combi
             sums[-1][here] = _added(power.square_() * squares[:, here])
     first = 0
     if split is not None:
-        sums, first, rows = _reduced(torch.stack(sums), dist.ReduceOp.SUM, split.group), split.first, split.vocabulary
+        sums, first, rows = reduced(torch.stack(sums), dist.ReduceOp.SUM, split.group), split.first, split.vocabulary
     log_sum = sums[0].log()
     place = ids + first
     known = (place >= 0) & (place < rows)
@@ -298,12 +296,8 @@ def _added(x: Tensor) -> Tensor:
     return x[0]
 
 
-def add_up(grad_hidden: Tensor, split: Split) -> None:
-    """Adds the parts of all ranks, in place."""
-    _reduced(grad_hidden, dist.ReduceOp.SUM, split.group)
-
-
-def _reduced(x: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+def reduced(x: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
+    """`x`, reduced over the ranks in place."""
     if x.numel():
         dist.all_reduce(x, op=op, group=group)
     return x
