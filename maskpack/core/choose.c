@@ -30,7 +30,7 @@ static Rows sample_of(const Rows *rows, i64 most, i64 longest, u8 *words, i64 *b
         if (from) memcpy(words + bounds[i] * rows->size, from + first * rows->size, (size_t)(n * rows->size));
         bounds[i + 1] = bounds[i] + (from ? n : 0);
     }
-    return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL};
+    return (Rows){count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL, 0};
 }
 
 /* Bytes of a sample of rows in each encoding, MOST if it does not fit, to sizes [NUM_KINDS]; the least of them. `sampled` words
@@ -43,7 +43,7 @@ static i64 try_sample(const Rows *rows, const Rows *near, int integers, const Fo
     if (near) beside = sample_of(near, most, longest, others, other_bounds);
     *sampled = total_words(&sample);
     for (i64 kind = 0; kind < NUM_KINDS; kind++) {
-        Out out = {memory, 0, 0, sizeof memory};
+        Out out = {memory, 0, 0, sizeof memory, 0};
         Entry entry = {0};
         sizes[kind] = MOST;
         if (!integers && ENCODINGS[kind]->integers) continue;
@@ -75,7 +75,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
         int likely = sizes[kind] < MOST && 2 * sizes[kind] <= 3 * least + 64;
         if (!ENCODINGS[kind]->encode || (!likely && !(hints >> kind & 1))) continue;
         if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
-        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room};
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room, 0};
         Entry tried = header;
         int done = encode_as(kind, ENCODINGS[kind]->fit ? ENCODINGS[kind]->fit(rows) : 0, rows, near, &spare, &tried);
         if (done == NO_MEMORY) {

@@ -55,6 +55,7 @@
 static const Encoding *const ENCODINGS[NUM_KINDS] = {KINDS(ENCODING_OF)};
 
 #include "choose.c"
+#include "slices.c"
 #include "encode.c"
 #include "decode.c"
 #include "rows.c"

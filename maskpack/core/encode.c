@@ -6,27 +6,36 @@ enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike or have copies, but a
 enum { FEW_BYTES = 4096, SMALL_BYTES = 1 << 15, NEW_BATCHES = 16, SOME_BATCHES = 8 };
 enum { SEEN_WORDS = 1 << 15 };               /* most words that copies are looked for in, to tell whether there are any */
 
+/* A job that is encoded to `out`, but for arrays whose numbers `slices` have; `memory` is that of `out`, or NULL if it is the
+   body. */
+typedef struct {
+    Job given; /* as it was before */
+    Out out;
+    u8 *memory;
+    Slices slices;
+    int stays_padded;
+} Encoded;
+
 typedef struct {
     Job *jobs;
     const Layout *layouts;
     Entry *slots;
-    Out *outs;
-    u8 *kept; /* of each job: whether it stays padded */
+    Encoded *encoded; /* of each job */
+    Crew *crew;
+    i64 slice_bytes;
 } Work;
 
 /* Opens the rows of a job; `field` is a copy with the pad to verify. False without memory. */
 static int open_rows(Rows *rows, const Job *job, const Layout *layouts, Field *field) {
     const Layout *layout = job->layout < 0 ? NULL : layouts + job->layout;
     const u8 *values = job->field.packed ? job->field.packed : (const u8 *)&ZEROS; /* no words are no NULL, which says STRAY */
-    *rows = (Rows){job->rows, job->size, job->items, layout ? layout->bounds : NULL, NULL, values, NULL, NULL, NULL, NULL};
+    *rows = (Rows){job->rows, job->size, job->items, layout ? layout->bounds : NULL, NULL, values, NULL, NULL, NULL, NULL, 0};
     if (!job->padded) return 1;
     *field = job->field;
     field->mode = NO_PAD;
     rows->field = field;
     rows->layout = layout;
-    i64 most = 0;
-    for (i64 row = 0; row < job->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
-    return (rows->scratch = malloc((size_t)(most * job->size + 8))) != NULL;
+    return rows_open(rows);
 }
 
 /* Whether rows that take `bytes` in one entry may take fewer as pieces: in a part of their words there are copies. */
@@ -65,7 +74,7 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     if (!tried || !memory) done = NO_MEMORY;
     for (int way = 0; way < 5 && done == FITS; way++) {
         if (!ways[way]) continue;
-        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns};
+        Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, way || many ? room : room * job->columns, 0};
         i64 bytes = 0, entries = way ? 2 : job->columns + 1, limit = best;
         Form found = {COLUMNS, 0, -1, 0, 0, 0};
         int fits;
@@ -97,10 +106,12 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
 
 /* A field that is encoded, to the `count` entries from `slots` on. */
 typedef struct {
+    const Work *work;
     Job *job;
     const Rows *rows, *near; /* NULL for none */
     Out *out;
     Entry *slots;
+    Slices *slices;
     i64 *count, total;
 } Task;
 
@@ -117,11 +128,10 @@ static int encode_again(const Task *task) {
     Rows rows = *task->rows;
     int many = form->kind == COLUMNS && job->columns > FEW_COLUMNS;
     if (!many && !(has_kind(form->kind) && ENCODINGS[form->kind]->encode)) return MISFIT;
-    u64 *ends = rows.ends = form->inner_kind == NO_GAIN ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
-    int done;
-    if (many) done = columns_encode(&rows, job->columns, task->out, task->slots);
-    else done = encode_as(form->kind, form->number, &rows, task->near, task->out, task->slots);
+    u64 *ends = rows.ends = form->inner_kind == NO_GAIN || !rows.field ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
     if (many) *task->count = job->columns + 1;
+    *task->slices = (Slices){&rows, task->near, NULL, form, *task->count, 0, NULL};
+    int done = encode_slices(task->slices, task->work->crew, task->work->slice_bytes, task->out, task->slots);
     if (done == FITS) {
         Field unverified;
         Rows quick = rows_verified(&rows, &unverified);
@@ -176,7 +186,7 @@ static int encode_packed(const Task *task) {
     if (flat.field || flat.index) {
         bounds = calloc((size_t)flat.rows + 1, sizeof(i64));
         values = gathered(task->rows, bounds, &done);
-        flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL};
+        flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL, 0};
     }
     if (done == FITS && has_kind(form->kind) && ENCODINGS[form->kind]->encode_stored) {
         done = ENCODINGS[form->kind]->encode_stored(&flat, task->near, job->hints, (int)job->integers, task->out, task->slots, form, 1);
@@ -194,20 +204,23 @@ static int encode_packed(const Task *task) {
 }
 
 /* Whether a job may refer to another one: one before it that did not stay padded. */
-static int may_refer(const Work *work, i64 at, i64 other) { return other >= 0 && other < at && !work->kept[other]; }
+static int may_refer(const Work *work, i64 at, i64 other) { return other >= 0 && other < at && !work->encoded[other].stays_padded; }
 
 static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, Entry *slots, i64 *count) {
     Job *jobs = work->jobs, *job = jobs + at;
     const Layout *layouts = work->layouts;
     Rows near = {0}, head = {0}, tail = {0};
     Field fields[3];
+    Slices *slices = &work->encoded[at].slices;
     int has_near = may_refer(work, at, job->near), done;
     *slots = entry_of(PLAIN, job->layout, job->items, job->size);
     *count = 1;
     if (!total_words(rows)) return encode_as(PLAIN, 0, rows, NULL, out, slots); /* the pads are verified all the same */
     if (may_refer(work, at, job->head) && may_refer(work, at, job->tail)) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
-        done = opened ? concat_encode(rows, &head, &tail) : NO_MEMORY;
+        Form concat = {.kind = CONCAT};
+        *slices = (Slices){rows, &head, &tail, &concat, 1, 0, NULL};
+        done = opened ? encode_slices(slices, work->crew, work->slice_bytes, out, slots) : NO_MEMORY;
         free(head.scratch);
         free(tail.scratch);
         if (done == FITS) {
@@ -218,10 +231,11 @@ static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, En
         if (done != MISFIT) return done;
     }
     if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
-    Task task = {job, rows, has_near ? &near : NULL, out, slots, count, total_words(rows)};
+    Task task = {work, job, rows, has_near ? &near : NULL, out, slots, slices, count, total_words(rows)};
     i64 start = out->used;
     done = encode_again(&task);
     if (done == MISFIT || done == FULL) {
+        free_slices(slices);
         out->used = start;
         *count = 1;
         *slots = entry_of(PLAIN, job->layout, job->items, job->size);
@@ -272,7 +286,10 @@ static int is_stray(const Job *job, const Rows *rows, Field *field) {
 /* Encodes a field that stays padded: rows of one element, all its words. It refers to no other. */
 static int encode_kept(Work *work, i64 at) {
     Job *job = work->jobs + at, own = *job;
-    Work alone = {&own, work->layouts, work->slots + job->first, work->outs + at, work->kept};
+    Work alone = *work;
+    alone.jobs = &own;
+    alone.slots += job->first;
+    alone.encoded += at;
     Field field;
     Rows rows;
     own.padded = own.hints = own.columns = 0;
@@ -281,8 +298,7 @@ static int encode_kept(Work *work, i64 at) {
     own.field.packed = job->field.padded;
     if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
     open_rows(&rows, &own, work->layouts, &field);
-    alone.outs->used = 0;
-    int done = encode_field(&alone, 0, &rows, alone.outs, alone.slots, &job->count);
+    int done = encode_field(&alone, 0, &rows, &alone.encoded->out, alone.slots, &job->count);
     if (done == FITS && own.integers == BOOLS && has_odd_bools(&rows)) done = ODD;
     job->form = own.form;
     job->keeps = DID;
@@ -299,7 +315,8 @@ static void encode_job(void *context, i64 at) {
     Rows rows;
     i64 width = job->padded ? work->layouts[job->layout].width : 0;
     u8 *pads = malloc((size_t)((width / 8 + 18) * (job->rows + 1)));
-    int done = pads && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
+    Out *out = &work->encoded[at].out;
+    int done = pads && out->memory && open_rows(&rows, job, work->layouts, &field) ? STRAY : NO_MEMORY;
     job->under_mask = (Array){0, 1, 0};
     field.pads = pads;
     if (done == STRAY && job->keeps == DID && job->padded && !is_stray(job, &rows, &field)) {
@@ -307,19 +324,19 @@ static void encode_job(void *context, i64 at) {
         job->form = (Form){.kind = -1, .inner_kind = -1};
     }
     for (job->pad = 0; done == STRAY && job->keeps != DID && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
-        work->outs[at].used = 0;
+        out->used = 0;
         if (job->padded) try_pad(&field, job->pads + job->pad, rows.layout);
-        done = encode_field(work, at, &rows, work->outs + at, work->slots + job->first, &job->count);
+        done = encode_field(work, at, &rows, out, work->slots + job->first, &job->count);
     }
     job->pad--;
-    if (done == FITS && job->given_count) done = store_pads(job, job->given, job->given_size, job->given_count, job->given_size, work->outs + at);
+    if (done == FITS && job->given_count) done = store_pads(job, job->given, job->given_size, job->given_count, job->given_size, out);
     if (done == FITS && job->padded) {
         i64 by_rows = (field.mode & ~TRUSTED) >= BY_ROW && job->rows;
         if (!by_rows) {
             pads[0] = (field.mode & ~TRUSTED) == BY_EDGE ? EDGE : WORD;
             memcpy(pads + 1, field.pad, (size_t)field.size);
         }
-        done = store_pads(job, pads, by_rows ? field.pads_size : 1 + field.size, by_rows ? job->rows : 1, 1 + field.size, work->outs + at);
+        done = store_pads(job, pads, by_rows ? field.pads_size : 1 + field.size, by_rows ? job->rows : 1, 1 + field.size, out);
     }
     if (done == FITS && job->integers == BOOLS) {
         field.mode = NO_PAD;
@@ -361,51 +378,6 @@ static i64 settled_number(i64 number, const Job *job, i64 before, const i64 *fie
     return fields[number == OF_JOB_NEAR ? job->near : number == OF_JOB_HEAD ? job->head : job->tail];
 }
 
-/* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
-   one takes its entry, unless that holds the stored rows of the entry behind it. Returns the entry of the field; `used`
-   bytes of the body are in use. */
-static i64 settle(Work *work, i64 at, u8 *body, Entry *entries, i64 *num_entries, const i64 *fields, i64 *used) {
-    Job *job = work->jobs + at;
-    Out *out = work->outs + at;
-    Entry *slots = work->slots + job->first;
-    i64 begin = (*used + 7) & ~(i64)7, moved = begin - out->base;
-    for (i64 i = 0; i < job->count; i++) {
-        Entry *entry = slots + i;
-        for (Array *array = &entry->a; array <= &entry->c; array++) array->at = array->count ? array->at + moved : 0;
-        entry->first = settled_number(entry->first, job, *num_entries, fields);
-        entry->second = settled_number(entry->second, job, *num_entries, fields);
-    }
-    memset(body + *used, 0, (size_t)(begin - *used));
-    memmove(body + begin, out->memory, (size_t)out->used);
-    if (job->under_mask.count) job->under_mask.at += moved;
-    for (i64 other = 0; other < *num_entries; other++) {
-        int inside = other + 1 < *num_entries && REFERENCES[entries[other + 1].kind][0] == OF_ROWS;
-        if (!inside && same_field(body, slots, job->count, entries, other)) {
-            i64 nbytes = job->under_mask.size * job->under_mask.count;
-            if (nbytes) {
-                memmove(body + begin, body + job->under_mask.at, (size_t)nbytes);
-                job->under_mask.at = begin;
-                *used = begin + nbytes;
-            }
-            return other;
-        }
-    }
-    memcpy(entries + *num_entries, slots, sizeof(Entry) * (size_t)job->count);
-    *num_entries += job->count;
-    if (out->used) *used = begin + out->used;
-    return *num_entries - 1;
-}
-
-/* The most bytes that a job takes in a body. */
-static i64 room_of(const Job *job, const Layout *layouts) {
-    const Layout *layout = layouts + job->layout;
-    i64 elements = job->layout < 0 ? job->rows : layout->bounds[layout->rows], pads = 17;
-    if (job->result == STRAY && job->keeps) elements = layout->rows * layout->width;
-    for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
-        if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 18;
-    return (elements * job->items * job->size + pads * job->rows + job->given_size * job->given_count + 4127) & ~(i64)7;
-}
-
 /* The packed batch that is made: the table of entries, and a body of `room` bytes. `slots` and `entries` have room for all
    entries of all jobs, those of a job from its `first` on in `slots`; `fields` [n] are the entries of the fields. */
 typedef struct {
@@ -415,62 +387,145 @@ typedef struct {
     i64 room;
 } Packed;
 
-/* Encodes each job in a part of the body of its own. */
-static void encode_apart(Work *work, i64 n, u8 *body, i64 begin, i64 threads) {
-    for (i64 at = 0; at < n; at++) {
-        i64 own = room_of(work->jobs + at, work->layouts);
-        work->outs[at] = (Out){body + begin, begin, 0, own};
-        begin += own;
+
+/* Writes the arrays of a job to a body, where they begin at `begin`; its entries say where they are. What is between arrays
+   is 0. */
+static void write_arrays(const Work *work, i64 at, u8 *body, i64 begin) {
+    const Job *job = work->jobs + at;
+    Encoded *own = work->encoded + at;
+    Joined joined = {&own->slices, work->slots + job->first, body};
+    const Array *pads = &job->under_mask;
+    if (!own->slices.count) {
+        memmove(body + begin, own->out.memory, (size_t)own->out.used);
+        return;
     }
-    run_tasks(encode_job, work, n, threads);
+    for (i64 i = 0; i < own->slices.num_entries; i++)
+        for (const Array *array = &joined.entries[i].a; array <= &joined.entries[i].c; array++) {
+            i64 end = array->at + array->size * array->count, stop = (end + 7) & ~(i64)7;
+            if (array->count && stop <= begin + own->out.used) memset(body + end, 0, (size_t)(stop - end));
+        }
+    share(work->crew, write_slice, &joined, own->slices.count);
+    if (pads->count) memcpy(body + pads->at, own->out.memory + (pads->at - begin), (size_t)(pads->size * pads->count));
 }
 
-/* Encodes a job in the rest of the body if it was not yet, or if it refers to one that stays padded; `room` grows by what
-   this takes. */
-static int encode_rest(Work *work, i64 at, Out rest, int anew, i64 *room) {
+/* Moves the entries of a job to the end of the table, and their arrays behind the others. A field that equals an earlier
+   one takes its entry, unless that holds the stored rows of the entry behind it. `used` bytes of the body are in use. FITS,
+   or FULL. */
+static int settle(Work *work, i64 at, const Packed *to, i64 *used) {
     Job *job = work->jobs + at;
-    i64 others[3] = {job->near, job->head, job->tail};
-    int again = 0;
-    for (int i = 0; i < 3 && !anew; i++) again |= others[i] >= 0 && work->kept[others[i]];
-    if (again) *room += room_of(job, work->layouts);
-    if (again || anew) {
-        work->outs[at] = rest;
-        encode_job(work, at);
+    const Out *out = &work->encoded[at].out;
+    Entry *slots = work->slots + job->first;
+    i64 begin = (*used + 7) & ~(i64)7, moved = begin - out->base, number = -1;
+    if (begin + out->used > to->room) return FULL;
+    for (i64 i = 0; i < job->count; i++) {
+        Entry *entry = slots + i;
+        for (Array *array = &entry->a; array <= &entry->c; array++) array->at = array->count ? array->at + moved : 0;
+        entry->first = settled_number(entry->first, job, *to->num_entries, to->fields);
+        entry->second = settled_number(entry->second, job, *to->num_entries, to->fields);
     }
-    work->kept[at] = job->result == STRAY && job->keeps;
-    return work->kept[at] ? FITS : (int)job->result;
+    if (job->under_mask.count) job->under_mask.at += moved;
+    memset(to->body + *used, 0, (size_t)(begin - *used));
+    write_arrays(work, at, to->body, begin);
+    for (i64 other = 0; other < *to->num_entries && number < 0; other++) {
+        int inside = other + 1 < *to->num_entries && REFERENCES[to->entries[other + 1].kind][0] == OF_ROWS;
+        if (!inside && same_field(to->body, slots, job->count, to->entries, other)) number = other;
+    }
+    i64 pads = job->under_mask.size * job->under_mask.count;
+    if (number >= 0 && pads) {
+        memmove(to->body + begin, to->body + job->under_mask.at, (size_t)pads);
+        job->under_mask.at = begin;
+        *used = begin + pads;
+    }
+    if (number < 0) {
+        memcpy(to->entries + *to->num_entries, slots, sizeof(Entry) * (size_t)job->count);
+        number = (*to->num_entries += job->count) - 1;
+        if (out->used) *used = begin + out->used;
+    }
+    to->fields[at] = number;
+    return FITS;
+}
+
+static i64 elements_of(const Job *job, const Layout *layouts) {
+    const Layout *layout = layouts + job->layout;
+    return job->layout < 0 ? job->rows : layout->bounds[layout->rows];
+}
+
+/* The most bytes that a job takes in a body. */
+static i64 room_of(const Job *job, const Layout *layouts) {
+    const Layout *layout = layouts + job->layout;
+    i64 elements = elements_of(job, layouts), pads = 17;
+    if (job->result == STRAY && job->keeps) elements = layout->rows * layout->width;
+    for (i64 pad = 0; job->padded && pad < job->num_pads; pad++)
+        if ((job->pads[pad].mode & ~TRUSTED) == BY_SIGNS) pads = layout->width / 8 + 18;
+    return (elements * job->items * job->size + pads * job->rows + job->given_size * job->given_count + 4127) & ~(i64)7;
+}
+
+/* Opens what a job is encoded to: the rest of a body of `room` bytes from `begin` on, if that is enough whatever it takes, or
+   memory of its own. */
+static void open_out(Work *work, i64 at, u8 *body, i64 begin, i64 room) {
+    Encoded *own = work->encoded + at;
+    i64 most = room_of(work->jobs + at, work->layouts);
+    int lies = begin + most <= room;
+    free_slices(&own->slices);
+    free(own->memory);
+    own->memory = lies ? NULL : malloc((size_t)most);
+    own->out = (Out){lies ? body + begin : own->memory, lies ? begin : 0, 0, most, 0};
+}
+
+/* Encodes a job while others are encoded. */
+static void encode_apart(void *context, i64 at) {
+    open_out(context, at, NULL, 0, 0);
+    encode_job(context, at);
+}
+
+/* Whether a job was encoded with one that stays padded. */
+static int refers_to_padded(const Work *work, const Job *job) {
+    i64 others[] = {job->near, job->head, job->tail};
+    int refers = 0;
+    for (int i = 0; i < 3; i++) refers |= others[i] >= 0 && work->encoded[others[i]].stays_padded;
+    return refers;
 }
 
 static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Packed to, i64 threads) {
-    i64 room = 64;
+    i64 room = 64, bytes = 0;
     for (i64 at = 0; at < m; at++) room += (24 * layouts[at].splits[layouts[at].rows] + 8 * layouts[at].rows + 64) & ~(i64)7;
-    i64 begin = room;
     for (i64 at = 0; at < n; at++) {
         jobs[at].result = FITS;
         room += room_of(jobs + at, layouts);
+        bytes += jobs[at].items * jobs[at].size * (jobs[at].padded ? jobs[at].rows * layouts[jobs[at].layout].width : elements_of(jobs + at, layouts));
     }
-    if (room > to.room && (threads > 1 || !to.room)) return NO_ROOM - room;
-    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room), end = room;
-    Work work = {jobs, layouts, to.slots, calloc((size_t)n + 1, sizeof(Out)), calloc((size_t)n + 1, 1)};
-    int done = used < 0 ? FULL : work.outs && work.kept ? FITS : NO_MEMORY;
+    if (!to.room) return NO_ROOM - room;
+    i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room);
+    Crew crew;
+    Work work = {jobs, layouts, to.slots, calloc((size_t)n + 1, sizeof(Encoded)), &crew, bytes / (SLICES * threads) + 1};
+    int done = used < 0 ? FULL : work.encoded ? FITS : NO_MEMORY;
     *to.num_entries = 0;
-    if (threads > 1 && done == FITS) encode_apart(&work, n, to.body, begin, threads);
+    crew_open(&crew, done == FITS ? threads : 1);
+    for (i64 at = 0; at < n && done == FITS; at++) work.encoded[at].given = jobs[at];
+    if (threads > 1 && done == FITS) share(&crew, encode_apart, &work, n);
     for (i64 at = 0; at < n && done == FITS; at++) {
-        i64 base = threads > 1 ? end : (used + 7) & ~(i64)7;
-        done = encode_rest(&work, at, (Out){to.body + base, base, 0, to.room - base}, threads <= 1, &room);
-        if (done == FITS && !work.kept[at])
-            to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
+        if (threads <= 1 || refers_to_padded(&work, jobs + at)) {
+            jobs[at] = work.encoded[at].given;
+            open_out(&work, at, to.body, (used + 7) & ~(i64)7, to.room);
+            encode_job(&work, at);
+        }
+        work.encoded[at].stays_padded = jobs[at].result == STRAY && jobs[at].keeps;
+        if (work.encoded[at].stays_padded) continue;
+        done = jobs[at].result == FITS ? settle(&work, at, &to, &used) : (int)jobs[at].result;
     }
     for (i64 at = 0; at < n && done == FITS; at++) {
-        if (!work.kept[at]) continue;
-        i64 base = (used + 7) & ~(i64)7;
+        if (!work.encoded[at].stays_padded) continue;
         room += room_of(jobs + at, layouts);
-        work.outs[at] = (Out){to.body + base, base, 0, to.room - base};
+        open_out(&work, at, to.body, (used + 7) & ~(i64)7, to.room);
         done = encode_kept(&work, at);
-        if (done == FITS) to.fields[at] = settle(&work, at, to.body, to.entries, to.num_entries, to.fields, &used);
+        if (done == FITS) done = settle(&work, at, &to, &used);
     }
-    free(work.outs);
-    free(work.kept);
+    crew_close(&crew);
+    for (i64 at = 0; at < n && work.encoded; at++) {
+        free_slices(&work.encoded[at].slices);
+        free(work.encoded[at].memory);
+    }
+    free(work.encoded);
     return done == FITS ? used : done == FULL ? NO_ROOM - room : FAILED;
 }
 

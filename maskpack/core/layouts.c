@@ -51,7 +51,7 @@ static i64 spans_of_bits(const u8 *bits, i64 width, i64 *starts, i64 *counts, i6
 /* Stores layouts behind the first `used` bytes of a body; for AS_PART the caller has set `kind`, `parent` and `low`. Returns
    the bytes in use, -1 if there is no room for them. */
 API i64 maskpack_store_layouts(Stored *stored, i64 n, const Layout *layouts, u8 *body, i64 used, i64 room) {
-    Out out = {body, 0, used, room};
+    Out out = {body, 0, used, room, 0};
     for (i64 at = 0; at < n; at++) {
         const Layout *layout = layouts + at;
         Stored *to = stored + at;

@@ -23,8 +23,8 @@ from maskpack.core.pads import Pads
 
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
-_A_THREAD = 1 << 26
-"""Bytes for which one more thread pays: starting one costs as much as reading 0.5 MB."""
+_A_THREAD = 1 << 20
+"""Bytes for which one more thread pays: starting one costs as much as reading 0.2 MB."""
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
@@ -211,7 +211,7 @@ class EncodedArrays(NamedTuple):
     body: Words
 
 
-def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int, threads: int) -> EncodedArrays | None:
+def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int = 0, nbytes: int = 0) -> EncodedArrays | None:
     """Encodes layouts and fields.
 
     Args:
@@ -219,6 +219,7 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int, threads
         layouts: as `layout_rows` gives them; must live as long as the call, like all that the jobs point to.
         stored: STORED [m], with `kind`, `parent` and `low` of those that are parts of others; the rest is written.
         room: bytes of the body; with more it is tried again.
+        nbytes: bytes of the fields, if they are known to be more.
 
     Returns:
         None if a job failed.
@@ -231,7 +232,7 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int, threads
     places = first, first + 8 * slots * width, first + 8 * (line.size - 1), first + 16 * slots * width
     while True:
         body = np.empty(room, np.uint8)
-        used = _core.maskpack_encode(*source, *places, address(body), room, threads)
+        used = _core.maskpack_encode(*source, *places, address(body), room, threads_for(max(room, nbytes)))
         if used > abi.NO_ROOM:
             break
         assert room < abi.NO_ROOM - used, "the core asks for the room that it has"

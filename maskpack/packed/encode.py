@@ -76,8 +76,8 @@ def _on_host(opened: Opened) -> tuple[Table, Schema] | None:
     for place, form in zip(host.table.order.tolist(), host.forms, strict=True) if nested else ():
         if form.path in nested:
             native.numbers_of(jobs)[place, GIVEN] = nested[form.path].place
-    stored, threads = native.copied(host.stored), native.threads_for(rows * host.padded_bytes)
-    found = native.encode(jobs, made.table, stored, before.room, threads)
+    stored, nbytes = native.copied(host.stored), sum([x.nbytes for x in seen.tensors if x is not None])
+    found = native.encode(jobs, made.table, stored, before.room, nbytes)
     del held, layouts  # not earlier: the core had their addresses
     if found is None:
         check_memory(jobs["result"])

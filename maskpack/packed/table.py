@@ -466,7 +466,7 @@ def encoded(
         native.numbers_of(jobs)[order[number], GIVEN] = place
     key = table, rows.bit_length(), by_kernels
     recall(jobs, done_jobs.get(key))
-    found = native.encode(jobs, layouts, stored, 0, 1)
+    found = native.encode(jobs, layouts, stored)
     if found is None:
         check_memory(jobs["result"])
         return None

@@ -125,7 +125,8 @@ class Core:
         return function(*numbers)
 
     def encode(self, jobs: np.ndarray, mask: Mask, threads: int) -> Table:
-        """The jobs of a mask as a table, whose layouts were given and, which must be the same, scanned."""
+        """The jobs of a mask as a table, whose layouts were given and, which must be the same, scanned, in one thread
+        where these are three."""
         self.read(jobs.copy(), mask, threads)
         bits, again = mask.mask.astype(np.int8), jobs.copy()
         way = OF_MASK if jobs.size % 2 else OF_LAYOUT
@@ -141,7 +142,7 @@ class Core:
             if used >= 0:
                 break
             room = -2 - used
-        one, other = self._encoded(jobs, mask.line, threads), self._encoded(again, out, threads)
+        one, other = self._encoded(jobs, mask.line, threads), self._encoded(again, out, 4 - threads)
         assert all((own == same).all() for own, same in zip(one, other, strict=True))
         return one
 
@@ -177,6 +178,7 @@ class Core:
             assert used != -1, jobs["result"]
             assert table.body[room] == 0xAA
             if used >= 0:
+                table.body[used] = 0xAA
                 return Table(entries[: int(count[0])], fields, table.body[: used + 1].copy(), table.stored)
             assert room < -2 - used
             room = -2 - used

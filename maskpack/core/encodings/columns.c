@@ -121,7 +121,7 @@ static int columns_encode(const Rows *rows, i64 columns, Out *out, Entry *slots)
     int done = line && bases ? tiles_encode(&tiles) : NO_MEMORY;
     for (i64 column = 0; column < columns && done == FITS; column++) {
         List own = {bases + column * blocks, blocks, blocks};
-        if (!put_signed(out, &slots[column].b, &own) || !reserve(out, &slots[column].c, 4, slots[column].c.count)) done = FULL;
+        if (!reserve(out, &slots[column].c, 4, slots[column].c.count) || !put_signed(out, &slots[column].b, &own)) done = FULL;
         slots[column].c.count = 0; /* counted again, as it is written */
     }
     tiles.rows = &again;

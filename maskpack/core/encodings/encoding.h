@@ -76,6 +76,9 @@ typedef struct {
 typedef struct {
     int integers; /* whether it is for integers only */
     int marked;   /* whether marks say where rows begin; else this follows from their bounds */
+    /* Which of the arrays a, b and c `encode` writes, in this order; those in which equal numbers are stored once; those of
+       signed numbers. Of rows that are encoded slice by slice, these arrays are joined (slices.c). */
+    const char *arrays, *once, *is_signed;
     /* The `number` for rows of packed values; NULL if there is nothing to find. */
     i64 (*fit)(const Rows *rows);
     /* Encodes rows in one entry, with `near` rows of another field; NULL if encode.c makes it of several. */
@@ -296,10 +299,11 @@ struct Rows {
     const Layout *layout;
     u8 *scratch; /* room for the longest row */
     u64 *ends;   /* what `row_words` writes `ends_of` each row to; NULL if nobody asks */
+    i64 first;   /* the number of row 0 */
 };
 
 static i64 row_length(const Rows *rows, i64 row) { /* words */
-    i64 at = rows->index ? rows->index[row] : row;
+    i64 number = rows->first + row, at = rows->index ? rows->index[number] : number;
     i64 elements = rows->bounds ? rows->bounds[at + 1] - rows->bounds[at] : 1;
     return elements * rows->items;
 }
@@ -319,17 +323,25 @@ static u64 ends_of(const u8 *words, i64 n, i64 size) {
 
 /* The words of a row; NULL if a pad of a padded field is not what it should be. */
 static const u8 *row_words(const Rows *rows, i64 row) {
-    i64 at = rows->index ? rows->index[row] : row, element = rows->items * rows->size;
+    i64 number = rows->first + row, at = rows->index ? rows->index[number] : number, element = rows->items * rows->size;
     const u8 *words;
     if (rows->field) {
+        const Field *field = rows->field;
         const Layout *layout = rows->layout;
-        i64 first = layout->splits[row];
-        int lies = element && layout->splits[row + 1] - first == 1 && rows->field->outer == 1 && !rows->field->is_expanded;
-        if (!read_row(rows->field, layout, row, lies ? NULL : rows->scratch)) return NULL;
-        words = lies ? rows->field->padded + row * rows->field->row_stride + layout->starts[first] * element : rows->scratch;
+        i64 span = layout->splits[number];
+        int lies = element && layout->splits[number + 1] - span == 1 && field->outer == 1 && !field->is_expanded;
+        if (!read_row(rows->field, layout, number, lies ? NULL : rows->scratch)) return NULL;
+        words = lies ? field->padded + number * field->row_stride + layout->starts[span] * element : rows->scratch;
     } else words = rows->values + (rows->bounds ? rows->bounds[at] : at) * element;
-    if (rows->ends) rows->ends[row] = ends_of(words, row_length(rows, row), rows->size);
+    if (rows->ends) rows->ends[number] = ends_of(words, row_length(rows, row), rows->size);
     return words;
+}
+
+/* Gets room for the longest row of a padded field; false without memory. */
+static int rows_open(Rows *rows) {
+    i64 most = 0;
+    for (i64 row = 0; rows->field && row < rows->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
+    return !rows->field || (rows->scratch = malloc((size_t)(most * rows->size + 8))) != NULL;
 }
 
 /* The same rows, whose pads were verified before. `field` is memory for a copy. */
@@ -348,6 +360,7 @@ static Rows rows_verified(const Rows *rows, Field *field) {
 struct Out {
     u8 *memory;
     i64 base, used, room;
+    int is_slice; /* of some rows of a field: equal numbers are not stored once */
 };
 
 /* Reserves an array; NULL if there is no room. */
@@ -396,7 +409,7 @@ static int put_list(Out *out, Array *array, const List *list, int is_signed, int
         low = list->numbers[i] < low ? list->numbers[i] : low;
         high = list->numbers[i] > high ? list->numbers[i] : high;
     }
-    i64 count = once && list->count > 1 && low == high ? 1 : list->count, size = bytes_between(low, high, is_signed);
+    i64 count = once && !out->is_slice && list->count > 1 && low == high ? 1 : list->count, size = bytes_between(low, high, is_signed);
     u8 *to = reserve(out, array, size, count);
     if (!to) return 0;
     for (i64 i = 0; i < count; i++) put_word(to + i * size, list->numbers[i], size);

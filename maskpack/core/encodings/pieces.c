@@ -161,7 +161,7 @@ static int has_copies(const Rows *rows, i64 most) {
         bounds[i + 1] = total += n;
     }
     if (words && bounds) {
-        Rows sample = {count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL};
+        Rows sample = {count, rows->size, 1, bounds, NULL, words, NULL, NULL, NULL, NULL, 0};
         Search search;
         if (search_open(&search, &sample) == FITS) copied = search.copied;
         search_close(&search);
@@ -174,7 +174,7 @@ static int has_copies(const Rows *rows, i64 most) {
 /* Divided rows as two entries: what is stored of them, and `kind`. */
 static int divided_encode(const Search *search, i64 kind, i64 hints, int integers, Out *out, Entry *entries, Form *form, int again) {
     const Rows *rows = search->rows;
-    Rows stored = {rows->rows, rows->size, 1, search->bounds, NULL, search->stored, NULL, NULL, NULL, NULL};
+    Rows stored = {rows->rows, rows->size, 1, search->bounds, NULL, search->stored, NULL, NULL, NULL, NULL, 0};
     entries[1] = entry_of(kind, entries->layout, rows->items, rows->size);
     entries[1].first = 0;
     entries[0].items = 1;

@@ -1,0 +1,159 @@
+/* Slices of the rows of a field: several threads encode them, each by itself, and what they make is joined. */
+
+enum { SLICES = 16 }; /* of a batch, for each thread */
+
+/* Rows that are encoded in one form to memory of their own: the entries, and what becomes of them. */
+typedef struct {
+    i64 first, rows;
+    u8 *memory;
+    Entry *entries;
+    int done;
+} Slice;
+
+/* The slices of `rows` in a form, with the rows of two other fields, or NULL; `num_entries` each. */
+typedef struct {
+    const Rows *rows, *near, *tail;
+    const Form *form;
+    i64 num_entries, count;
+    Slice *each;
+} Slices;
+
+/* Encodes rows in a form of one entry, of `num_entries` - 1 columns, or as those of two other fields together. */
+static int encode_form(const Slices *own, Out *out, Entry *entries) {
+    if (own->form->kind == CONCAT) return concat_encode(own->rows, own->near, own->tail);
+    if (own->form->kind == COLUMNS) return columns_encode(own->rows, own->num_entries - 1, out, entries);
+    return encode_as(own->form->kind, own->form->number, own->rows, own->near, out, entries);
+}
+
+static void encode_slice(void *context, i64 at) {
+    Slices own = *(Slices *)context;
+    Slice *slice = own.each + at;
+    const Rows **fields[] = {&own.rows, &own.near, &own.tail};
+    Rows rows[3] = {0};
+    int fine = 1;
+    for (int i = 0; i < 3; i++) {
+        if (!*fields[i]) continue;
+        rows[i] = **fields[i];
+        rows[i].first = slice->first;
+        rows[i].rows = slice->rows;
+        rows[i].scratch = NULL;
+        fine &= rows_open(rows + i);
+        *fields[i] = rows + i;
+    }
+    i64 room = 2 * total_words(rows) * rows->size + 16 * slice->rows + 4096;
+    Out out = {fine && own.form->kind != CONCAT ? malloc((size_t)room) : NULL, 0, 0, room, 1};
+    slice->done = fine && (out.memory || own.form->kind == CONCAT) ? encode_form(&own, &out, slice->entries) : NO_MEMORY;
+    slice->memory = out.memory ? realloc(out.memory, (size_t)out.used + 1) : NULL; /* the others can take the rest */
+    for (int i = 0; i < 3; i++) free(rows[i].scratch);
+}
+
+static void free_slices(Slices *slices) {
+    for (i64 at = 0; at < slices->count; at++) free(slices->each[at].memory);
+    free(slices->each);
+    slices->each = NULL;
+    slices->count = 0;
+}
+
+/* Cuts rows into slices of so many bytes, or a row; false without memory. */
+static int cut_slices(Slices *slices, i64 bytes, i64 slice_bytes, const Entry *entry) {
+    const Rows *rows = slices->rows;
+    i64 most = bytes / slice_bytes + 1, row = 0;
+    Slice *each = slices->each = calloc((size_t)most, sizeof(Slice) + sizeof(Entry) * (size_t)slices->num_entries);
+    if (!each) return 0;
+    for (Entry *entries = (Entry *)(each + most); row < rows->rows; entries += slices->num_entries) {
+        Slice *slice = each + slices->count++;
+        *slice = (Slice){row, 0, NULL, entries, FITS};
+        *entries = *entry;
+        for (i64 left = slice_bytes; row < rows->rows && left > 0; row++, slice->rows++)
+            left -= rows->size * (rows->field ? rows->layout->width * rows->items : row_length(rows, row));
+    }
+    return 1;
+}
+
+static Array *array_of(Entry *entry, char letter) { return &entry->a + (letter - 'a'); }
+
+static int has_array(const char *letters, char letter) { return strchr(letters, letter) != NULL; }
+
+/* Reserves an array for the numbers of all slices: equal ones once, if `once`. */
+static int join_array(const Slices *slices, i64 number, char letter, int once, Out *out, Entry *to) {
+    i64 size = 0, count = 0, equal = once;
+    const u8 *word = NULL;
+    for (i64 at = 0; at < slices->count; at++) {
+        const Slice *slice = slices->each + at;
+        const Array *own = array_of(slice->entries + number, letter);
+        const u8 *numbers = slice->memory + own->at;
+        size = own->size > size ? own->size : size;
+        count += own->count;
+        if (!own->count || !equal) continue;
+        if (!word) word = numbers;
+        equal = own->size == size && equal_bytes(numbers, own->size * own->count, repeated(word, size)) == own->size * own->count;
+    }
+    return reserve(out, array_of(to, letter), size, equal && count > 1 ? 1 : count) != NULL;
+}
+
+/* Reserves the arrays of the entries of all slices, as if the rows were encoded as one; `write_slice` fills them. */
+static int join_slices(const Slices *slices, Out *out, Entry *entries) {
+    i64 numbers = 0;
+    memcpy(entries, slices->each->entries, sizeof(Entry) * (size_t)slices->num_entries);
+    for (i64 at = 0; at < slices->count; at++) {
+        const Entry *own = slices->each[at].entries;
+        if (own->second == OF_JOB_NEAR) entries->second = OF_JOB_NEAR;
+        numbers += own->b.count + own->c.count;
+    }
+    if (has_array(ENCODINGS[entries->kind]->once, 'c') && out->used + numbers > out->room) return FULL;
+    for (int rest = 0; rest < 2; rest++)
+        for (i64 i = 0; i < slices->num_entries; i++) {
+            const Encoding *encoding = ENCODINGS[entries[i].kind];
+            for (const char *letter = encoding->arrays; letter && *letter; letter++)
+                if (rest == (*letter != 'a') && !join_array(slices, i, *letter, has_array(encoding->once, *letter), out, entries + i)) return FULL;
+        }
+    return FITS;
+}
+
+/* Slices whose arrays are written to their place in a body. */
+typedef struct {
+    const Slices *slices;
+    Entry *entries;
+    u8 *body;
+} Joined;
+
+static void write_slice(void *context, i64 at) {
+    const Joined *joined = context;
+    const Slice *slices = joined->slices->each, *slice = slices + at;
+    for (i64 i = 0; i < joined->slices->num_entries; i++) {
+        const Encoding *encoding = ENCODINGS[joined->entries[i].kind];
+        for (const char *letter = encoding->arrays; letter && *letter; letter++) {
+            const Array *own = array_of(slice->entries + i, *letter), *all = array_of(joined->entries + i, *letter);
+            const u8 *from = slice->memory + own->at;
+            i64 before = 0;
+            for (i64 other = 0; other < at; other++) before += array_of(slices[other].entries + i, *letter)->count;
+            i64 n = own->count < all->count - before ? own->count : all->count - before; /* one may stand for all */
+            u8 *to = joined->body + all->at + before * all->size;
+            int is_signed = has_array(encoding->is_signed, *letter);
+            if (own->size == all->size && n > 0) memcpy(to, from, (size_t)(n * all->size));
+            else
+                for (; n > 0; n--, from += own->size, to += all->size)
+                    put_word(to, is_signed ? signed_word(from, own->size) : (i64)word_at(from, own->size), all->size);
+        }
+    }
+}
+
+/* Encodes rows in slices of a form, for which `out` has room reserved then; or at once, if they are few, or if the slices
+   take too much memory. */
+static int encode_slices(Slices *slices, Crew *crew, i64 slice_bytes, Out *out, Entry *entries) {
+    const Rows *rows = slices->rows;
+    i64 row = rows->field ? rows->layout->width * rows->items : 0, bytes = rows->size * (row ? row * rows->rows : total_words(rows));
+    i64 start = out->used;
+    int done = FITS;
+    if (!crew->started || bytes < 2 * slice_bytes || !cut_slices(slices, bytes, slice_bytes, entries)) return encode_form(slices, out, entries);
+    share(crew, encode_slice, slices, slices->count);
+    for (i64 at = 0; at < slices->count; at++) {
+        int own = slices->each[at].done;
+        if (own == STRAY || (own != FITS && done != STRAY)) done = own;
+    }
+    if (done == FITS && slices->form->kind != CONCAT) done = join_slices(slices, out, entries);
+    if (done == FITS && slices->form->kind != CONCAT) return FITS;
+    free_slices(slices);
+    out->used = start;
+    return done == FULL || done == NO_MEMORY ? encode_form(slices, out, entries) : done;
+}
