@@ -5,7 +5,7 @@
    padded.c      padded fields to packed values, and   encode.c      a batch to a table and a body
                  back; every pad is verified           decode.c      a table and a body to fields
    layouts.c     layouts, stored and read              rows.c        parts of a table, without decoding
-   lines.c       those of a nested batch               check.c       tables from elsewhere
+   slices.c      rows of a field, by several threads   check.c       tables from elsewhere
    prefixes.c    rows in the order of a trie           stage.c, place.c  what kernels on a device need of the host
    palette.c     words as numbers of distinct ones
 

@@ -130,7 +130,7 @@ static int encode_again(const Task *task) {
     if (!many && !(has_kind(form->kind) && ENCODINGS[form->kind]->encode)) return MISFIT;
     u64 *ends = rows.ends = form->inner_kind == NO_GAIN || !rows.field ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
     if (many) *task->count = job->columns + 1;
-    *task->slices = (Slices){&rows, task->near, NULL, form, *task->count, 0, NULL};
+    *task->slices = (Slices){.rows = &rows, .near = task->near, .form = form, .num_entries = *task->count};
     int done = encode_slices(task->slices, task->work->crew, task->work->slice_bytes, task->out, task->slots);
     if (done == FITS) {
         Field unverified;
@@ -219,7 +219,7 @@ static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, En
     if (may_refer(work, at, job->head) && may_refer(work, at, job->tail)) {
         int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
         Form concat = {.kind = CONCAT};
-        *slices = (Slices){rows, &head, &tail, &concat, 1, 0, NULL};
+        *slices = (Slices){.rows = rows, .near = &head, .tail = &tail, .form = &concat, .num_entries = 1};
         done = opened ? encode_slices(slices, work->crew, work->slice_bytes, out, slots) : NO_MEMORY;
         free(head.scratch);
         free(tail.scratch);
@@ -393,18 +393,20 @@ typedef struct {
 static void write_arrays(const Work *work, i64 at, u8 *body, i64 begin) {
     const Job *job = work->jobs + at;
     Encoded *own = work->encoded + at;
-    Joined joined = {&own->slices, work->slots + job->first, body};
+    Entry *entries = work->slots + job->first;
     const Array *pads = &job->under_mask;
     if (!own->slices.count) {
         memmove(body + begin, own->out.memory, (size_t)own->out.used);
         return;
     }
     for (i64 i = 0; i < own->slices.num_entries; i++)
-        for (const Array *array = &joined.entries[i].a; array <= &joined.entries[i].c; array++) {
+        for (const Array *array = &entries[i].a; array <= &entries[i].c; array++) {
             i64 end = array->at + array->size * array->count, stop = (end + 7) & ~(i64)7;
             if (array->count && stop <= begin + own->out.used) memset(body + end, 0, (size_t)(stop - end));
         }
-    share(work->crew, write_slice, &joined, own->slices.count);
+    own->slices.entries = entries;
+    own->slices.body = body;
+    share(work->crew, write_slice, &own->slices, own->slices.count);
     if (pads->count) memcpy(body + pads->at, own->out.memory + (pads->at - begin), (size_t)(pads->size * pads->count));
 }
 
@@ -492,7 +494,8 @@ static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *
     for (i64 at = 0; at < n; at++) {
         jobs[at].result = FITS;
         room += room_of(jobs + at, layouts);
-        bytes += jobs[at].items * jobs[at].size * (jobs[at].padded ? jobs[at].rows * layouts[jobs[at].layout].width : elements_of(jobs + at, layouts));
+        i64 width = jobs[at].padded ? layouts[jobs[at].layout].width : 0;
+        bytes += jobs[at].items * jobs[at].size * (width ? jobs[at].rows * width : elements_of(jobs + at, layouts));
     }
     if (!to.room) return NO_ROOM - room;
     i64 used = maskpack_store_layouts(stored, m, layouts, to.body, 0, to.room);

@@ -10,12 +10,15 @@ typedef struct {
     int done;
 } Slice;
 
-/* The slices of `rows` in a form, with the rows of two other fields, or NULL; `num_entries` each. */
+/* The slices of `rows` in a form, with the rows of two other fields, or NULL; `num_entries` each. `entries` are those of
+   all rows, and `body` is where their arrays are written to. */
 typedef struct {
     const Rows *rows, *near, *tail;
     const Form *form;
     i64 num_entries, count;
     Slice *each;
+    Entry *entries;
+    u8 *body;
 } Slices;
 
 /* Encodes rows in a form of one entry, of `num_entries` - 1 columns, or as those of two other fields together. */
@@ -40,7 +43,7 @@ static void encode_slice(void *context, i64 at) {
         fine &= rows_open(rows + i);
         *fields[i] = rows + i;
     }
-    i64 room = 2 * total_words(rows) * rows->size + 16 * slice->rows + 4096;
+    i64 room = total_words(rows) * rows->size + 16 * slice->rows + 4096;
     Out out = {fine && own.form->kind != CONCAT ? malloc((size_t)room) : NULL, 0, 0, room, 1};
     slice->done = fine && (out.memory || own.form->kind == CONCAT) ? encode_form(&own, &out, slice->entries) : NO_MEMORY;
     slice->memory = out.memory ? realloc(out.memory, (size_t)out.used + 1) : NULL; /* the others can take the rest */
@@ -86,7 +89,8 @@ static int join_array(const Slices *slices, i64 number, char letter, int once, O
         count += own->count;
         if (!own->count || !equal) continue;
         if (!word) word = numbers;
-        equal = own->size == size && equal_bytes(numbers, own->size * own->count, repeated(word, size)) == own->size * own->count;
+        i64 nbytes = own->size * own->count;
+        equal = own->size == size && equal_bytes(numbers, nbytes, repeated(word, size)) == nbytes;
     }
     return reserve(out, array_of(to, letter), size, equal && count > 1 ? 1 : count) != NULL;
 }
@@ -104,55 +108,50 @@ static int join_slices(const Slices *slices, Out *out, Entry *entries) {
     for (int rest = 0; rest < 2; rest++)
         for (i64 i = 0; i < slices->num_entries; i++) {
             const Encoding *encoding = ENCODINGS[entries[i].kind];
-            for (const char *letter = encoding->arrays; letter && *letter; letter++)
-                if (rest == (*letter != 'a') && !join_array(slices, i, *letter, has_array(encoding->once, *letter), out, entries + i)) return FULL;
+            for (const char *letter = encoding->arrays; letter && *letter; letter++) {
+                int once = has_array(encoding->once, *letter);
+                if (rest == (*letter != 'a') && !join_array(slices, i, *letter, once, out, entries + i)) return FULL;
+            }
         }
     return FITS;
 }
 
-/* Slices whose arrays are written to their place in a body. */
-typedef struct {
-    const Slices *slices;
-    Entry *entries;
-    u8 *body;
-} Joined;
-
+/* Writes the arrays of a slice to their places in the body. */
 static void write_slice(void *context, i64 at) {
-    const Joined *joined = context;
-    const Slice *slices = joined->slices->each, *slice = slices + at;
-    for (i64 i = 0; i < joined->slices->num_entries; i++) {
-        const Encoding *encoding = ENCODINGS[joined->entries[i].kind];
+    const Slices *own = context;
+    for (i64 i = 0; i < own->num_entries; i++) {
+        const Encoding *encoding = ENCODINGS[own->entries[i].kind];
         for (const char *letter = encoding->arrays; letter && *letter; letter++) {
-            const Array *own = array_of(slice->entries + i, *letter), *all = array_of(joined->entries + i, *letter);
-            const u8 *from = slice->memory + own->at;
-            i64 before = 0;
-            for (i64 other = 0; other < at; other++) before += array_of(slices[other].entries + i, *letter)->count;
-            i64 n = own->count < all->count - before ? own->count : all->count - before; /* one may stand for all */
-            u8 *to = joined->body + all->at + before * all->size;
+            const Array *part = array_of(own->each[at].entries + i, *letter), *all = array_of(own->entries + i, *letter);
+            const u8 *from = own->each[at].memory + part->at;
             int is_signed = has_array(encoding->is_signed, *letter);
-            if (own->size == all->size && n > 0) memcpy(to, from, (size_t)(n * all->size));
+            i64 before = 0;
+            for (i64 other = 0; other < at; other++) before += array_of(own->each[other].entries + i, *letter)->count;
+            i64 n = part->count < all->count - before ? part->count : all->count - before; /* one may stand for all */
+            u8 *to = own->body + all->at + before * all->size;
+            if (part->size == all->size && n > 0) memcpy(to, from, (size_t)(n * all->size));
             else
-                for (; n > 0; n--, from += own->size, to += all->size)
-                    put_word(to, is_signed ? signed_word(from, own->size) : (i64)word_at(from, own->size), all->size);
+                for (; n > 0; n--, from += part->size, to += all->size)
+                    put_word(to, is_signed ? signed_word(from, part->size) : (i64)word_at(from, part->size), all->size);
         }
     }
 }
 
-/* Encodes rows in slices of a form, for which `out` has room reserved then; or at once, if they are few, or if the slices
-   take too much memory. */
+/* Encodes rows in slices of a form, for which `out` has room reserved then; or at once, if they are few, or if the
+   slices take too much memory. */
 static int encode_slices(Slices *slices, Crew *crew, i64 slice_bytes, Out *out, Entry *entries) {
     const Rows *rows = slices->rows;
-    i64 row = rows->field ? rows->layout->width * rows->items : 0, bytes = rows->size * (row ? row * rows->rows : total_words(rows));
-    i64 start = out->used;
-    int done = FITS;
-    if (!crew->started || bytes < 2 * slice_bytes || !cut_slices(slices, bytes, slice_bytes, entries)) return encode_form(slices, out, entries);
+    i64 words = rows->field ? rows->layout->width * rows->items * rows->rows : total_words(rows), start = out->used;
+    int done = FITS, cut = crew->started && words * rows->size >= 2 * slice_bytes;
+    if (!cut || !cut_slices(slices, words * rows->size, slice_bytes, entries)) return encode_form(slices, out, entries);
     share(crew, encode_slice, slices, slices->count);
     for (i64 at = 0; at < slices->count; at++) {
         int own = slices->each[at].done;
         if (own == STRAY || (own != FITS && done != STRAY)) done = own;
     }
-    if (done == FITS && slices->form->kind != CONCAT) done = join_slices(slices, out, entries);
-    if (done == FITS && slices->form->kind != CONCAT) return FITS;
+    int joins = done == FITS && slices->form->kind != CONCAT;
+    if (joins) done = join_slices(slices, out, entries);
+    if (joins && done == FITS) return FITS;
     free_slices(slices);
     out->used = start;
     return done == FULL || done == NO_MEMORY ? encode_form(slices, out, entries) : done;

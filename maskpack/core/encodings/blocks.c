@@ -285,6 +285,7 @@ static void blocks_place(Placing *placing, Placed *placed, Entry *entry) {
 }
 
 static const Encoding BLOCKS_ENCODING = {
-    .marked = 1, .arrays = "acb", .once = "b", .is_signed = "b", .fit = blocks_fit, .encode = blocks_encode, .open = blocks_open, .decode = blocks_decode, .skip = blocks_skip, .cut = blocks_cut,
+    .marked = 1, .arrays = "acb", .once = "b", .is_signed = "b", .fit = blocks_fit,
+    .encode = blocks_encode, .open = blocks_open, .decode = blocks_decode, .skip = blocks_skip, .cut = blocks_cut,
     .check = blocks_check, .is_odd = blocks_is_odd, .stage = blocks_stage, .place = blocks_place,
 };

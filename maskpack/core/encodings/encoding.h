@@ -340,7 +340,8 @@ static const u8 *row_words(const Rows *rows, i64 row) {
 /* Gets room for the longest row of a padded field; false without memory. */
 static int rows_open(Rows *rows) {
     i64 most = 0;
-    for (i64 row = 0; rows->field && row < rows->rows; row++) most = row_length(rows, row) > most ? row_length(rows, row) : most;
+    for (i64 row = 0; rows->field && row < rows->rows; row++)
+        most = row_length(rows, row) > most ? row_length(rows, row) : most;
     return !rows->field || (rows->scratch = malloc((size_t)(most * rows->size + 8))) != NULL;
 }
 

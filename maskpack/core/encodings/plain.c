@@ -46,6 +46,7 @@ static void plain_place(Placing *placing, Placed *placed, Entry *entry) {
 }
 
 static const Encoding PLAIN_ENCODING = {
-    .arrays = "a", .once = "", .is_signed = "", .encode = plain_encode, .decode = plain_decode, .skip = plain_skip, .cut = plain_cut, .check = plain_check,
+    .arrays = "a", .once = "", .is_signed = "", .encode = plain_encode,
+    .decode = plain_decode, .skip = plain_skip, .cut = plain_cut, .check = plain_check,
     .is_odd = plain_is_odd, .stage = plain_stage, .place = plain_place,
 };

@@ -212,11 +212,13 @@ static void stretches_place(Placing *placing, Placed *placed, Entry *entry) {
 }
 
 static const Encoding RLE_ENCODING = {
-    .marked = 1, .arrays = "abc", .once = "abc", .is_signed = "c", .encode = stretches_encode, .decode = stretches_decode, .skip = stretches_skip, .cut = stretches_cut,
-    .check = stretches_check, .is_odd = rle_is_odd, .stage = stretches_stage, .place = stretches_place,
+    .marked = 1, .arrays = "abc", .once = "abc", .is_signed = "c", .encode = stretches_encode,
+    .decode = stretches_decode, .skip = stretches_skip, .cut = stretches_cut, .check = stretches_check,
+    .is_odd = rle_is_odd, .stage = stretches_stage, .place = stretches_place,
 };
 
 static const Encoding DELTA_ENCODING = {
-    .integers = 1, .marked = 1, .arrays = "abc", .once = "abc", .is_signed = "c", .encode = stretches_encode, .decode = stretches_decode, .skip = stretches_skip, .cut = stretches_cut,
-    .check = stretches_check, .is_odd = delta_is_odd, .stage = stretches_stage, .place = stretches_place,
+    .integers = 1, .marked = 1, .arrays = "abc", .once = "abc", .is_signed = "c", .encode = stretches_encode,
+    .decode = stretches_decode, .skip = stretches_skip, .cut = stretches_cut, .check = stretches_check,
+    .is_odd = delta_is_odd, .stage = stretches_stage, .place = stretches_place,
 };
