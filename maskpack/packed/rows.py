@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi
-from maskpack.core.bits import DTYPES, address, from_words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import DTYPES, address, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.objects import Objects
 from maskpack.core.tree import Node
@@ -28,30 +28,22 @@ from maskpack.packed.table import encoded
 
 class Values(NamedTuple):
     """Rows of a field: the values [T, *F] one after the other, on the host, and int64 [B], the lengths of the rows; or
-    one scalar for each row, [B], without lengths."""
+    one scalar for each row, [B], without lengths. `ragged_dim` is 2 for rows [F, L] that are given as [L, F]."""
 
     values: Tensor
     lengths: IntArray | None = None
+    ragged_dim: int = 1
+
+    @classmethod
+    def of_equal(cls, rows: Tensor, ragged_dim: int = 1) -> Values:
+        """The rows of a tensor [B, L, *F]."""
+        lengths = np.full(rows.shape[0], rows.shape[1], np.int64)
+        return cls(rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]), lengths, ragged_dim)
 
     def rows(self) -> Sequence[Tensor]:
         """The rows, as views."""
         values: Any = self.values
         return values.unbind() if self.lengths is None else values.split(self.lengths.tolist())
-
-    def take(self, rows: IntArray) -> Values:
-        """The rows at some indices."""
-        if self.lengths is None:
-            return Values(from_words(words(self.values.contiguous()).numpy()[rows], self.values.dtype))
-        own = self.rows()
-        return Values(torch.cat([own[row] for row in rows.tolist()]), self.lengths[rows])
-
-    @staticmethod
-    def cat(parts: Sequence[Values]) -> Values:
-        """The rows of several of them, all with lengths or all without."""
-        if len(parts) == 1:
-            return parts[0]
-        lengths = [part.lengths for part in parts if part.lengths is not None]
-        return Values(torch.cat([part.values for part in parts]), np.concatenate(lengths) if lengths else None)
 
 
 def packed_rows(
@@ -76,13 +68,13 @@ def packed_rows(
         if isinstance(column, Objects):
             about.append((name,))
             continue
-        values, lengths = column
+        values, lengths, ragged_dim = column
         _check(name, values, call)
         layout = None
         if lengths is not None:
             layout = numbers.setdefault(line := lengths.tobytes(), len(numbers))
             lengths_of[line] = lengths
-        about.append((name, layout, values.dtype, tuple(values.shape[1:]), hints.get(name, ())))
+        about.append((name, layout, values.dtype, tuple(values.shape[1:]), ragged_dim, hints.get(name, ())))
         tensors.append(values)
     (schema, names, table), (layouts, lines) = _plan_of(tuple(about)), _layouts_of([*lengths_of.values()], rows)
     held = [words(tensor.contiguous()) for tensor in tensors]
@@ -105,7 +97,8 @@ def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutErro
 
 
 _Told = tuple[tuple[Any, ...], ...]
-"""Of each field its name; of tensors also the number of the layout, the dtype, the shape of an element, and hints."""
+"""Of each field its name; of tensors also the number of the layout, the dtype, the shape of an element, the ragged
+dim, and hints."""
 
 
 @lru_cache(256)
@@ -118,10 +111,10 @@ def _plan_of(told: _Told) -> tuple[Schema, tuple[str, ...], JobTable]:
         if not tensor:
             forms.append(FieldForm((name,), "object"))
             continue
-        number, dtype, shape, hints = tensor
+        number, dtype, shape, ragged_dim, hints = tensor
         layout = None if number is None else names.setdefault(number, name_of_jagged((name,)))
         kind = "dense" if layout is None else "jagged"
-        forms.append(FieldForm((name,), kind, layout, dtype=dtype, device="cpu", shape=shape, hints=hints))
+        forms.append(FieldForm((name,), kind, layout, ragged_dim, dtype, device="cpu", shape=shape, hints=hints))
     own = tuple(names.values())
     table = job_table(tuple([form for form in forms if form.dtype is not None]), own)
     return Schema(Node((), None), tuple(forms), ()), own, table

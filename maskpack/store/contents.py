@@ -249,7 +249,8 @@ class Contents:
                 arrays[int(number)] = self.blob(digest, chunk)
             message = Message(message.manifest, arrays)
             packed = read_batch(PackedBatch, message, "RolloutLog.take", self._allow_pickle, None)
-            self._read.keep(chunk, packed)
+            if not any("pickle" in entry for entry in message.manifest["fields"]):  # whose arrays are copies
+                self._read.keep(chunk, packed)
         return packed.select(*fields) if fields else packed
 
     def blob(self, digest: str, chunk: Chunk) -> Words:

@@ -18,7 +18,8 @@ needs("transfer_queue")
 import zmq
 from transfer_queue import StorageKeyNotFoundError
 
-from maskpack.adapters.transferqueue.chunk import LARGE, packed
+from maskpack.adapters.transferqueue.chunk import packed
+from maskpack.adapters.transferqueue.large import LARGE
 from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, StorageUnits
 from maskpack.adapters.transferqueue.server import ANSWER, REQUEST, SOCKET, Seal, StorageUnit, message
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
@@ -27,9 +28,8 @@ from maskpack.errors import StorageError
 _nonces = itertools.count(1)
 
 
-def asked(unit, request, *given, nonce=None):
+def asked(unit, request, *given):
     """The answer of a storage unit to a request, as from another process."""
-    unit.request = (next(_nonces) if nonce is None else nonce).to_bytes(16, "little")
     return pickle.loads(pickle.dumps(getattr(unit, request)(*pickle.loads(pickle.dumps(given)))))
 
 
@@ -52,14 +52,14 @@ class Direct(MaskpackStorageManager):
         pass
 
     def held(self):
-        return sum(len(unit.large) for unit in self.units)
+        return sum(unit.figures()["large_tensors"] for unit in self.units)
 
 
 def units(count=2):
     return [Samples() for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["__init__", "_state", "rows", "__class__", "_add", ["put"], None])
+@pytest.mark.parametrize("name", ["__init__", "_loaded", "rows", "__class__", "_put", ["put"], None])
 def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
     unit, secret = StorageUnit(b"secret"), b"secret"
     unit._samples.put([3], packed(TensorDict({"x": torch.tensor([5])}, [1]), "put")[0])
@@ -77,7 +77,7 @@ def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
 
         kind, error = said(name)
         assert kind == "failed"
-        assert "expected one of ['clear', 'fetch', 'figures', 'get'," in error
+        assert "expected one of ['clear', 'figures', 'get', 'load'," in error
         assert vars(unit._samples) == before
         assert said("figures")[1]["samples"] == 1
 
@@ -130,23 +130,30 @@ def test_fields_of_another_number_of_rows_are_refused():
     assert not any(unit.rows for unit in manager.units)
 
 
-def test_a_sample_that_is_put_again_during_a_get_is_found():
-    changed = []
+def test_a_picture_that_goes_between_two_messages_of_a_put_is_sent_again():
+    manager, asks = Direct(units(1)), Counter()
 
-    async def overwrite(unit, request, given):
-        if request == "fetch" and not changed:
-            changed.append(True)
-            await put(manager, [3], pictures(1))
+    async def clear_once(unit, request, given):
+        asks[request] += 1
+        if request == "put" and asks["put"] == 4:
+            await clear(manager, [0])
+            assert manager.held() == 1
 
-    manager = Direct(units(), overwrite)
-    asyncio.run(put(manager, [3], pictures(0)))
-    got = asyncio.run(get(manager, [3], "o"))["o"]
-    assert changed
-    assert torch.equal(got[0]["p"], picture(1))
-    assert manager.held() == 1
+    asyncio.run(put(manager, [0], pictures(0)))
+    manager.before = clear_once
+    asyncio.run(put(manager, [1], pictures(1)))
+    assert asks["put"] == 2  # without the picture, and with it
+    asyncio.run(put(manager, [2], {"o": NonTensorStack({"p": picture(0), "q": picture(2)})}))
+    assert asks["put"] == 5  # 0 was there at first
+    assert manager.held() == 3
+    row = asyncio.run(get(manager, [2], "o"))["o"][0]
+    assert torch.equal(row["p"], picture(0))
+    assert torch.equal(row["q"], picture(2))
+    asyncio.run(clear(manager, [1, 2]))
+    assert manager.held() == 0
 
 
-def test_what_succeeded_of_a_put_gives_its_holds_back():
+def test_what_a_put_that_fails_has_put_stays_whole():
     manager = Direct(units())
     asyncio.run(put(manager, [0, 64], pictures(0, 0)))
 
@@ -157,23 +164,25 @@ def test_what_succeeded_of_a_put_gives_its_holds_back():
     manager.before = fail
     with pytest.raises(StorageError, match="is gone"):
         asyncio.run(put(manager, [0, 64], {"o": NonTensorStack("a", "b")}))
-    (kept,) = [kept for unit in manager.units for kept in unit.large.values()]
-    assert kept.holds == 1  # that of sample 64, which has its picture still
+    assert asyncio.run(get(manager, [0], "o"))["o"][0] == "a"
     assert torch.equal(asyncio.run(get(manager, [64], "o"))["o"][0]["p"], picture(0))
+    assert manager.held() == 1
     manager.before = None
     asyncio.run(clear(manager, [0, 64]))
     assert manager.held() == 0
 
 
-def test_a_picture_is_sent_to_its_unit_and_fetched_from_it_once():
-    asked = Counter()
+def test_a_picture_is_sent_to_each_unit_of_its_samples_once():
+    sent = Counter()
 
     async def count(unit, request, given):
-        asked[request] += len(given[0]) if request in ("store", "fetch") else 1
+        sent[unit] += len(given[2]) if request == "put" else 0
 
     manager = Direct(units(4), count)
     samples = [0, 1, 64, 65, 128, 300]
-    asyncio.run(put(manager, samples, pictures(0, 1, 0, 1, 0, 1)))
+    for _ in range(2):
+        asyncio.run(put(manager, samples, pictures(0, 1, 0, 1, 0, 1)))
+        assert sent == {0: 2, 1: 2, 2: 1}  # sample 300 is in unit 0
+    assert [len(unit.large) for unit in manager.units] == [2, 2, 1, 0]
     got = asyncio.run(get(manager, samples[::-1], "o"))["o"]
-    assert (asked["store"], asked["fetch"]) == (2, 2)
     assert all(torch.equal(row["p"], picture(seed)) for row, seed in zip(got, (1, 0, 1, 0, 1, 0), strict=True))

@@ -21,7 +21,6 @@ from transfer_queue.metadata import extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 from transfer_queue.storage.simple_storage import StorageUnitData
 
-from maskpack.adapters.transferqueue import chunk as chunks
 from maskpack.adapters.transferqueue.chunk import stacked
 from maskpack.errors import LayoutError
 
@@ -214,7 +213,7 @@ def test_rows_come_back_as_from_simple_storage(seed: int) -> None:
                     del known[sample]
                 assert set().union(*(unit.rows for unit in ours.units)) == set(known)
     ours.clear(list(known))
-    assert not any(unit.chunks or unit.rows or unit._waiting for unit in ours.units)
+    assert not any(unit.figures()["chunks"] or any(unit._small.values()) for unit in ours.units)
 
 
 def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:
@@ -228,8 +227,8 @@ def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:
         ours.put([2 * sample], TensorDict({"o": stacked([row]), "n": torch.tensor([sample])}, batch_size=[1]))
     for joined in (False, True):
         if joined:
-            (kind,) = ours.units[0]._waiting
-            ours.units[0]._join(kind)
+            (small,) = ours.units[0]._small.values()
+            ours.units[0]._rewrite([*small])
         got = ours.get([6, 2, 0, 4], ["o", "n"])
         assert got["n"].tolist() == [3, 1, 0, 2]
         first, second, third, fourth = got.get("o").tolist()
@@ -237,8 +236,7 @@ def test_one_row_that_is_nested_too_deep_does_not_stand_for_all() -> None:
         assert torch.equal(fourth["t"], picture)
         assert torch.equal(third["t"], torch.arange(3))
         assert second == deep
-    (held,) = ours.units[0].chunks.values()
-    assert len(chunks.digests(held.chunk)) == 1
+    assert ours.units[0].figures()["chunks"] == ours.units[0].figures()["large_tensors"] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex128, torch.float8_e8m0fnu])

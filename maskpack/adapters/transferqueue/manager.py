@@ -1,20 +1,20 @@
 """The storage backend "Maskpack" of TransferQueue: its StorageManager, and how its storage units are started.
 
-    put_data: fields --chunk.packed--> one chunk --split by storage unit--> put, then the controller is told
+    put_data: fields --chunk.packed--> a chunk --split by storage unit--> put, then the controller is told
     get_data: samples --by storage unit--> pieces --chunk.assembled--> fields
 
 A sample lives in the storage unit that its global index gives, in blocks, so that samples that are put together lie
-together. A large tensor inside a Python object lives in the unit that its digest gives, once for all samples.
+together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from secrets import token_bytes
 from typing import Any, cast
@@ -24,34 +24,13 @@ import ray
 from ray.exceptions import RayError
 from tensordict import TensorDict
 
-from maskpack.adapters.transferqueue import chunk as chunks
-from maskpack.adapters.transferqueue.chunk import Chunk, Piece
-from maskpack.adapters.transferqueue.large import decoded, encoded
-from maskpack.adapters.transferqueue.library import (
-    InMemoryStorageManager,
-    SocketPool,
-    StorageBootstrapProvider,
-    StorageKeyNotFoundError,
-    StorageManager,
-    StorageManagerFactory,
-    open_dict,
-    strategies_of_nodes,
-)
-from maskpack.adapters.transferqueue.server import (
-    ANSWER,
-    DONE,
-    NAMESPACE,
-    NO_SAMPLE,
-    NONCE,
-    REQUEST,
-    SOCKET,
-    Seal,
-    message,
-    start_units,
-)
+from maskpack.adapters.transferqueue import library, server
+from maskpack.adapters.transferqueue.chunk import Piece, assembled, packed
+from maskpack.adapters.transferqueue.large import Large, parted
 from maskpack.adapters.transferqueue.unit import check_digest, digest_of
-from maskpack.core.bits import Words
+from maskpack.core.objects import Stowed
 from maskpack.errors import MaskpackError, StorageError
+from maskpack.packed.batch import PackedBatch
 from maskpack.packed.file.codec import check_codec
 
 NAME = "Maskpack"
@@ -63,38 +42,37 @@ _PATIENCE, _TIMEOUT = 5, 200
 """Seconds after which a silent storage unit is looked for, and after which it is given up."""
 _FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
 """In the folder of a checkpoint: the list of the files, and the file that TransferQueue writes beside it before."""
-_FORMAT = "maskpack samples 1"
-_OPTIONS = {"num_data_storage_units", "required_node_resource", "codec", "log", "fsync"}
-_ONCE = {"load", "switch", "recount"}
+_FORMAT = "maskpack samples 2"
+_OPTIONS: dict[str, Any] = {
+    "num_data_storage_units": 2,
+    "required_node_resource": None,
+    "codec": None,
+    "log": None,
+    "fsync": "interval",
+}
+"""What a configuration may have, and what holds without it."""
+_ONCE = {"load", "switch"}
 """Requests that are not repeated when a storage unit was started again."""
 
 
 def start(conf: Any) -> list[Any]:
     """Starts the storage units of a configuration, and writes into it where they are reached. They end once nobody
     holds the actors that are returned: TransferQueue does, until it is closed."""
-    given: dict[str, Any] = dict(conf.backend.get(NAME) or {})
-    unknown = sorted(given.keys() - _OPTIONS)
-    count, codec = given.get("num_data_storage_units", 2), given.get("codec")
-    log, fsync = given.get("log"), given.get("fsync", "interval")
-    if unknown or type(count) is not int or count < 1:
-        seen = f"options {unknown}" if unknown else f"num_data_storage_units {count!r}"
+    options = _OPTIONS | dict(conf.backend.get(NAME) or {})
+    count, resource, codec, log, fsync = (options[name] for name in _OPTIONS)
+    known = options.keys() == _OPTIONS.keys() and isinstance(log, str | None) and fsync in ("always", "interval")
+    if not known or type(count) is not int or count < 1:
         raise MaskpackError(
-            f"transfer_queue.init: backend.{NAME} has {seen}; expected some of {sorted(_OPTIONS)}, with at least one "
-            "storage unit. Correct the configuration."
-        )
-    if not (log is None or isinstance(log, str)) or fsync not in ("always", "interval"):
-        raise MaskpackError(
-            f"transfer_queue.init: backend.{NAME} has log {log!r}, fsync {fsync!r}; expected a folder or null, and "
-            '"always" or "interval". Correct the configuration.'
+            f"transfer_queue.init: backend.{NAME} has {options}; expected some of {sorted(_OPTIONS)}, with one storage "
+            'unit or more, a folder or null as log, and "always" or "interval" as fsync. Correct the configuration.'
         )
     check_codec(codec, "transfer_queue.init")
-    resource = given.get("required_node_resource")
     secret = token_bytes(32)
-    strategies = strategies_of_nodes(count, required_node_resource=resource)
-    units, names = start_units(strategies, secret, None if log is None else os.path.abspath(log), fsync)
+    strategies = library.strategies_of_nodes(count, required_node_resource=resource)
+    units, names = server.start_units(strategies, secret, None if log is None else os.path.abspath(log), fsync)
     infos = ray.get([unit.address.remote() for unit in units])
-    with open_dict(conf):
-        conf.backend[NAME] = {**given, "codec": codec, "units": StorageUnits(infos, secret, names)}
+    with library.open_dict(conf):
+        conf.backend[NAME] = {**options, "units": StorageUnits(infos, secret, names)}
     return units
 
 
@@ -116,15 +94,17 @@ class _GoneError(StorageError):
     """A storage unit cannot be reached."""
 
 
-class MaskpackStorageManager(StorageManager):
+class MaskpackStorageManager(library.StorageManager):
     """The storage manager of the backend `Maskpack`: keeps samples of TransferQueue as packed chunks."""
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._units: StorageUnits = config["units"]
-        self._requests, self._answers = (Seal(self._units.secret, direction) for direction in (REQUEST, ANSWER))
+        self._requests = server.Seal(self._units.secret, server.REQUEST)
+        self._answers = server.Seal(self._units.secret, server.ANSWER)
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)
-        self._sockets = SocketPool(self.zmq_context, self.storage_manager_id, SOCKET)  # `_received` has its own timeout
+        # without a timeout, which `_received` has
+        self._sockets = library.SocketPool(self.zmq_context, self.storage_manager_id, server.SOCKET)
 
     # ---------------------------------------------------------------- samples
 
@@ -149,17 +129,21 @@ class MaskpackStorageManager(StorageManager):
                 f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
                 "each sample. Give one key for each row."
             )
-        chunk, schema = chunks.packed(data, "put_data")
-        chunk, large = chunks.parted(chunk)
-        puts = [
-            (unit, [samples[row] for row in rows], part)
+        chunk, schema = packed(data, "put_data")
+        chunk, large = parted(chunk)
+        most = _RUNS if len(set(samples)) == len(samples) else 1  # the last row of a sample stays
+        await _all_of(
+            self._put(unit, [samples[row] for row in rows], part, large)
             for unit, places in self._by_unit(samples).items()
-            for rows, part in _divided(chunk, places, _RUNS if len(set(samples)) == len(samples) else 1)
-        ]
-        if large:
-            await self._bring(Counter(digest for _, _, part in puts for digest in chunks.digests(part)), large)
-        await self._change(self._ask(unit, "put", own, part) for unit, own, part in puts)
+            for rows, part in _divided(chunk, places, most)
+        )
         await self.notify_data_update(metadata.partition_ids[0], samples, schema)
+
+    async def _put(self, unit: int, samples: Sequence[int], chunk: PackedBatch, large: dict[bytes, Stowed]) -> None:
+        """Puts rows into a storage unit; large tensors that it lacks are put with the rows again."""
+        given: dict[bytes, Large] | None = {} if large else None
+        while missing := await self._ask(unit, "put", samples, chunk, given):
+            given = {digest: Large.of(digest, large[digest], self._codec) for digest in missing} | (given or {})
 
     async def get_data(self, metadata: Any) -> TensorDict:
         """The fields of samples, in the order of `metadata`.
@@ -170,33 +154,26 @@ class MaskpackStorageManager(StorageManager):
 
         Raises:
             StorageKeyNotFoundError: a sample, or a field of one, is not stored.
-            StorageError: no sample of a storage unit has one of the fields; or a storage unit did not answer.
+            StorageError: a storage unit did not answer.
         """
         samples, fields = metadata.global_indexes, metadata.field_names
         if not samples or not fields:
             return TensorDict({}, batch_size=len(samples))
-        pieces = await self._pieces(samples, fields)
-        try:
-            pieces = await self._whole(pieces)
-        except StorageKeyNotFoundError:  # put again meanwhile, with other large tensors
-            pieces = await self._whole(await self._pieces(samples, fields))
-        return chunks.assembled(pieces, fields, len(samples))
-
-    async def _pieces(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
         asked = self._by_unit(samples)
         answers = await _all_of(
             self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
         )
-        return [
+        pieces = [
             Piece(piece.chunk, [places[place] for place in piece.places])
             for places, found in zip(asked.values(), answers, strict=True)
             for piece in found
         ]
+        return assembled(pieces, fields, len(samples))
 
     async def clear_data(self, metadata: Any) -> None:
         """Forgets samples. Raises StorageError if a storage unit did not answer."""
         samples = metadata.global_indexes
-        await self._change(
+        await _all_of(
             self._ask(unit, "clear", [samples[place] for place in places])
             for unit, places in self._by_unit(samples).items()
         )
@@ -209,42 +186,6 @@ class MaskpackStorageManager(StorageManager):
             out.setdefault(sample // _BLOCK % count, []).append(place)
         return out
 
-    # ---------------------------------------------------------------- large tensors
-
-    async def _bring(self, holds: Counter[bytes], large: Mapping[bytes, Words]) -> None:
-        """Announces large tensors, and sends the bits of those that are not stored yet."""
-        by_home = self._by_home(holds)
-        missing = await _all_of(self._ask(unit, "hold", own) for unit, own in by_home.items())
-        sent = {unit: own for unit, own in zip(by_home, missing, strict=True) if own}
-        await _all_of(
-            self._ask(unit, "store", encoded({digest: large[digest] for digest in own}, self._codec))
-            for unit, own in sent.items()
-        )
-
-    async def _whole(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """The pieces with their large tensors, each fetched once."""
-        wanted = Counter(digest for piece in pieces for digest in chunks.digests(piece.chunk))
-        if not wanted:
-            return pieces
-        answers = await _all_of(self._ask(unit, "fetch", list(own)) for unit, own in self._by_home(wanted).items())
-        return chunks.whole(pieces, decoded({digest: large for answer in answers for digest, large in answer.items()}))
-
-    async def _change(self, asked: Iterable[Awaitable[Counter[bytes]]]) -> None:
-        """Waits for requests that free large tensors, and gives their holds back, also if some of them fail."""
-        answers: list[Any] = await _settled(asked)
-        freed = sum([answer for answer in answers if not isinstance(answer, BaseException)], Counter[bytes]())
-        await _all_of(self._ask(unit, "release", own) for unit, own in self._by_home(freed).items())
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-
-    def _by_home(self, counts: Counter[bytes]) -> dict[int, Counter[bytes]]:
-        out: dict[int, Counter[bytes]] = {}
-        for digest, count in counts.items():
-            home = int.from_bytes(digest[:4], "little") % len(self._units.infos)
-            out.setdefault(home, Counter())[digest] = count
-        return out
-
     # ---------------------------------------------------------------- checkpoints and sizes
 
     def _form(self) -> dict[str, Any]:
@@ -255,7 +196,7 @@ class MaskpackStorageManager(StorageManager):
         of the units, and of the controller, which TransferQueue has written before."""
         folder = Path(checkpoint_dir) / NAME.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        digests = await _all_of(self._ask(unit, "save", str(file)) for unit, file in enumerate(self._files(folder)))
+        digests = await self._each("save", self._files(folder))
         controller = None
         if (folder / _CONTROLLER).exists():
             with open(folder / _CONTROLLER, "rb") as file:
@@ -269,67 +210,55 @@ class MaskpackStorageManager(StorageManager):
         Raises FileNotFoundError for a folder without a checkpoint, ValueError for one of another number of storage
         units and for another file of the controller, and StorageError for other files of samples.
         """
-        folder, form = Path(checkpoint_dir) / NAME.lower(), self._form()
+        folder, form, digests, controller = Path(checkpoint_dir) / NAME.lower(), self._form(), list[str](), None
         if not (folder / _FILE).exists():
             raise FileNotFoundError(
                 f"load_checkpoint: {folder / _FILE} does not exist; expected a checkpoint of the backend {NAME}. Load "
                 "the folder that save_checkpoint wrote."
             )
-        try:
-            saved = json.loads((folder / _FILE).read_text())
-            *digests, controller = saved.pop("blake2b")
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        text = (folder / _FILE).read_text()
+        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # no JSON, or other JSON
+            saved = json.loads(text)
+            if saved.items() >= form.items():
+                *digests, controller = saved["blake2b"]
+        if len(digests) != len(self._units.infos):
             raise ValueError(
-                f"load_checkpoint: {folder / _FILE} is not what save_checkpoint wrote ({error!r}); expected JSON with "
-                "the BLAKE2b of each file. Load another checkpoint."
-            ) from error
-        if saved != form or len(digests) != len(self._units.infos):
-            raise ValueError(
-                f"load_checkpoint: {folder / _FILE} has {saved}; expected {form}. Start TransferQueue with as many "
-                "storage units as were saved."
+                f"load_checkpoint: {folder / _FILE} has {text[:200]!r}, which is not what save_checkpoint wrote; "
+                f"expected {form}, with the BLAKE2b of each file. Load another checkpoint, or start TransferQueue with "
+                "as many storage units as were saved."
             )
         if controller is not None:
             with open(folder / _CONTROLLER, "rb") as file:
                 check_digest(file, controller)
-        files, loaded = self._files(folder), False
+        loaded = False
         try:
-            await _all_of(
-                self._ask(unit, "load", str(file), digest)
-                for unit, (file, digest) in enumerate(zip(files, digests, strict=True))
-            )
+            await self._each("load", self._files(folder), digests)
             loaded = True
         finally:
-            await self._all_units("switch", loaded)
-        if self._units.names:
-            holds = sum(await self._all_units("holds"), Counter[bytes]())
-            by_home = self._by_home(holds)
-            await _all_of(
-                self._ask(unit, "recount", by_home.get(unit, Counter[bytes]()))
-                for unit in range(len(self._units.infos))
-            )
+            await self._each("switch", [loaded] * len(digests))
 
-    def _files(self, folder: Path) -> list[Path]:
-        return [folder / f"{unit}.pickle" for unit in range(len(self._units.infos))]
+    def _files(self, folder: Path) -> list[str]:
+        return [str(folder / f"{unit}.pickle") for unit in range(len(self._units.infos))]
 
     async def figures(self) -> list[dict[str, int]]:
         """For each storage unit: samples, chunks, the bytes it holds in chunks and in large tensors, and the bytes that
         it received and sent."""
-        return await self._all_units("figures")
+        return await self._each("figures")
 
-    async def _all_units(self, request: str, *given: Any) -> list[Any]:
-        return await _all_of(self._ask(unit, request, *given) for unit in range(len(self._units.infos)))
+    async def _each(self, request: str, *given: Sequence[Any]) -> list[Any]:
+        """The answers of all storage units; of what is given, each has an item for each of them."""
+        units = range(len(self._units.infos))
+        return await _all_of(self._ask(unit, request, *(items[unit] for items in given)) for unit in units)
 
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
-        nonce = token_bytes(NONCE)
+        nonce = token_bytes(server.NONCE)
         while True:
             info = self._units.infos[unit]
             try:
                 return await self._asked(info, request, given, nonce)
             except _GoneError as error:
-                if self._units.names and request == "release":  # tensors that stay are better than one released twice
-                    return None
                 if not self._units.names or request in _ONCE or not await self._restarted(unit, info):
                     raise StorageError(*error.args) from error
 
@@ -341,7 +270,7 @@ class MaskpackStorageManager(StorageManager):
             return False
         get_actor: Callable[..., Any] = cast("Any", ray).get_actor
         try:
-            actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=NAMESPACE)
+            actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=server.NAMESPACE)
             found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
         except (RayError, ValueError, asyncio.TimeoutError):
             return False
@@ -351,7 +280,7 @@ class MaskpackStorageManager(StorageManager):
         return True
 
     async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
-        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[SOCKET]}"
+        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[server.SOCKET]}"
         async with self._sockets.alease(info) as socket:
             await socket.send_multipart(self._requests.frames((request, given, info.id), nonce), copy=False)
             received = await self._received(socket, info, where)
@@ -360,10 +289,10 @@ class MaskpackStorageManager(StorageManager):
                 f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
                 "may have its port: restart the run from its last checkpoint."
             )
-        kind, answer = message(received)
-        if kind == DONE:
+        kind, answer = server.message(received)
+        if kind == server.DONE:
             return answer
-        raise (StorageKeyNotFoundError if kind == NO_SAMPLE else StorageError)(f"{where}: {answer}")
+        raise (library.StorageKeyNotFoundError if kind == server.NO_SAMPLE else StorageError)(f"{where}: {answer}")
 
     async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
@@ -373,7 +302,8 @@ class MaskpackStorageManager(StorageManager):
             while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
                 waited += _PATIENCE
                 try:
-                    _, writer = await asyncio.wait_for(asyncio.open_connection(info.ip, info.ports[SOCKET]), _PATIENCE)
+                    reached = asyncio.open_connection(info.ip, info.ports[server.SOCKET])
+                    _, writer = await asyncio.wait_for(reached, _PATIENCE)
                     writer.close()
                 except (OSError, asyncio.TimeoutError) as error:
                     lost = "did not start again" if self._units.names else "its samples are lost"
@@ -398,37 +328,27 @@ class MaskpackStorageManager(StorageManager):
         super().close()
 
 
-StorageBootstrapProvider.register_provider(NAME)(start)
-StorageManagerFactory.register(NAME)(MaskpackStorageManager)
-InMemoryStorageManager.register(MaskpackStorageManager)  # whose samples are saved also for include_storage=False
-
-
-async def _settled(asked: Iterable[Awaitable[Any]]) -> list[Any]:
-    """All answers and errors."""
-    waiting = [*asked]
-    if len(waiting) > 1:
-        return await asyncio.gather(*waiting, return_exceptions=True)
-    try:
-        return [await one for one in waiting]  # without a task of its own
-    except Exception as error:
-        return [error]
+library.StorageBootstrapProvider.register_provider(NAME)(start)
+library.StorageManagerFactory.register(NAME)(MaskpackStorageManager)
+library.InMemoryStorageManager.register(MaskpackStorageManager)  # so include_storage=False saves its samples, too
 
 
 async def _all_of(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    answers = await _settled(asked)
+    waiting = [*asked]
+    if len(waiting) == 1:
+        return [await waiting[0]]  # without a task of its own
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
     return answers
 
 
-def _divided(chunk: Chunk, places: Sequence[int], most: int) -> list[tuple[Sequence[int], Chunk]]:
+def _divided(chunk: PackedBatch, places: Sequence[int], most: int) -> list[tuple[list[int], PackedBatch]]:
     """The rows at some places, in chunks: those of each run of places, or all together if there are more runs than
     `most`."""
     line = np.asarray(places)
     cuts = np.flatnonzero(np.diff(line) != 1) + 1
     runs = np.split(line, cuts) if cuts.size < most else [line]
-    return [
-        (run.tolist(), chunk if run.size == len(chunk) and cuts.size == 0 else chunk.take(run.tolist())) for run in runs
-    ]
+    return [(run.tolist(), chunk if runs[0].size == len(chunk) and not cuts.size else chunk.take(run)) for run in runs]

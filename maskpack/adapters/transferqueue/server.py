@@ -18,15 +18,8 @@ from uuid import uuid4
 
 import ray
 
-from maskpack.adapters.transferqueue.durable import DurableSamples
-from maskpack.adapters.transferqueue.library import (
-    STORAGE_ROLE,
-    ServerInfo,
-    address_of,
-    create_socket,
-    node_ip,
-    zmq,
-)
+from maskpack.adapters.transferqueue.durable import SampleLog
+from maskpack.adapters.transferqueue.library import STORAGE_ROLE, ServerInfo, address_of, create_socket, node_ip, zmq
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
 from maskpack.errors import StorageError
 
@@ -35,24 +28,8 @@ NAMESPACE = "transfer_queue"
 REQUEST, ANSWER = b"request", b"answer"
 DONE, NO_SAMPLE, FAILED = "done", "no sample", "failed"
 NONCE, _MAC = 16, 32
-_REQUESTS = frozenset(
-    (
-        "put",
-        "get",
-        "clear",
-        "hold",
-        "store",
-        "fetch",
-        "release",
-        "recount",
-        "holds",
-        "figures",
-        "save",
-        "load",
-        "switch",
-    )
-)
-"""The methods of Samples and DurableSamples that a client may call."""
+_REQUESTS = frozenset(("put", "get", "clear", "figures", "save", "load", "switch"))
+"""The methods of Samples that a client may call."""
 REFUSAL: list[Any] = [b""]
 """The answer to those who do not know the secret, or mean another storage unit."""
 
@@ -91,12 +68,12 @@ def message(received: Sequence[Any]) -> Any:
 
 
 class StorageUnit:
-    """Serves the samples of one storage unit, from the start until its process ends. `log` is what DurableSamples
+    """Serves the samples of one storage unit, from the start until its process ends. `log` is what SampleLog
     takes, for samples that are in a log, too."""
 
     def __init__(self, secret: bytes, log: tuple[Any, ...] | None = None) -> None:
         self._requests, self._answers = Seal(secret, REQUEST), Seal(secret, ANSWER)
-        self._samples = Samples() if log is None else DurableSamples(*log)
+        self._samples = Samples(None if log is None else SampleLog(*log))
         self._sent = self._received = 0
         ip: str = node_ip()
         self._socket = create_socket(zmq.Context(), zmq.ROUTER, ip)
@@ -126,7 +103,6 @@ class StorageUnit:
                 return REFUSAL
             if not isinstance(name, str) or name not in _REQUESTS:
                 raise StorageError(f"there is no request {name!r}; expected one of {sorted(_REQUESTS)}. Send one.")
-            self._samples.request = nonce
             found = getattr(self._samples, name)(*given)
             if name == "figures":
                 found |= {"received_bytes": self._received, "sent_bytes": self._sent}
@@ -141,17 +117,16 @@ class StorageUnit:
 def start_units(
     strategies: Sequence[Any], secret: bytes, log: str | None = None, fsync: str = "interval"
 ) -> tuple[list[Any], list[str]]:
-    """Actors of storage units, one for each scheduling strategy. With a log, each has one in this folder, Ray starts it
-    again when its process ends, and it has a name."""
-    actor: Any = ray.remote(num_cpus=1)(StorageUnit)
-    if log is None:
-        return [actor.options(scheduling_strategy=strategy).remote(secret) for strategy in strategies], []
+    """Actors of storage units, one for each scheduling strategy. With a log, each has one in this folder, and Ray
+    starts it again when its process ends; then their names are returned, too."""
     run = uuid4().hex
     names = [f"MaskpackStorageUnit-{run}-{number}" for number in range(len(strategies))]
+    again: dict[str, Any] = {} if log is None else {"max_restarts": -1, "max_task_retries": -1}
+    actor: Any = ray.remote(num_cpus=1, **again)(StorageUnit)
     units = [
-        actor.options(
-            scheduling_strategy=strategy, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
-        ).remote(secret, (f"{log}/unit-{number}", run, fsync))
+        actor.options(scheduling_strategy=strategy, name=name, namespace=NAMESPACE).remote(
+            secret, None if log is None else (f"{log}/unit-{number}", run, fsync)
+        )
         for number, (strategy, name) in enumerate(zip(strategies, names, strict=True))
     ]
-    return units, names
+    return units, [] if log is None else names

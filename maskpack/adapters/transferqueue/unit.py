@@ -1,26 +1,33 @@
 """The samples of one storage unit: chunks, and where each sample lies in them.
 
-    put: a chunk and the samples that its rows are -> the newest rows of these samples
+    put: a chunk and the samples that its rows are -> the log, if there is one -> the newest rows of these samples
     get: fields of samples -> pieces of the chunks that have them, the newest first
     clear: samples -> their rows; a chunk that is mostly dead is rewritten without them
 
 A field that is put again lies in a newer chunk, and hides the older one. Small chunks of one kind, as agent loops write
-them, are joined once there are SMALL of them.
+them, are joined once there are SMALL of them. A chunk lives as long as a sample has a row of it.
 """
 
 from __future__ import annotations
 
+import copyreg
+import gc
 import hashlib
+import io
 import pickle
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
+from secrets import randbits
 from typing import Any, BinaryIO
+from weakref import WeakValueDictionary
 
-from maskpack.adapters.transferqueue.chunk import Chunk, Piece, digests
-from maskpack.adapters.transferqueue.large import Large
-from maskpack.errors import FieldError
+from maskpack.adapters.transferqueue.chunk import Piece, fields_of, kind_of
+from maskpack.adapters.transferqueue.durable import SampleLog
+from maskpack.adapters.transferqueue.large import Large, Reference, joined
+from maskpack.packed.batch import PackedBatch
 
 SMALL = 32
 """Rows below which a chunk is joined with others of its kind; and how many of these wait for each other at most."""
@@ -33,256 +40,198 @@ class NoSampleError(KeyError):
 
 
 @dataclass(eq=False)
-class _Held:
+class Chunk:
     """A chunk in the unit.
 
     Attributes:
-        chunk: the rows.
-        samples: the sample of each row.
-        live: the rows that are still reached from their samples.
-        holds: how often each large tensor was announced for the chunk.
+        packed: its rows.
+        samples: the sample of each row that is still reached from it.
+        logged: the number of each row in the log; nothing without one.
     """
 
-    chunk: Chunk
-    samples: list[int]
-    live: int
-    holds: Counter[bytes]
+    packed: PackedBatch
+    samples: dict[int, int]
+    logged: Sequence[int]
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        return fields_of(self.packed.schema)
+
+    @cached_property
+    def kind(self) -> Any:
+        return kind_of(self.packed)
+
+    def rows_left(self) -> PackedBatch:
+        """The rows that are reached."""
+        return self.packed if len(self.samples) == len(self.packed) else self.packed.take([*self.samples])
 
 
-@dataclass(eq=False)
-class _LargeHolds:
-    """A large tensor that chunks of any unit refer to: for how many puts, and what it is, once a writer brought it."""
-
-    holds: int = 0
-    stored: Large | None = None
+Place = tuple[Chunk, int]
+"""A chunk, and a row of it."""
 
 
-@dataclass(eq=False)
 class Samples:
     """What a storage unit holds.
 
+    Args:
+        log: where the samples are kept, too: those that are in it are read first.
+
     Attributes:
-        chunks: by number.
-        rows: for each sample, the chunks that hold it, the newest first: (number, row).
-        large: large tensors by digest.
-        request: the nonce of the request that is served; a request that is repeated has the same.
+        rows: for each sample, where its fields are, the newest first.
+        lives: for each sample, a number that no other sample of its index has had.
+        large: large tensors in Python objects, by digest.
     """
 
-    chunks: dict[int, _Held] = field(default_factory=dict[int, _Held])
-    rows: dict[int, list[tuple[int, int]]] = field(default_factory=dict[int, list[tuple[int, int]]])
-    large: dict[bytes, _LargeHolds] = field(default_factory=dict[bytes, _LargeHolds])
-    request: bytes = b""
-    _waiting: dict[Any, dict[int, None]] = field(default_factory=dict[Any, dict[int, None]])
-    """Small chunks of each kind that are to be joined."""
-    _next: int = 0
-    _loaded: Any = None
+    def __init__(self, log: SampleLog | None = None) -> None:
+        self.rows: dict[int, list[Place]] = {}
+        self.lives: dict[int, int] = {}
+        self.large: WeakValueDictionary[bytes, Large] = WeakValueDictionary()
+        self.log = log
+        self._small: defaultdict[Any, dict[Chunk, None]] = defaultdict(dict[Chunk, None])
+        """Chunks of each kind that are to be joined."""
+        self._loaded: Any = None
+        for packed, *more in () if log is None else log.opened():
+            self._put(joined(packed, self.large)[0], *more)
 
     # ---------------------------------------------------------------- samples
 
-    def put(self, samples: Sequence[int], chunk: Chunk) -> Counter[bytes]:
-        """Adds rows of samples; returns the large tensors that are no longer needed, with the holds to give back."""
-        number = self._add(chunk, list(samples), Counter(digests(chunk)))
-        hidden: Counter[int] = Counter()
-        for row, sample in enumerate(samples):
-            kept = [(number, row)]
-            for place in self.rows.get(sample, ()):
-                if self.chunks[place[0]].chunk.fields <= chunk.fields:
-                    hidden[place[0]] += 1
-                else:
-                    kept.append(place)
-            self.rows[sample] = kept
-        freed = self._dropped(hidden)
-        if len(self._waiting.get(chunk.kind, ())) >= SMALL:
-            self._join(chunk.kind)
-        return freed
+    def put(self, samples: Sequence[int], packed: PackedBatch, large: dict[bytes, Large] | None = None) -> set[bytes]:
+        """Adds rows of samples. Returns the digests of large tensors that the rows refer to, and that are neither here
+        nor in `large`: if there are some, nothing was added. `large` is None for rows without any.
 
-    def get(self, samples: Sequence[int], fields: Sequence[str]) -> list[Piece]:
-        """The fields of samples, as pieces whose places are those in `samples`.
-
-        Raises NoSampleError for a sample that is not here or lacks a field, and FieldError for a field that no sample
-        here has.
+        Raises StorageError for a log that cannot be written to, or that has samples of another run.
         """
-        found = self._places(samples, fields)
+        if self.log is not None:
+            self.log.require("put")
+        if large is not None:
+            self.large.update({digest: one for digest, one in large.items() if digest not in self.large})
+            packed, missing = joined(packed, self.large)
+            if missing:
+                return missing
+        life = randbits(60)
+        self._put(packed, samples, [self.lives.get(sample, life) for sample in samples])
+        return set()
+
+    def get(self, samples: Sequence[int], fields: Iterable[str]) -> list[Piece]:
+        """The fields of samples, as pieces whose places are those in `samples`. Raises NoSampleError for a sample that
+        is not here or lacks a field."""
+        wanted = frozenset(fields)
+        taken: dict[tuple[Chunk, frozenset[str]], list[tuple[int, int]]] = {}
+        for place, sample in enumerate(samples):
+            if sample not in self.rows:
+                raise NoSampleError(f"sample {sample} is not stored; it was cleared, or never put")
+            lying = self.rows[sample]
+            layers = tuple([chunk.fields for chunk, _ in lying])
+            cover, missing = _cover(layers, wanted)
+            if missing:
+                seen = sorted(frozenset[str]().union(*layers))
+                raise NoSampleError(f"sample {sample} has no {sorted(missing)}, but {seen}. Put them, or select others")
+            for at, own in cover:
+                chunk, row = lying[at]
+                taken.setdefault((chunk, own), []).append((row, place))
         pieces: list[Piece] = []
-        scattered: dict[Any, list[tuple[Chunk, list[int], list[int]]]] = {}
-        for (number, wanted), (rows, places) in found.items():
-            chunk = self.chunks[number].chunk.select(wanted)
-            order = sorted(range(len(rows)), key=rows.__getitem__)
-            lying, where = [rows[at] for at in order], [places[at] for at in order]
-            in_turn = lying == list(range(lying[0], lying[0] + len(lying)))  # they need not be encoded again
-            if not chunk.joins or (in_turn and len(lying) >= _ALONE):
-                pieces.append(Piece(chunk if len(lying) == len(chunk) and in_turn else chunk.take(lying), where))
+        scattered: defaultdict[Any, list[Piece]] = defaultdict(list[Piece])
+        for (chunk, own), pairs in taken.items():
+            rows, places = map(list, zip(*sorted(pairs), strict=True))
+            packed = chunk.packed if own == chunk.fields else chunk.packed.select(*own)
+            if len(rows) >= _ALONE and rows == [*range(rows[0], rows[0] + len(rows))]:
+                pieces.append(Piece(packed.take(slice(rows[0], rows[0] + len(rows))), places))  # not encoded again
             else:
-                scattered.setdefault(chunk.kind, []).append((chunk, lying, where))
+                scattered[kind_of(packed)].append(Piece(packed.take(rows), places))
         for parts in scattered.values():
-            joined = Chunk.cat([(chunk, lying) for chunk, lying, _ in parts])
-            pieces.append(Piece(joined, [place for _, _, where in parts for place in where]))
+            packed = PackedBatch.cat([part.chunk for part in parts])
+            pieces.append(Piece(packed, [place for part in parts for place in part.places]))
         return pieces
 
-    def clear(self, samples: Iterable[int]) -> Counter[bytes]:
-        """Forgets samples, known or not; returns as `put`."""
-        dead: Counter[int] = Counter()
-        for sample in samples:
-            dead.update(number for number, _ in self.rows.pop(sample, ()))
-        return self._dropped(dead)
-
-    def _places(
-        self, samples: Sequence[int], fields: Sequence[str]
-    ) -> dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]]:
-        """The rows to take of each chunk, with the fields to take, and their places in `samples`."""
-        out: dict[tuple[int, frozenset[str]], tuple[list[int], list[int]]] = {}
-        known: dict[tuple[int, ...], list[tuple[int, frozenset[str]]]] = {}
-        for place, sample in enumerate(samples):
-            lying = self.rows.get(sample)
-            if lying is None:
-                raise NoSampleError(f"sample {sample} is not stored; it was cleared, or never put")
-            numbers = tuple(number for number, _ in lying)
-            if numbers not in known:
-                known[numbers] = self._cover(sample, numbers, fields)
-            for at, wanted in known[numbers]:
-                rows, places = out.setdefault((numbers[at], wanted), ([], []))
-                rows.append(lying[at][1])
-                places.append(place)
-        return out
-
-    def _cover(self, sample: int, numbers: Sequence[int], fields: Sequence[str]) -> list[tuple[int, frozenset[str]]]:
-        """Which of the chunks of a sample, the newest first, gives which of the fields."""
-        left, cover = set(fields), list[tuple[int, frozenset[str]]]()
-        for at, number in enumerate(numbers):
-            wanted = left & self.chunks[number].chunk.fields
-            if wanted:
-                cover.append((at, frozenset(wanted)))
-                left -= wanted
-        if not left:
-            return cover
-        everywhere = frozenset[str]().union(*(held.chunk.fields for held in self.chunks.values()))
-        if left - everywhere:
-            raise FieldError(
-                f"get: no sample here has the fields {sorted(left - everywhere)}; expected some of "
-                f"{sorted(everywhere)}. Put them first, or select others."
-            )
-        raise NoSampleError(f"sample {sample} has no {sorted(left)}, which other samples have; put them first")
+    def clear(self, samples: Iterable[int]) -> None:
+        """Forgets samples, known or not. Raises StorageError as `put`."""
+        if self.log is not None:
+            self.log.require("clear")
+        self._forget(set(samples))
 
     # ---------------------------------------------------------------- chunks
 
-    def _add(self, chunk: Chunk, samples: list[int], holds: Counter[bytes]) -> int:
-        self._next += 1
-        self.chunks[self._next] = _Held(chunk, samples, len(samples), holds)
-        self._wait(self._next)
-        return self._next
+    def _put(
+        self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int], logged: Sequence[int] | None = None
+    ) -> None:
+        """Adds rows of samples, in the log first, where they are not in it."""
+        if logged is None:
+            logged = () if self.log is None else self.log.append(packed, samples, lives)
+        chunk, hidden = Chunk(packed, dict(enumerate(samples)), logged), list[Place]()
+        for row, (sample, life) in enumerate(zip(samples, lives, strict=True)):
+            kept = [(chunk, row)]
+            for place in self.rows.get(sample, ()):
+                (hidden if place[0].fields <= chunk.fields else kept).append(place)
+            self.rows[sample], self.lives[sample] = kept, life
+        if self.log is not None:
+            self.log.hide([own.logged[row] for own, row in hidden])
+        self._wait(chunk)
+        self._drop(hidden)
+        if len(self._small[chunk.kind]) >= SMALL:
+            self._rewrite([*self._small[chunk.kind]])
 
-    def _pop(self, number: int) -> _Held:
-        held = self.chunks.pop(number)
-        alike = self._waiting.get(held.chunk.kind, {})
-        alike.pop(number, None)
-        if not alike:
-            self._waiting.pop(held.chunk.kind, None)
-        return held
+    def _forget(self, samples: Iterable[int], also: Iterable[int] = ()) -> None:
+        """Forgets samples, and other rows of the log."""
+        places = [place for sample in samples for place in self.rows.get(sample, ())]
+        if self.log is not None:
+            self.log.delete([*also, *(chunk.logged[row] for chunk, row in places)])
+        for sample in samples:
+            self.rows.pop(sample, None)
+            self.lives.pop(sample, None)
+        self._drop(places)
 
-    def _wait(self, number: int) -> None:
-        chunk = self.chunks[number].chunk
-        if len(chunk) < SMALL and chunk.joins:
-            self._waiting.setdefault(chunk.kind, {})[number] = None
+    def _wait(self, chunk: Chunk) -> None:
+        if len(chunk.packed) < SMALL:
+            self._small[chunk.kind][chunk] = None
 
-    def _dropped(self, dead: Counter[int]) -> Counter[bytes]:
-        """Takes rows off chunks, and frees those without rows; returns the holds to give back."""
-        freed: Counter[bytes] = Counter()
-        for number, count in dead.items():
-            held = self.chunks[number]
-            held.live -= count
-            if held.live == 0:
-                freed += self._pop(number).holds
-            elif 2 * held.live < len(held.chunk):
-                freed += self._compacted(number, held)
-        return freed
+    def _drop(self, places: Iterable[Place]) -> None:
+        """Takes rows off their chunks."""
+        for chunk, row in places:
+            del chunk.samples[row]
+        for chunk in dict.fromkeys(chunk for chunk, _ in places):
+            if 2 * len(chunk.samples) < len(chunk.packed):
+                self._rewrite([chunk])
 
-    def _compacted(self, number: int, held: _Held) -> Counter[bytes]:
-        """Rewrites a chunk without its dead rows; returns the holds to give back."""
-        rows = [row for row, sample in enumerate(held.samples) if (number, row) in self.rows.get(sample, ())]
-        held.chunk, held.samples = held.chunk.take(rows).own(), [held.samples[row] for row in rows]
-        self._moved(number, held.samples, {(number, row): new for new, row in enumerate(rows)})
-        self._wait(number)
-        needed = digests(held.chunk)
-        freed = Counter({digest: count for digest, count in held.holds.items() if digest not in needed})
-        held.holds -= freed
-        return freed
-
-    def _join(self, kind: Any) -> None:
-        """Joins the small chunks of a kind."""
-        numbers = list(self._waiting[kind])
-        parts = [self.chunks[number] for number in numbers]
-        chunk = Chunk.cat([(part.chunk, None) for part in parts]).own()
-        for number in numbers:
-            self._pop(number)
-        samples = [sample for part in parts for sample in part.samples]
-        joined = self._add(chunk, samples, sum((part.holds for part in parts), Counter[bytes]()))
-        self.chunks[joined].live = sum(part.live for part in parts)
-        rows = [range(len(part.chunk)) for part in parts]
-        places = ((number, row) for number, own in zip(numbers, rows, strict=True) for row in own)
-        self._moved(joined, samples, {place: new for new, place in enumerate(places)})
-
-    def _moved(self, number: int, samples: Iterable[int], moved: dict[tuple[int, int], int]) -> None:
-        """Writes down the new rows of samples, in the chunk `number`, by their old places."""
-        for sample in set(samples):
-            lying = self.rows.get(sample, [])
-            lying[:] = [(number, moved[place]) if place in moved else place for place in lying]
-
-    # ---------------------------------------------------------------- large tensors
-
-    def hold(self, wanted: Counter[bytes]) -> list[bytes]:
-        """Announces puts that refer to large tensors; returns those whose bits are not here yet."""
-        for digest, count in wanted.items():
-            self.large.setdefault(digest, _LargeHolds()).holds += count
-        return [digest for digest in wanted if self.large[digest].stored is None]
-
-    def store(self, given: dict[bytes, Large]) -> None:
-        """Keeps the bits of large tensors that were announced."""
-        for digest, stored in given.items():
-            kept = self.large.get(digest)
-            if kept is not None and kept.stored is None:
-                kept.stored = stored
-
-    def fetch(self, wanted: Iterable[bytes]) -> dict[bytes, Large]:
-        """The bits of large tensors. Raises NoSampleError for one that is not here."""
-        found: dict[bytes, Large] = {}
-        for digest in wanted:
-            kept = self.large.get(digest)
-            if kept is None or kept.stored is None:
-                raise NoSampleError(f"the large tensor {digest.hex()} is not stored; its sample was cleared")
-            found[digest] = kept.stored
-        return found
-
-    def release(self, given: Counter[bytes]) -> None:
-        """Gives holds back; tensors that nothing refers to are freed."""
-        for digest, count in given.items():
-            kept = self.large.get(digest)
-            if kept is not None:
-                kept.holds -= count
-                if kept.holds <= 0:
-                    del self.large[digest]
+    def _rewrite(self, chunks: Sequence[Chunk]) -> None:
+        """Writes the rows of chunks of one kind that are left as one chunk."""
+        for chunk in chunks:
+            self._small[chunk.kind].pop(chunk, None)
+        places = [(chunk, row) for chunk in chunks for row in chunk.samples]
+        if not places:
+            return
+        packed = PackedBatch.cat([chunk.rows_left() for chunk in chunks]).own()
+        samples = [chunk.samples[row] for chunk, row in places]
+        new = Chunk(packed, dict(enumerate(samples)), [chunk.logged[row] for chunk, row in places if chunk.logged])
+        for row, (sample, place) in enumerate(zip(samples, places, strict=True)):
+            lying = self.rows[sample]
+            lying[lying.index(place)] = new, row
+        self._wait(new)
 
     # ---------------------------------------------------------------- sizes and checkpoints
 
     def figures(self) -> dict[str, int]:
-        """Samples, chunks, and the bytes of chunks and of large tensors."""
-        stored = [kept.stored.nbytes for kept in self.large.values() if kept.stored is not None]
+        """Samples, chunks, and the bytes of chunks, of large tensors and of the log."""
+        gc.collect()  # what nothing holds is not counted
+        chunks = {chunk for lying in self.rows.values() for chunk, _ in lying}
+        large = [*self.large.values()]
         return {
             "samples": len(self.rows),
-            "chunks": len(self.chunks),
-            "chunk_bytes": sum(len(pickle.dumps(held.chunk, 5)) for held in self.chunks.values()),
-            "large_tensors": len(stored),
-            "large_bytes": sum(stored),
+            "chunks": len(chunks),
+            "chunk_bytes": sum(_nbytes(chunk.packed) for chunk in chunks),
+            "large_tensors": len(large),
+            "large_bytes": sum(one.nbytes for one in large),
+            "log_bytes": 0 if self.log is None else self.log.nbytes,
         }
 
-    def _state(self) -> tuple[Any, ...]:
-        return self.chunks, self.rows, self.large, self._next
-
     def save(self, path: str) -> str:
-        """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file."""
+        """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file. A log is not older
+        than the file."""
+        if self.log is not None:
+            self.log.sync()
         target = Path(path)
         partial = target.with_name(f"{target.name}.partial")
         with open(partial, "wb+") as file:
-            pickle.dump(self._state(), file, protocol=5)
+            pickle.dump((self.rows, self.lives), file, protocol=5)
             digest = digest_of(file)
         partial.replace(target)
         return digest
@@ -294,13 +243,54 @@ class Samples:
             self._loaded = pickle.load(file)
 
     def switch(self, loaded: bool) -> None:
-        """Replaces all of it by what was loaded, or forgets what was loaded."""
+        """Replaces samples by those that were loaded, here and in the log, or forgets what was loaded. Where the
+        samples are those of an earlier run, the ones that are still the same samples stay as they are, with what was
+        put since."""
         found, self._loaded = self._loaded, None
-        if loaded:
-            self.chunks, self.rows, self.large, self._next, *_ = found
-            self._waiting.clear()
-            for number in tuple(self.chunks):
-                self._wait(number)
+        if not loaded:
+            return
+        rows: dict[int, list[Place]] = found[0]
+        lives: dict[int, int] = found[1]
+        earlier = self.log is not None and self.log.is_earlier
+        same = {sample for sample, life in self.lives.items() if earlier and lives.get(sample) == life}
+        self._forget(self.rows.keys() - same, [] if self.log is None else self.log.disown())
+        layers: dict[tuple[int, Chunk], list[int]] = {}
+        for sample in rows.keys() - same:
+            for depth, (chunk, row) in enumerate(reversed(rows[sample])):  # the oldest first
+                layers.setdefault((depth, chunk), []).append(row)
+        for (depth, chunk), own in sorted(layers.items(), key=lambda layer: layer[0][0]):
+            samples = [chunk.samples[row] for row in own]
+            # after a kill, a sample that is not whole is not the same
+            own_lives = [lives[sample] if depth + 1 == len(rows[sample]) else 0 for sample in samples]
+            self._put(joined(chunk.packed.take(own).own(), self.large)[0], samples, own_lives)
+        if self.log is not None:
+            self.log.adopt()
+
+
+@lru_cache(256)
+def _cover(
+    layers: tuple[frozenset[str], ...], fields: frozenset[str]
+) -> tuple[list[tuple[int, frozenset[str]]], frozenset[str]]:
+    """Which of the chunks of a sample, the newest first, gives which of the fields; and the fields that none has."""
+    cover: list[tuple[int, frozenset[str]]] = []
+    for at, own in enumerate(layers):
+        if fields & own:
+            cover.append((at, fields & own))
+            fields -= own
+    return cover, fields
+
+
+def _reference(large: Large) -> tuple[Any, ...]:
+    return Reference, (large.digest,)
+
+
+def _nbytes(packed: PackedBatch) -> int:
+    """Bytes of the pickle of a chunk without its large tensors."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5)
+    pickler.dispatch_table = copyreg.dispatch_table | {Large: _reference}
+    pickler.dump(packed)
+    return file.tell()
 
 
 def digest_of(file: BinaryIO) -> str:
