@@ -231,7 +231,7 @@ DAMAGE = {
 def test_a_file_that_is_replaced_after_its_check_is_not_read(tmp_path, monkeypatch):
     """A pickle runs code: what was checked is what is read."""
     step, other = unit.Samples(), unit.Samples()
-    step.put([5], packed(numbers(1, 5), "put")[0])
+    step.put([5], packed(numbers(1, 5), 1, "put")[0])
     digest = step.save(str(tmp_path / "file"))
     other.save(str(tmp_path / "other"))
     check = unit.check_digest

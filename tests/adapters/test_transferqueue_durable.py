@@ -134,7 +134,7 @@ def test_the_log_does_not_grow_with_what_was_cleared(tmp_path, monkeypatch):
 def test_a_put_that_is_repeated_changes_nothing(tmp_path):
     unit = opened(tmp_path)
     put(unit, [0, 1], x=torch.arange(2), o=NonTensorStack(picture(0), picture(0)))
-    chunk, large = parted(packed(TensorDict({"o": NonTensorStack(picture(1))}, [1]), "put")[0])
+    chunk, large = parted(packed(TensorDict({"o": NonTensorStack(picture(1))}, [1]), 1, "put")[0])
     given = {digest: Large.of(digest, held, None) for digest, held in large.items()}
     for sent in ({}, given, given):  # again after a kill: the answer was lost
         assert asked(unit, "put", [0], chunk, sent) == (set() if sent else {*large})

@@ -23,7 +23,7 @@ from maskpack.adapters.transferqueue.large import LARGE
 from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, StorageUnits
 from maskpack.adapters.transferqueue.server import ANSWER, REQUEST, SOCKET, Seal, StorageUnit, message
 from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
-from maskpack.errors import StorageError
+from maskpack.errors import LayoutError, StorageError
 
 _nonces = itertools.count(1)
 
@@ -62,7 +62,7 @@ def units(count=2):
 @pytest.mark.parametrize("name", ["__init__", "_loaded", "rows", "__class__", "_put", ["put"], None])
 def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
     unit, secret = StorageUnit(b"secret"), b"secret"
-    unit._samples.put([3], packed(TensorDict({"x": torch.tensor([5])}, [1]), "put")[0])
+    unit._samples.put([3], packed(TensorDict({"x": torch.tensor([5])}, [1]), 1, "put")[0])
     before = dict(vars(unit._samples))
     with zmq.Context.instance().socket(zmq.DEALER) as member:
         member.linger, member.rcvtimeo = 0, 20_000
@@ -125,8 +125,9 @@ def test_of_a_sample_that_is_named_twice_the_last_row_stays():
 
 def test_fields_of_another_number_of_rows_are_refused():
     manager = Direct(units())
-    with pytest.raises(ValueError, match=r"put_data: the fields have batch_size \[1\]; expected 2 rows"):
-        asyncio.run(put(manager, [0, 1], TensorDict({"x": torch.zeros(1)}, [1])))
+    for data in (TensorDict({"x": torch.zeros(1)}, [1]), TensorDict({"x": torch.zeros(1)})):
+        with pytest.raises(LayoutError, match=r'put_data: field "x" has 1 rows; expected 2, one for each sample'):
+            asyncio.run(put(manager, [0, 1], data))
     assert not any(unit.rows for unit in manager.units)
 
 

@@ -67,14 +67,13 @@ def _has_padding(schema: Schema) -> bool:
 # -------------------------------------------------------------------- put: rows into a chunk
 
 
-def packed(data: TensorDictBase, call: str) -> tuple[PackedBatch, dict[str, dict[str, Any]]]:
-    """The chunk of some samples, and the schema of their fields as TransferQueue tells it to its controller.
+def packed(data: TensorDictBase, rows: int, call: str) -> tuple[PackedBatch, dict[str, dict[str, Any]]]:
+    """The chunk of `rows` samples, and the schema of their fields as TransferQueue tells it to its controller.
 
     Raises LayoutError for a field that is not one value for each sample, and for a lazy stack of rows that differ in
     their shapes or dtypes.
     """
-    data, rows = dense_stack(data, call), data.batch_size[0]
-    fields = {name: _field(name, value, rows, call) for name, value in data.items()}
+    fields = {name: _field(name, value, rows, call) for name, value in dense_stack(data, call).items()}
     chunk = _padded(fields, rows)
     if chunk is None:
         chunk = packed_rows({name: field.column for name, field in fields.items()}, rows, _HINTS, call)

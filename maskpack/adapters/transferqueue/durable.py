@@ -36,13 +36,15 @@ class SampleLog:
         path: the folder of the log.
         run: names the run. Samples of another run in the log wait for a checkpoint: until then nothing can be put.
         fsync: as for RolloutLog.
+
+    Attributes:
+        mark: the rows that say that the samples are those of the run; nothing if they are those of another one.
     """
 
     def __init__(self, path: str, run: str, fsync: Literal["always", "interval"]) -> None:
         self._run = run
         self._log = RolloutLog(path, fsync=fsync, segment_bytes=_SEGMENT, allow_pickle=True)
-        self._mark: list[int] = []
-        """The row that says that the samples are those of the run."""
+        self.mark: list[int] = []
         self._hidden: list[int] = []
         self._deleted = 0
 
@@ -56,10 +58,10 @@ class SampleLog:
                 empty = False
                 yield _with_turned(self._log.take(rows).own(), tags), tags["sample"], tags["life"], rows.tolist()
             elif tags["run"][-1] == self._run:
-                self._mark = rows.tolist()
+                self.mark = rows.tolist()
             else:
                 self._hidden += rows.tolist()
-        if not self._mark and empty:
+        if not self.mark and empty:
             self.adopt()
 
     def append(self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int]) -> range:
@@ -90,14 +92,9 @@ class SampleLog:
 
     # ---------------------------------------------------------------- runs
 
-    @property
-    def is_earlier(self) -> bool:
-        """Whether the samples are those of an earlier run."""
-        return not self._mark
-
     def require(self, call: str) -> None:
         """Raises StorageError if the samples are those of an earlier run."""
-        if self.is_earlier:
+        if not self.mark:
             raise StorageError(
                 f"{call}: {self._log.path} has {len(self._log)} rows of samples of an earlier run; expected an empty "
                 "log, or those of a checkpoint. Call transfer_queue.load_checkpoint first, or name another folder in "
@@ -106,12 +103,7 @@ class SampleLog:
 
     def adopt(self) -> None:
         """Says that the samples are those of the run."""
-        self._mark = [*self._log.append(packed_rows({}, 1, {}, "RolloutLog.append"), {"run": self._run})]
-
-    def disown(self) -> list[int]:
-        """Says that the samples are not those of the run; returns the rows to delete that say they are."""
-        mark, self._mark = self._mark, []
-        return mark
+        self.mark = [*self._log.append(packed_rows({}, 1, {}, "RolloutLog.append"), {"run": self._run})]
 
     # ---------------------------------------------------------------- the disk
 

@@ -113,7 +113,7 @@ class MaskpackStorageManager(library.StorageManager):
 
         Raises:
             NotImplementedError: there is a `data_parser`, which runs on the rows of SimpleStorage.
-            LayoutError, ValueError: a field has not one value for each sample.
+            LayoutError: a field has not one value for each sample.
             StorageError: a storage unit did not answer.
         """
         if data_parser is not None:
@@ -124,12 +124,7 @@ class MaskpackStorageManager(library.StorageManager):
         samples = metadata.global_indexes
         if not samples:
             return
-        if not data.batch_size or data.batch_size[0] != len(samples):
-            raise ValueError(
-                f"put_data: the fields have batch_size {list(data.batch_size)}; expected {len(samples)} rows, one for "
-                "each sample. Give one key for each row."
-            )
-        chunk, schema = packed(data, "put_data")
+        chunk, schema = packed(data, len(samples), "put_data")
         chunk, large = parted(chunk)
         most = _RUNS if len(set(samples)) == len(samples) else 1  # the last row of a sample stays
         await _all_of(
@@ -296,29 +291,24 @@ class MaskpackStorageManager(library.StorageManager):
 
     async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
-        waited = 0
         answer = socket.recv_multipart(copy=False)
         try:
-            while not (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
-                waited += _PATIENCE
-                try:
-                    reached = asyncio.open_connection(info.ip, info.ports[server.SOCKET])
-                    _, writer = await asyncio.wait_for(reached, _PATIENCE)
-                    writer.close()
-                except (OSError, asyncio.TimeoutError) as error:
-                    lost = "did not start again" if self._units.names else "its samples are lost"
-                    raise _GoneError(
-                        f"{where} is gone ({error}), and {lost}; expected an answer. Restart the run from its last "
-                        "checkpoint."
-                    ) from error
-                if waited >= _TIMEOUT:
-                    raise StorageError(
-                        f"{where} did not answer in {waited} s; expected an answer. Check whether its process is "
-                        "still running."
-                    )
-            return answer.result()
+            for _ in range(int(_TIMEOUT / _PATIENCE)):
+                if (await asyncio.wait([answer], timeout=_PATIENCE))[0]:
+                    return answer.result()
+                reached = asyncio.open_connection(info.ip, info.ports[server.SOCKET])
+                _, writer = await asyncio.wait_for(reached, _PATIENCE)
+                writer.close()
+        except (OSError, asyncio.TimeoutError) as error:
+            lost = "did not start again" if self._units.names else "its samples are lost"
+            raise _GoneError(
+                f"{where} is gone ({error}), and {lost}; expected an answer. Restart the run from its last checkpoint."
+            ) from error
         finally:
             answer.cancel()  # does nothing if it is there
+        raise StorageError(
+            f"{where} did not answer in {_TIMEOUT} s; expected an answer. Check whether its process is still running."
+        )
 
     def close(self) -> None:
         """Closes the sockets."""

@@ -251,9 +251,11 @@ class Samples:
             return
         rows: dict[int, list[Place]] = found[0]
         lives: dict[int, int] = found[1]
-        earlier = self.log is not None and self.log.is_earlier
-        same = {sample for sample, life in self.lives.items() if earlier and lives.get(sample) == life}
-        self._forget(self.rows.keys() - same, [] if self.log is None else self.log.disown())
+        same, mark = set[int](), list[int]()
+        if self.log is not None:
+            mark, self.log.mark = self.log.mark, []
+            same = {sample for sample, life in self.lives.items() if not mark and lives.get(sample) == life}
+        self._forget(self.rows.keys() - same, mark)
         layers: dict[tuple[int, Chunk], list[int]] = {}
         for sample in rows.keys() - same:
             for depth, (chunk, row) in enumerate(reversed(rows[sample])):  # the oldest first
