@@ -300,7 +300,7 @@ class HostJobs:
         copies: those that are copied before they are read, and their places among the inputs.
         rows_at: where in the line the number of rows is.
         limits: where in the line the number of values under some offsets is, and the number of these offsets.
-        mask_bytes, padded_bytes: of a row.
+        mask_bytes: of a row.
     """
 
     parts: Parts
@@ -317,7 +317,6 @@ class HostJobs:
     rows_at: IntArray
     limits: Sequence[tuple[int, int]]
     mask_bytes: int
-    padded_bytes: int
 
     @classmethod
     def of(cls, plan: BatchPlan, seen: Seen, given: Mapping[str, RowLayout], verify: bool, may_stay: bool) -> HostJobs:
@@ -336,7 +335,6 @@ class HostJobs:
         ]
         whole = {source.key: at for at, source in enumerate(parts.origins) if source.way == "mask" and verify}
         padded: list[tuple[FieldForm, int]] = []
-        nbytes = 0
         for place, (form, at, x) in zip(places, held, strict=True):
             if form.kind != "padded" or form.path in seen.jagged:
                 inputs.append(Input(at, _VALUES))
@@ -346,7 +344,6 @@ class HostJobs:
             describe_padded(jobs[place], x, form.ragged_dim, pads, trusts or not verify)
             jobs["keeps"][place] = abi.MAY if may_stay and x.is_contiguous() else 0
             padded.append((form, most_record(x, form.ragged_dim, pads)))
-            nbytes += x.nbytes
             if trusts:
                 origins["trusts"][whole[form.path]] = 1 + place
         first = np.arange(count) * abi.ORIGIN_NUMBERS, origins.nbytes // 8 + np.arange(len(jobs)) * abi.JOB_NUMBERS
@@ -374,7 +371,6 @@ class HostJobs:
             np.concatenate([begins + at for begins, at in zip(first, _ROWS, strict=True)] if dims else [first[0][:0]]),
             [(at * abi.ORIGIN_NUMBERS + _LIMIT, number) for at, number in limits],
             int((origins["size"] * origins["width"]).sum()),
-            nbytes // max(rows, 1),
         )
 
     def located(self, seen: Seen, rows: int, given: IntArray, line: IntArray) -> Located:
