@@ -1,7 +1,7 @@
 """Padded to jagged and back: the mask of each field, and the check that its masked-out elements equal its pad.
 
 plan.py        the form of each field, from its signature       axes.py      the masks of a batch, and its layouts
-gather.py      the values of all fields, their pads verified    checks.py    comparison of a field with its pad
+read.py        layouts, packed values and pads of a batch       jobs.py      what the core is told of a batch
 coverage.py    strict mode, and why a field stays padded        schema.py    the schema stored in a nested batch
 nest.py        nest_batch_by_mask and back                      nested.py    what a nested batch has beside its fields
 response.py    the response axis, for losses                    rows.py      take, cat: rows of padded, nested batches

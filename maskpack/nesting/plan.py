@@ -179,7 +179,9 @@ class BatchPlan:
         plan = cls(root, tuple(forms), planner.pads, rows, sources, anchors, widths, declared, by_value, counted)
         given = plan.given(carried, stand_in)
         held = [*(x for x in (*seen.tensors, *seen.offsets) if x is not None), *given.values()]
-        if any(is_away(x) for x in held):
+        if any(is_away(x) for x in held) or any(
+            x is None and form.dtype is not None for form, x in zip(forms, seen.tensors, strict=True)
+        ):
             return plan
         return replace(plan, host=HostJobs.of(plan, seen, given, options.verify, not options.strict))
 

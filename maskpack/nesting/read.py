@@ -397,7 +397,9 @@ def _first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[i
         isinstance(pad, Pad) and pad is not EDGE
     ):  # a number of each row, which is that of its first masked-out element
         first = layout.to_mask(torch.uint8).argmin(1)
-        own = words(x).flatten(2)[torch.arange(layout.num_rows), first, : max(x.dtype.itemsize // 8, 1)].numpy()
+        count = max(x.dtype.itemsize // 8, 1)
+        line = words(x).reshape(*x.shape[:2], -1)
+        own = line[torch.arange(layout.num_rows, device="cpu"), first, :count].numpy()
         held = from_words(own if x.dtype.itemsize == 16 else own.reshape(-1), x.dtype)
         held = torch.where(held == 0, held, 0) if pad is SIGNED_ZERO else held
     differs = words(x) != words(pack_torch.unpack(pack_torch.pack(x, layout), layout, held))

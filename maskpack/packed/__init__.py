@@ -4,7 +4,7 @@ batch.py       compress, decompress, PackedBatch    decode.py      tensors from 
 table.py       encoded fields in one body           join.py        cat, and fields of several batches
 columns.py     rows as numbers                      tokens.py      spans of tokens as rows
 segments.py    which rows of which body
-batch_plan.py  what batches are made of             report.py      report
+encode.py      a batch to a table                   report.py      report
 pickling.py    pickles of one buffer                rows.py        batches from values and lengths
 file/          the file format                      cuda/          encoding and decoding on the GPU
 """

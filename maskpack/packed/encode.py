@@ -15,7 +15,6 @@ import torch
 from maskpack.core import abi, native
 from maskpack.core.bits import host_words, odd_bools, odd_bools_error
 from maskpack.core.keys import show
-from maskpack.core.latest import Latest
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout, anchored, core_layout
 from maskpack.nesting.read import Opened, Read, read, with_kept
@@ -28,6 +27,7 @@ from maskpack.packed.table import (
     Done,
     Table,
     check_memory,
+    device_plans,
     done_jobs,
     merge,
     of_values,
@@ -38,8 +38,6 @@ from maskpack.packed.table import (
 (_RESULT,) = native.places_in(abi.JOB, "result")
 _SPARE = 1 << 15
 """Bytes of a body that is a little larger than the last."""
-plans: Latest[DevicePlan] = Latest()
-"""How the latest batches on a GPU were encoded."""
 
 
 def encoded_batch(opened: Opened) -> tuple[Table, Schema]:
@@ -51,7 +49,7 @@ def encoded_batch(opened: Opened) -> tuple[Table, Schema]:
                 f'compress: field "{show(form.path)}" has the memory layout {seen.entries[form.path].layout}; expected '
                 "strided or jagged. Convert it with to_dense(), or leave it out."
             )
-    by_kernels = None if seen.signature is None or plan.host is not None else plans.get(seen.signature)
+    by_kernels = None if seen.signature is None or plan.host is not None else device_plans.get(seen.signature)
     found = _on_host(opened) if by_kernels is None else by_kernels.encoded(seen, opened.rows)
     return _of_read(read(opened)) if found is None else found
 
@@ -110,7 +108,7 @@ def _of_read(found: Read) -> tuple[Table, Schema]:
     if away is not None and not rest:
         plan = DevicePlan.of(found, schema, layouts)
         if plan is not None and opened.seen.signature is not None:
-            plans.keep(opened.seen.signature, plan)
+            device_plans.keep(opened.seen.signature, plan)
         return away.table, schema
     done = of_values(
         [tensors[number] for number in rest],

@@ -547,13 +547,15 @@ class Done(NamedTuple):
 
 done_jobs: Latest[Done] = Latest()
 """Of the latest batches, by their JobTable, the number of bits of their rows, and whether kernels encode the next."""
+device_plans: Latest[Any] = Latest()
+"""How batches on a GPU are encoded (cuda/device_plan.py)."""
 device_forms: Latest[Any] = Latest()
 """How the tensors of batches on a GPU were encoded the last time (cuda/encode.py)."""
 
 
 def forget() -> None:
     """Forgets how earlier batches were encoded, so that each field of the next one is looked at anew."""
-    for known in (batch_plans, done_jobs, device_forms):
+    for known in (batch_plans, done_jobs, device_forms, device_plans):
         known.clear()
 
 

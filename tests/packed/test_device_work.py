@@ -583,7 +583,7 @@ def test_equal_fields_are_stored_once(by_kernels: Place) -> None:
 @kernel_test
 def test_odd_bools_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "uses_triton", lambda device, call: True)
-    monkeypatch.setattr("maskpack.nesting.gather.odd_bools", lambda words: False)  # as for tensors on a GPU
+    monkeypatch.setattr("maskpack.nesting.read.odd_bools", lambda words: False)  # as for tensors on a GPU
     registry = {"a": MaskNestingSpec(None), "b": MaskNestingSpec(None)}
     fields = {"a": torch.tensor([[0, 1, 1]] * 4).bool().to(DEVICE), "b": torch.ones(4, 3, device=DEVICE)}
     compress(TensorDict(fields, [4]), registry=registry)
