@@ -169,8 +169,7 @@ def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
     table = table if count == table.rows else table.between(start, start + count)
     chosen = [numbers[path] for path in columns.paths]
     table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
-    names = {*columns.layouts}
-    return table if names >= {*table.names} else table.with_layouts(names | table.layouts_in_use())
+    return table.with_layouts(columns.layouts)
 
 
 def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:

@@ -19,7 +19,7 @@ from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
 from maskpack.nesting.schema import Schema
 from maskpack.packed.file.codec import as_sent, compressed_arrays, restored_arrays
-from maskpack.packed.table import SLACK, Table
+from maskpack.packed.table import SLACK, Table, side_by_side
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -65,6 +65,10 @@ def from_parts(
 ) -> tuple[Any, ...]:
     """The attributes of the PackedBatch that `to_parts` was given; its arrays are read-only views of the buffer."""
     body: Words = np.frombuffer(buffer, np.uint8)
+    if records is not None:
+        squeezed, sizes = records
+        arrays = np.split(body, np.cumsum(sizes)[:-1]) if sizes else []
+        body, _ = side_by_side(restored_arrays(arrays, squeezed, "PackedBatch"))
     if address(body) % 8:
         body = np.array(body)
     body.flags.writeable = False
@@ -74,8 +78,4 @@ def from_parts(
         np.frombuffer(part, np.uint8).view(dtype) for part, dtype in zip(parts, dtypes, strict=True)
     )
     table = Table(rows, dense_rows, names, stored, entries, fields, pads, body)
-    if records is not None:
-        squeezed, sizes = records
-        arrays = np.split(body, np.cumsum(sizes)[:-1]) if sizes else []
-        table = table.with_arrays(restored_arrays(arrays, squeezed, "PackedBatch"))
     return rows, _schema(schema) if isinstance(schema, bytes) else schema, table, objects, codec

@@ -183,15 +183,16 @@ def report(packed: PackedBatch) -> Report:
     table = as_sent(packed.table, packed.codec)
     arrays = table.arrays()
     sent = [array.nbytes for array in (arrays if packed.codec is None else message.arrays[1:])][: len(arrays)]
-    sizes = _sizes(table, sent)
-    stream, buffers = _pickled(packed.objects) if packed.objects else (b"", [])
+    sizes, layouts = _sizes(table, sent)
+    buffers: list[pickle.PickleBuffer] = []  # beside the stream, as Ray pickles objects
+    stream = cloudpickle.dumps(packed.objects, 5, buffers.append) if packed.objects else b""
     return Report(
         packed.num_rows,
         packed.codec,
-        tuple(_field(packed, form, size) for form, size in zip(packed.tensors, sizes.fields, strict=True)),
-        sizes.layouts,
+        tuple(_field(packed, form, size) for form, size in zip(packed.tensors, sizes, strict=True)),
+        layouts,
         len(stream) + sum(buffer.raw().nbytes for buffer in buffers),
-        len(pieces.header) + pieces.nbytes - sizes.layouts - sum(sizes.fields),
+        len(pieces.header) + pieces.nbytes - layouts - sum(sizes),
         token_counts(packed),
     )
 
@@ -229,25 +230,14 @@ def token_counts(packed: PackedBatch) -> TokenCounts | None:
     return TokenCounts(int(bounds[-1]), int(bounds[-1]) - tree.num_tokens)
 
 
-class _Sizes(NamedTuple):
-    """Bytes of the arrays of each field, and of the layouts."""
-
-    fields: list[int]
-    layouts: int
-
-
-def _sizes(table: Table, sent: Iterable[int]) -> _Sizes:
-    """Of the bytes that are sent of each array of a compacted table. An array that several fields share counts for the
-    first of them, the pads for each by its share."""
-    sizes = dict(zip(table.places(), sent, strict=True))
+def _sizes(table: Table, sent: Iterable[int]) -> tuple[list[int], int]:
+    """Bytes of each field and of the layouts, of the bytes that are sent of each array of a compacted table. An array
+    that several fields share counts for the first of them, the pads for each by its share."""
+    sizes = {place[0]: nbytes for place, nbytes in zip(table.places(), sent, strict=True)}
     ends = cumulated(table.pads["size"] * table.pads["count"])
-    shares = np.diff(ends * min(sizes.popitem()[1] if ends[-1] else 0, ends[-1]) // max(ends[-1], 1))
-
-    def taken(places: Iterable[int]) -> int:
-        return sum(sizes.pop(place, 0) for place in places)
-
-    fields = [taken(table.places_of(field)) + own for field, own in enumerate(shares.tolist())]
-    return _Sizes(fields, sum(sizes.values()))
+    shares = np.diff(ends * min(sizes.popitem()[1] if ends[-1] else 0, ends[-1]) // max(ends[-1], 1)).tolist()
+    fields = [own + sum(sizes.pop(at, 0) for at in table.places_of(field)) for field, own in enumerate(shares)]
+    return fields, sum(sizes.values())
 
 
 def _field(packed: PackedBatch, form: FieldForm, wire_bytes: int) -> FieldReport:
@@ -264,12 +254,6 @@ def _field(packed: PackedBatch, form: FieldForm, wire_bytes: int) -> FieldReport
         wire_bytes,
         form.reason,
     )
-
-
-def _pickled(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """A value as Ray pickles it: the stream, and its buffers beside it."""
-    buffers: list[pickle.PickleBuffer] = []
-    return cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append), buffers
 
 
 # -------------------------------------------------------------------- text

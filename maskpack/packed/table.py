@@ -323,28 +323,16 @@ class Table:
             entries[name] = numbers[entries[name]]  # -1 stays
         return entries, numbers[self.fields]
 
-    def layouts_in_use(self) -> set[str]:
-        """The names of the layouts of the fields, and of the fields that they refer to."""
-        numbers = self.entries["layout"][self._reached]
-        return {self.names[number] for number in numbers.tolist() if number >= 0}
-
     def with_layouts(self, names: Collection[str]) -> Table:
-        """The table with some of its layouts, which include those of its fields; itself, if these are all."""
-        if set(names) == set(self.names):
+        """The table with some of its layouts, and those that its fields need; itself, if these are all."""
+        numbers: list[int] = self.entries["layout"][self._reached].tolist()
+        kept = {*names, *(self.names[number] for number in numbers if number >= 0)}
+        layouts = {name: layout for name, layout in self.layouts.items() if name in kept}
+        if len(layouts) == len(self.names):
             return self
-        layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in names})
-        stored, head = stored_alone(layouts, self.rows)
-        entries, fields = self._needed()
-        pads = self.pads.copy()
-        body = native.compact([entries, pads], self.body)
-        for places in map(native.places_of, (entries, pads)):
-            places[places[..., 2] > 0, 0] += head.nbytes
-        places = {name: place for place, name in enumerate(layouts)}
-        numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
-        under = entries["layout"] >= 0
-        entries["layout"][under] = numbers[entries["layout"][under]]
-        own = {"stored": stored, "entries": entries, "pads": pads, "body": np.concatenate([head, body])}
-        return self.like(names=tuple(layouts), fields=fields, known=layouts, **own)
+        alone = table_of(layouts, self.rows).like(dense_rows=self.dense_rows)
+        fields = self.like(stored=np.zeros_like(self.stored)).compacted()
+        return merge([alone, fields], [(1, number) for number in range(self.fields.size)], layouts)
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
@@ -352,51 +340,40 @@ class Table:
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
         """The same values, with some entries plain: their words, flat, by the numbers of the entries."""
-        entries, parts, end = self.entries.copy(), [self.body], self.body.nbytes
-        for at, own in words.items():
-            gap = np.zeros(-end % 8, np.uint8)
-            parts += [gap, own.view(np.uint8)]
+        entries = self.entries.copy()
+        body, (_, *begins) = side_by_side([self.body, *words.values()])
+        for (at, own), begin in zip(words.items(), begins, strict=True):
             line = entries[at]
             line["kind"], line["number"], line["first"], line["second"] = abi.PLAIN, 0, -1, -1
-            line["a"], line["b"], line["c"] = (end + gap.nbytes, own.itemsize, own.size), _NOTHING, _NOTHING
-            end += gap.nbytes + own.nbytes
-        return self.like(entries=entries, body=np.concatenate(parts))
+            line["a"], line["b"], line["c"] = (begin, own.itemsize, own.size), _NOTHING, _NOTHING
+        return self.like(entries=entries, body=body)
+
+    def places(self) -> list[tuple[int, int, int]]:
+        """The PLACEs of `arrays`: of the layouts, then of the entries; the pads, and what may lie between them, are the
+        last one."""
+        found, pads = _used(self.stored, self.entries), _used(self.pads)
+        if pads.size:
+            begin = int(pads[:, 0].min())
+            end = int((pads[:, 0] + pads[:, 1] * pads[:, 2]).max())
+            found = np.append(found, [(begin, 1, end - begin)], axis=0)
+        return [(at, size, count) for at, size, count in found.tolist()]
 
     def arrays(self) -> list[Words]:
-        """The arrays, in unsigned integers, in the order of `with_arrays`; the pads, side by side, are one."""
-        places = _used(self.stored, self.entries).tolist()
-        arrays = [self.body[at : at + size * count].view(f"u{size}") for at, size, count in places]
-        return [*arrays, self.body[self._records]] if self.pads["count"].any() else arrays
-
-    @cached_property
-    def _records(self) -> slice:
-        """Where the pads lie in the body, and what may lie between them."""
-        places = _used(self.pads)
-        return slice(int(places[:, 0].min()), int((places[:, 0] + places[:, 1] * places[:, 2]).max()))
-
-    def places(self) -> list[int]:
-        """Where each of `arrays` begins in the body."""
-        places = _used(self.stored, self.entries)[:, 0].tolist()
-        return [*places, self._records.start] if self.pads["count"].any() else places
+        """The arrays, in unsigned integers. `side_by_side` makes the body of a compacted table of them."""
+        return [self.body[at : at + size * count].view(f"u{size}") for at, size, count in self.places()]
 
     def places_of(self, field: int) -> list[int]:
         """Where the arrays of a field but its pads begin in the body."""
         return _used(self.entries[self.own_entries(field)])[:, 0].tolist()
 
-    def with_arrays(self, arrays: Sequence[Words]) -> Table:
-        """The table with other arrays of the same sizes, in a body of their own."""
-        stored, entries, pads = self.stored.copy(), self.entries.copy(), self.pads.copy()
-        begins = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays], np.int64))
-        body = np.zeros(int(begins[-1]), np.uint8)
-        for array, begin in zip(arrays, begins[:-1].tolist(), strict=True):
-            body[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-        done = 0
-        for places in map(native.places_of, (stored, entries)):
-            used = places[..., 2] > 0
-            places[used, 0] = begins[done : (done := done + int(used.sum()))]
-        if pads["count"].any():
-            pads["at"][pads["count"] > 0] += begins[done] - self._records.start
-        return self.like(stored=stored, entries=entries, pads=pads, body=body)
+
+def side_by_side(arrays: Sequence[Words]) -> tuple[Words, list[int]]:
+    """A body of some arrays, one after the other, and where each begins in it: at a multiple of 8 bytes."""
+    parts: list[Words] = []
+    for array in arrays:
+        parts += [array.reshape(-1).view(np.uint8), np.zeros(-array.nbytes % 8, np.uint8)]
+    begins = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays], np.int64))[:-1]
+    return np.concatenate(parts or [np.zeros(0, np.uint8)]), begins.tolist()
 
 
 def _used(*structs: Structs) -> IntArray:
@@ -562,55 +539,34 @@ def forget() -> None:
 # -------------------------------------------------------------------- fields of several tables
 
 
-def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
-    """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one."""
+def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]], layouts: Collection[str] | None = None) -> Table:
+    """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one; `layouts` are
+    those that are kept, None for all."""
     parts = [table.own(SLACK) for table in tables]
-    bodies: list[Words] = []
-    begins: list[int] = []
-    end = 0
-    for part in parts:
-        begins.append(end)
-        gap = -part.body.nbytes % 8
-        bodies += [part.body, np.zeros(gap, np.uint8)]
-        end += part.body.nbytes + gap
-    names: dict[str, int] = {}
-    stored: list[Structs] = []
-    entries: list[Structs] = []
-    first: list[int] = []
-    layouts: dict[str, RowLayout] = {}
-    count = 0
-    for part, begin in zip(parts, begins, strict=True):
-        local = [names.setdefault(name, len(names)) for name in part.names]
-        fresh = [at for at, number in enumerate(local) if number >= len(stored)]
-        for at in fresh:
-            row = part.stored[at : at + 1].copy()
-            for place in "abc":
-                row[place]["at"] += begin
-            if row["kind"][0] == abi.AS_PART:
-                row["parent"] = local[int(row["parent"][0])]
-            stored.append(row)
-            layouts[part.names[at]] = part.layouts[part.names[at]]
-        own = part.entries.copy()
-        for place in "abc":
-            own[place]["at"] += begin
-        under = own["layout"] >= 0
-        own["layout"][under] = np.array(local, np.int64)[own["layout"][under]]
-        own["first"][own["first"] >= 0] += count
-        own["second"][own["second"] >= 0] += count
-        first.append(count)
-        count += own.size
+    body, begins = side_by_side([part.body for part in parts])
+    first = cumulated(np.array([part.entries.size for part in parts], np.int64)).tolist()
+    numbers: dict[str, int] = {}
+    known: dict[str, RowLayout] = {}
+    stored: list[Structs] = [np.zeros(0, abi.STORED)]
+    entries: list[Structs] = [np.zeros(0, abi.ENTRY)]
+    for part, begin, before in zip(parts, begins, first, strict=False):
+        kept = [name if layouts is None or name in layouts else None for name in part.names]
+        local = [-1 if name is None else numbers.setdefault(name, len(numbers)) for name in kept]
+        place = np.array(local, np.int64)
+        fresh = np.flatnonzero(place >= len(known))
+        known |= {part.names[at]: part.layouts[part.names[at]] for at in fresh.tolist()}
+        own, lines = part.entries.copy(), part.stored[fresh]
+        for places in map(native.places_of, (own, lines)):
+            places[..., 0] += begin
+        columns, under = lines["kind"] == abi.AS_PART, own["layout"] >= 0
+        lines["parent"][columns] = place[lines["parent"][columns]]
+        own["layout"][under] = place[own["layout"][under]]
+        own["first"][own["first"] >= 0] += before
+        own["second"][own["second"] >= 0] += before
+        stored.append(lines)
         entries.append(own)
     pads = np.concatenate([parts[at].pads[field : field + 1] for at, field in picked] or [np.zeros(0, abi.ARRAY)])
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
-    return Table(
-        parts[0].rows,
-        parts[0].dense_rows,
-        tuple(names),
-        np.concatenate(stored or [np.zeros(0, abi.STORED)]),
-        np.concatenate(entries or [np.zeros(0, abi.ENTRY)]),
-        fields,
-        pads,
-        np.concatenate(bodies or [np.zeros(0, np.uint8)]),
-        known=layouts,
-    )
+    size, lines = (parts[0].rows, parts[0].dense_rows), (np.concatenate(stored), np.concatenate(entries))
+    return Table(*size, tuple(numbers), *lines, fields, pads, body, known=known)

@@ -33,7 +33,7 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file.codec import CODECS, check_codec, check_records, restored_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
-from maskpack.packed.table import Table
+from maskpack.packed.table import Table, side_by_side
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -44,7 +44,6 @@ _MOST_BYTES = 1 << 62
 _MOST_SPARE = 1 << 36
 """Bytes that rows of dictionaries may take beyond the rows that they stand for."""
 _forms: Latest[FieldForm] = Latest(256)
-_NO_BYTES = np.zeros(0, np.uint8)
 _OBJECTS: type[Any] = getattr(tensordict, "NonTensorDataBase", NonTensorData)
 """The class of Python objects in a TensorDict; tensordict 0.8 has one kind of them."""
 _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
@@ -147,10 +146,7 @@ class _MessageReader:
             return arrays[0]
         if len(set(numbers)) != len(numbers):
             fail(self._call, f"a body of arrays {brief(numbers)}", "each once")
-        parts: list[Words] = []
-        for array in arrays:
-            parts += [array.reshape(-1).view(np.uint8), np.zeros(-array.nbytes % 8, np.uint8)]
-        return np.concatenate(parts or [_NO_BYTES])
+        return side_by_side(arrays)[0]
 
     def _check_fields(self, table: Table, forms: list[FieldForm]) -> None:
         """That every field can be decoded to its dtype and shape."""
