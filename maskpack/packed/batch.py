@@ -13,8 +13,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, BinaryIO, Literal, cast
@@ -30,7 +29,7 @@ from maskpack.core.keys import path_of, plain
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
 from maskpack.core.tree import entry_at, select_entries, unflatten
-from maskpack.errors import LayoutError, MaskpackError
+from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -43,7 +42,7 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.arrow import table_of
 from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
-from maskpack.packed.decode import MAX_BYTES, Decoder, decoded_nbytes, dims_above, on, pads_of, shape_in, trimmed
+from maskpack.packed.decode import MAX_BYTES, decoded_nbytes, dims_above, entries_of, on, pads_of, shape_in, trimmed
 from maskpack.packed.encode import encoded_batch
 from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
@@ -329,8 +328,7 @@ class PackedBatch:
         target = _file(file, "PackedBatch.save", "write")
         pieces = self._pieces(allow_pickle, checksum, "PackedBatch.save")
         if isinstance(target, str):
-            with _of_fsspec(target, "PackedBatch.save"):
-                pieces.save(target)
+            pieces.save(target, "PackedBatch.save")
         else:
             pieces.write(target)
 
@@ -373,11 +371,7 @@ class PackedBatch:
         flag(mmap, "mmap", "PackedBatch.load")
         _check_limit(max_bytes, "PackedBatch.load")
         call = f"PackedBatch.load({source!r})" if isinstance(source, str) else "PackedBatch.load"
-        if isinstance(source, str):
-            with _of_fsspec(source, "PackedBatch.load"):
-                data = file_bytes(source, mmap)
-        else:
-            data = source.read()
+        data = file_bytes(source, mmap, "PackedBatch.load") if isinstance(source, str) else source.read()
         return read_batch(cls, read_message(data, call), call, allow_pickle, max_bytes)
 
     def to_arrow(self, *fields: Key) -> Any:
@@ -453,17 +447,6 @@ def _file(file: Any, call: str, method: Literal["read", "write"]) -> Any:
     if not isinstance(path, str) or "\0" in path or not os.path.basename(path):
         raise LayoutError(f"{call}: file is {path!r}; expected a path that ends in a name. Name a file.")
     return path
-
-
-@contextmanager
-def _of_fsspec(file: str, call: str) -> Generator[None]:
-    """Errors of a URL that fsspec has no file system for."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        if "://" not in file or isinstance(error, MaskpackError):
-            raise
-        raise LayoutError(f"{call}: file is {file!r}; expected a URL that fsspec can open: {error}.") from error
 
 
 def _unpickled(*parts: Any) -> PackedBatch:
@@ -568,12 +551,9 @@ def decompress(
             f"fields, or pass max_bytes={size}."
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
-    ready = decode_on_device(packed, forms, format == "nested", device)
-    decoder = Decoder(packed, format == "nested", device, ready)
-    decoder.decode(forms)
-    entries = [(form.path, decoder.entry(form)) for form in forms]
-    root = packed.schema.root
-    if not decoder.nested:
+    nested, root = format == "nested", packed.schema.root
+    entries = entries_of(packed, forms, nested, device, decode_on_device(packed, forms, nested, device))
+    if not nested:
         return unflatten(on(root, device), entries, packed.num_rows)
     out = unflatten(on(rows_only(root), device), entries, packed.num_rows)
     schema = replace(packed.schema, root=on(root, device), forms=tuple(forms))

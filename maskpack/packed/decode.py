@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import Words, empty_of, words
+from maskpack.core.bits import empty_of, words
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node
@@ -241,11 +241,6 @@ def _write_pads(block: IntArray, pads: IntArray, bodies: IntArray) -> None:
     block[:, _PADS + 2] = np.where(pads[:, 2] > 1, pads[:, 1], 0)
 
 
-def field_words(packed: PackedBatch, form: FieldForm) -> Words:
-    """The packed words of a field, flat."""
-    return words(decoded(packed, [form], True)[form.path]).numpy().reshape(-1)
-
-
 @dataclass
 class DeviceFields:
     """Fields that a kernel has decoded on a device.
@@ -259,50 +254,39 @@ class DeviceFields:
     offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
 
 
-class Decoder:
-    """The entries of one packed batch on one device, in one format. Fields are decoded together, layouts go to a device
-    once. The fields in `ready` are decoded already."""
-
-    def __init__(
-        self, packed: PackedBatch, nested: bool, device: torch.device | str | None, ready: DeviceFields | None = None
-    ) -> None:
-        self.nested = nested
-        self._packed = packed
-        self._device = device
-        self._ready = ready or DeviceFields()
-        self._tensors: dict[Path, Tensor] = {}
-
-    def decode(self, forms: Iterable[FieldForm]) -> None:
-        """Decodes fields, of which `entry` is then asked one by one."""
-        wanted = [form for form in forms if form.dtype is not None and form.path not in self._ready.entries]
-        jagged: dict[tuple[str, torch.device], list[Path]] = {}
-        for path, tensor in (decoded(self._packed, wanted, self.nested) if wanted else {}).items():
-            form, device = self._packed.forms[path], tensor.device
-            if self._device is not None or form.device != "cpu":
-                device = torch.device(self._device or form.device or "cpu")
-                tensor = tensor if device.type == "cpu" else tensor.to(device)
-            self._tensors[path] = tensor
-            if form.layout is not None and (self.nested or form.kind == "jagged"):
-                jagged.setdefault((form.layout, tensor.device), []).append(path)
-        for (name, device), paths in jagged.items():
-            layout, offsets = self._packed.layouts[name], self._ready.offsets.get((name, str(device)))
-            if offsets is None:
-                offsets = torch.from_numpy(np.array(layout.row_offsets)).to(device, non_blocking=True)
-            values = [self._tensors[path] for path in paths]
-            made = jagged_all(values, offsets, min_length(layout), layout.max_length)
-            self._tensors.update(zip(paths, made, strict=True))
-
-    def entry(self, form: FieldForm) -> Any:
-        """An entry of the batch, in its own memory."""
-        if form.path in self._ready.entries:
-            return self._ready.entries[form.path]
+def entries_of(
+    packed: PackedBatch,
+    forms: Sequence[FieldForm],
+    nested: bool,
+    device: torch.device | str | None,
+    ready: DeviceFields | None = None,
+) -> list[tuple[Path, Any]]:
+    """Some entries of a batch, each in its own memory, on one device or those of their fields. Tensors are decoded
+    together, but those that are `ready`; layouts go to a device once."""
+    ready = ready or DeviceFields()
+    found: dict[Path, Any] = dict(ready.entries)
+    wanted = [form for form in forms if form.dtype is not None and form.path not in found]
+    jagged: dict[tuple[str, torch.device], list[Path]] = {}
+    for path, tensor in (decoded(packed, wanted, nested) if wanted else {}).items():
+        form, home = packed.forms[path], tensor.device
+        if device is not None or form.device != "cpu":
+            home = torch.device(device or form.device or "cpu")
+            tensor = tensor if home.type == "cpu" else tensor.to(home)
+        found[path] = tensor
+        if form.layout is not None and (nested or form.kind == "jagged"):
+            jagged.setdefault((form.layout, tensor.device), []).append(path)
+    for (name, home), paths in jagged.items():
+        layout, offsets = packed.layouts[name], ready.offsets.get((name, str(home)))
+        if offsets is None:
+            offsets = torch.from_numpy(np.array(layout.row_offsets)).to(home, non_blocking=True)
+        made = jagged_all([found[path] for path in paths], offsets, min_length(layout), layout.max_length)
+        found.update(zip(paths, made, strict=True))
+    for form in forms:
         if form.node is not None:
-            return on(rows_only(form.node) if self.nested else form.node, self._device)
-        if form.kind == "object":
-            return self._packed.objects[form.path].entry(dims_above(self._packed, form.path))
-        if form.path not in self._tensors:
-            self.decode([form])
-        return self._tensors[form.path]
+            found[form.path] = on(rows_only(form.node) if nested else form.node, device)
+        elif form.kind == "object":
+            found[form.path] = packed.objects[form.path].entry(dims_above(packed, form.path))
+    return [(form.path, found[form.path]) for form in forms]
 
 
 def dims_above(packed: PackedBatch, path: Path) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.jobs import words_of_one
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
-from maskpack.packed.decode import Decoder, decoded, dims_above, field_words, pads_of, shape_in
+from maskpack.packed.decode import decoded, dims_above, entries_of, pads_of, shape_in
 from maskpack.packed.segments import Segments
 from maskpack.packed.table import Table, merge, of_values
 
@@ -58,34 +58,41 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
         for form in batches[0].schema.forms
         if form.kind == "object" and all(batch.forms[form.path].kind == "object" for batch in batches)
     }
+    schema, frames, padded = _schema_together(batches, call)
     rows = sum(batch.num_rows for batch in batches)
+    paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in padded]
+    columns = [own for own, _ in cat_columns([batch.picked.columns for batch in batches], paths, frames)]
+    apart = [form for form in schema.forms if form.path in padded]
+    columns += [_alone(form, words(padded[form.path]).numpy(), {}, rows) for form in apart]
+    return replace(batches[0], num_rows=rows, schema=schema, rows=Picked(tuple(columns), frames), objects=objects)
+
+
+def _schema_together(
+    batches: Sequence[PackedBatch], call: str
+) -> tuple[Schema, Mapping[str, Frame], dict[Path, Tensor]]:
+    """The schema and the layouts of the rows of several batches, and the fields that they hold in different forms, in
+    padded form."""
     first = batches[0]
     frames = _frames_together(batches)
     if frames is not None:
-        picked = _picked_together(batches, first.tensors, frames)
-        return replace(first, num_rows=rows, rows=picked, objects=objects)
-    columns = [[batch.forms[path] for batch in batches] for path in paths]
+        return first.schema, frames, {}
+    columns = [[batch.forms[form.path] for batch in batches] for form in first.schema.forms]
     forms = [_form(column, call) for column in columns]
     axes = [name for name, _, _ in first.schema.axes if all(name in batch.frames for batch in batches)]
     named = dict.fromkeys(
         [*axes, *(name for column in columns for form in column for name in (form.layout, form.axis))]
     )
     frames = {name: _frame(name, batches) for name in named if name and all(name in batch.frames for batch in batches)}
-    apart: dict[Path, Tensor] = {}
+    padded: dict[Path, Tensor] = {}
     for at, (form, column) in enumerate(zip(forms, columns, strict=True)):
         if form.kind == "dense":
             _check_axis(form.path, column, batches, frames, call)
         if form.reason == DIFFERENT_FORMS:
-            apart[form.path] = _padded(form, column, batches, frames, call)
-            forms[at] = replace(form, shape=tuple(apart[form.path].shape[1:]))
+            padded[form.path] = _padded(form, column, batches, frames, call)
+            forms[at] = replace(form, shape=tuple(padded[form.path].shape[1:]))
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
     frames = {name: frame for name, frame in frames.items() if name in kept}
-    schema = Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes))
-    tensors = [form for form in forms if form.dtype is not None and form.path not in apart]
-    picked = _picked_together(batches, tensors, frames)
-    lone = [_alone(form, words(apart[form.path]).numpy(), {}, rows) for form in forms if form.path in apart]
-    picked = replace(picked, columns=(*picked.columns, *lone))
-    return replace(first, num_rows=rows, schema=schema, rows=picked, objects=objects)
+    return Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes)), frames, padded
 
 
 def _frames_together(batches: Sequence[PackedBatch]) -> Mapping[str, Frame] | None:
@@ -107,16 +114,6 @@ def _frame(name: str, batches: Sequence[PackedBatch]) -> Frame:
     own = [batch.frames[name] for batch in batches]
     left = max(anchor for _, anchor in own)
     return left + max(width - anchor for width, anchor in own), left
-
-
-def _picked_together(
-    batches: Sequence[PackedBatch],
-    forms: Sequence[FieldForm],
-    frames: Mapping[str, Frame],
-) -> Picked:
-    """The rows of some tensors of several batches, one after the other."""
-    columns = cat_columns([batch.picked.columns for batch in batches], [form.path for form in forms], frames)
-    return Picked(tuple(columns for columns, _ in columns), frames)
 
 
 def _alone(
@@ -285,7 +282,8 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
         has_rows = form.layout is not None or batch.schema.root.more_dims is not None
         elements = shape_in(batch, form, True)[0] if has_rows else 1
         sizes = elements, before, form.shape[dim], inner  # one of them may be 0
-        held: Words = np.ascontiguousarray(field_words(batch, form).reshape(sizes)[:, :, start : start + length])
+        values = words(decoded(batch, [form], True)[form.path]).numpy().reshape(sizes)
+        held: Words = np.ascontiguousarray(values[:, :, start : start + length])
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
         pads = pads_of(batch, form) if form.kind == "padded" else None
         mine = _alone(own, held, layouts, batch.num_rows, pads)
@@ -357,9 +355,9 @@ def _with_stack(batch: PackedBatch, paths: set[Path]) -> PackedBatch:
     """The batch with some of its sub-batches as objects, one for each row."""
     for path in paths:
         below = [form for form in batch.schema.forms if form.path[: len(path)] == path]
-        node, decoder = below[0].node, Decoder(batch, False, None)
+        node = below[0].node
         assert node is not None
-        entries = [(form.path[len(path) :], decoder.entry(form)) for form in below[1:]]
+        entries = [(own[len(path) :], entry) for own, entry in entries_of(batch, below[1:], False, None)]
         rows = Objects(list(unflatten(node, entries, batch.num_rows).unbind(0)), 1, True)
         left = restricted(batch, {form.path for form in batch.schema.forms if form not in below})
         forms = [form for form in batch.schema.forms if form not in below[1:]]

@@ -94,7 +94,10 @@ def check_records(arrays: Sequence[Words], records: Any, call: str) -> None:
     if not isinstance(records, list) or len(cast("list[Any]", records)) != len(arrays):
         fail(call, "codec records that are not one for each array", "one for each")
     for record in cast("list[Any]", records):
-        _check(record, call)
+        line: list[Any] = cast("list[Any]", record) if isinstance(record, list) else []
+        known = len(line) == 2 and line[0] in _SIZES and type(line[1]) is int and line[1] >= 0
+        if record is not None and not known:
+            fail(call, f"codec record {brief(record)}", f"[dtype, size], a dtype of {', '.join(_SIZES)}")
     claimed, nbytes = size_of(cast("list[Any]", records)), sum(array.nbytes for array in arrays)
     if claimed > MOST * nbytes:
         fail(call, f"{nbytes} bytes of arrays that stand for {claimed}", f"at most {MOST} times as many")
@@ -114,14 +117,6 @@ def _share(words: Words) -> float:
     begin = max(0, (words.size - _SAMPLE) // 2)
     part: Words = np.ascontiguousarray(words[begin : begin + _SAMPLE]).view(f"u{words.itemsize}")
     return len(zstandard.ZstdCompressor(level=_LEVEL).compress(_shuffled(part))) / part.nbytes
-
-
-def _check(record: Any, call: str) -> None:
-    if record is None:
-        return
-    parts: list[Any] = cast("list[Any]", record) if isinstance(record, list) else []
-    if len(parts) != 2 or parts[0] not in _SIZES or type(parts[1]) is not int or parts[1] < 0:
-        fail(call, f"codec record {brief(record)}", f"[dtype, size], a dtype of {', '.join(_SIZES)}")
 
 
 def _expanded(array: Words, record: Any, call: str) -> Words:

@@ -29,7 +29,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from maskpack.core.bits import Words
-from maskpack.errors import WireFormatError
+from maskpack.errors import LayoutError, WireFormatError
 
 FORMAT, VERSION = "maskpack", "4"
 MAX_HEADER = 1 << 24
@@ -101,10 +101,10 @@ class Pieces:
                     )
                 piece = piece[piece.nbytes if done is None else done :]
 
-    def save(self, file: str) -> None:
+    def save(self, file: str, call: str) -> None:
         """Writes them to a file, which takes the place of an old one when all of it is on the disk, or to a URL of
-        fsspec, in one piece."""
-        remote, path = _place(file)
+        fsspec, in one piece. Raises LayoutError for a URL that fsspec has no file system for."""
+        remote, path = _place(file, call)
         if remote is not None:
             remote.pipe_file(path, self.joined())
             return
@@ -131,18 +131,22 @@ class Pieces:
                 os.close(folder)
 
 
-def _place(file: str) -> tuple[Any, str]:
-    """The file system of fsspec, None for a file of this machine, and the path in it. Raises ImportError or ValueError,
-    whose messages name the package or the protocol, if there is none."""
+def _place(file: str, call: str) -> tuple[Any, str]:
+    """The file system of fsspec, None for a file of this machine, and the path in it. Raises LayoutError, which names
+    the package or the protocol, if there is none."""
     if "://" not in file:
         return None, file
-    fs, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(file))  # type: ignore[reportUnknownMemberType]
+    try:
+        fs, path = cast("tuple[Any, str]", fsspec.core.url_to_fs(file))  # type: ignore[reportUnknownMemberType]
+    except (ImportError, ValueError) as error:
+        raise LayoutError(f"{call}: file is {file!r}; expected a URL that fsspec can open: {error}.") from error
     return None if isinstance(fs, LocalFileSystem) else fs, path
 
 
-def file_bytes(file: str, mapped: bool) -> Any:
-    """The bytes of a file: mapped to memory, or read into it. Those behind a URL of fsspec are always read."""
-    remote, path = _place(file)
+def file_bytes(file: str, mapped: bool, call: str) -> Any:
+    """The bytes of a file: mapped to memory, or read into it. Those behind a URL of fsspec are always read. Raises
+    LayoutError as `Pieces.save`."""
+    remote, path = _place(file, call)
     if remote is not None:
         return remote.cat_file(path)
     with open(path, "rb") as opened:
