@@ -309,7 +309,7 @@ class Table:
         entries, fields = self._needed()
         stored, pads = self.stored.copy(), self.pads.copy()
         body = native.compact([stored, entries, pads], self.body)
-        return self.like(stored=stored, entries=entries, fields=fields, pads=pads, body=body)
+        return replace(self, stored=stored, entries=entries, fields=fields, pads=pads, body=body, is_compact=True)
 
     def _needed(self) -> tuple[Structs, IntArray]:
         """The entries that some field needs, a copy, and the entry of each field among them."""
@@ -325,14 +325,23 @@ class Table:
 
     def with_layouts(self, names: Collection[str]) -> Table:
         """The table with some of its layouts, and those that its fields need; itself, if these are all."""
-        numbers: list[int] = self.entries["layout"][self._reached].tolist()
-        kept = {*names, *(self.names[number] for number in numbers if number >= 0)}
-        layouts = {name: layout for name, layout in self.layouts.items() if name in kept}
-        if len(layouts) == len(self.names):
+        in_use: list[int] = self.entries["layout"][self._reached].tolist()
+        kept = {*names, *(self.names[number] for number in in_use if number >= 0)}
+        if kept.issuperset(self.names):
             return self
-        alone = table_of(layouts, self.rows).like(dense_rows=self.dense_rows)
-        fields = self.like(stored=np.zeros_like(self.stored)).compacted()
-        return merge([alone, fields], [(1, number) for number in range(self.fields.size)], layouts)
+        layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in kept})
+        stored, head = stored_alone(layouts, self.rows)
+        entries, fields = self._needed()
+        pads = self.pads.copy()
+        body = native.compact([entries, pads], self.body)
+        for places in map(native.places_of, (entries, pads)):
+            places[places[..., 2] > 0, 0] += head.nbytes
+        places = {name: place for place, name in enumerate(layouts)}
+        numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
+        under = entries["layout"] >= 0
+        entries["layout"][under] = numbers[entries["layout"][under]]
+        own = {"stored": stored, "entries": entries, "pads": pads, "body": np.concatenate([head, body])}
+        return self.like(names=tuple(layouts), fields=fields, known=layouts, **own)
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
@@ -539,20 +548,17 @@ def forget() -> None:
 # -------------------------------------------------------------------- fields of several tables
 
 
-def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]], layouts: Collection[str] | None = None) -> Table:
-    """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one; `layouts` are
-    those that are kept, None for all."""
+def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
+    """Fields of several tables with the same rows: (table, field) of each. Layouts of one name are one."""
     parts = [table.own(SLACK) for table in tables]
     body, begins = side_by_side([part.body for part in parts])
     first = cumulated(np.array([part.entries.size for part in parts], np.int64)).tolist()
     numbers: dict[str, int] = {}
     known: dict[str, RowLayout] = {}
-    stored: list[Structs] = [np.zeros(0, abi.STORED)]
-    entries: list[Structs] = [np.zeros(0, abi.ENTRY)]
+    stored: list[IntArray] = []
+    entries: list[IntArray] = []
     for part, begin, before in zip(parts, begins, first, strict=False):
-        kept = [name if layouts is None or name in layouts else None for name in part.names]
-        local = [-1 if name is None else numbers.setdefault(name, len(numbers)) for name in kept]
-        place = np.array(local, np.int64)
+        place = np.array([numbers.setdefault(name, len(numbers)) for name in part.names], np.int64)
         fresh = np.flatnonzero(place >= len(known))
         known |= {part.names[at]: part.layouts[part.names[at]] for at in fresh.tolist()}
         own, lines = part.entries.copy(), part.stored[fresh]
@@ -563,10 +569,10 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]], layouts: C
         own["layout"][under] = place[own["layout"][under]]
         own["first"][own["first"] >= 0] += before
         own["second"][own["second"] >= 0] += before
-        stored.append(lines)
-        entries.append(own)
-    pads = np.concatenate([parts[at].pads[field : field + 1] for at, field in picked] or [np.zeros(0, abi.ARRAY)])
+        stored.append(native.numbers_of(lines))
+        entries.append(native.numbers_of(own))
+    pads = np.array([parts[at].pads[field].tolist() for at, field in picked], abi.ARRAY)
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
-    size, lines = (parts[0].rows, parts[0].dense_rows), (np.concatenate(stored), np.concatenate(entries))
-    return Table(*size, tuple(numbers), *lines, fields, pads, body, known=known)
+    line = native.structs(np.concatenate(stored), abi.STORED), native.structs(np.concatenate(entries), abi.ENTRY)
+    return Table(parts[0].rows, parts[0].dense_rows, tuple(numbers), *line, fields, pads, body, known=known)
