@@ -67,8 +67,6 @@ class _Targets(NamedTuple):
         dense: bool [n], those without a layout.
         places: int64 [n], where their addresses are written among the numbers of the lines.
         padded: bool [n], those that are written with what is under their mask.
-        shapes: the layout whose tokens are the first dim, or None; the other dims, those behind B where a field has
-            rows; whether it has; and the dtype.
         bytes_of: bytes of a row of all fields together, of a token of each layout, and of fields without rows.
     """
 
@@ -76,7 +74,6 @@ class _Targets(NamedTuple):
     dense: npt.NDArray[np.bool_]
     places: IntArray
     padded: npt.NDArray[np.bool_]
-    shapes: Sequence[tuple[str | None, tuple[int, ...], bool, torch.dtype]]
     bytes_of: Mapping[str | bool, int]
 
 
@@ -87,7 +84,6 @@ def _targets(
     """The targets of some tensors. `names` and `widths` are those of the layouts."""
     forms = {form.path: form for form in schema.forms if form.dtype is not None}
     lines = np.zeros(len(paths), abi.TARGET)
-    shapes: list[tuple[str | None, tuple[int, ...], bool, torch.dtype]] = []
     bytes_of: Counter[str | bool] = Counter()
     for line, form in zip(lines, (forms[path] for path in paths), strict=True):
         assert form.dtype is not None
@@ -103,13 +99,11 @@ def _targets(
             line["field"], _ = native.described(one.movedim(form.ragged_dim, 1))
             line["padded"] = 1
         line["field"]["layout"] = number
-        tokens = layout if not padded else None
-        shapes.append((tokens, shape, by_rows, form.dtype))
-        bytes_of[tokens or by_rows] += math.prod(shape) * form.dtype.itemsize
+        bytes_of[by_rows if padded or layout is None else layout] += math.prod(shape) * form.dtype.itemsize
     dense = np.array([forms[path].layout is None for path in paths], np.bool_)
     first = np.arange(len(paths)) * _NUMBERS + np.where(lines["padded"] != 0, _PADDED, _PACKED)
     padded = lines["padded"] != 0
-    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, padded, shapes, bytes_of)
+    return _Targets(lines.view(np.int64).reshape(len(paths), _NUMBERS), dense, first, padded, bytes_of)
 
 
 def _targets_of(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> _Targets:
@@ -122,16 +116,9 @@ def shapes_of(
     packed: PackedBatch, forms: Iterable[FieldForm], nested: bool
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shapes and dtypes of tensors as `decoded` gives them."""
-    return _shapes(packed, _targets_of(packed, forms, nested))
-
-
-def _shapes(packed: PackedBatch, targets: _Targets) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    tokens = {name: (layout.num_tokens,) for name, layout in packed.layouts.items()}
-    rows = (packed.num_rows,)
-    return [
-        ((*(tokens[name] if name is not None else rows if by_rows else ()), *shape), dtype)
-        for name, shape, by_rows, dtype in targets.shapes
-    ]
+    rows = packed.schema.root.batch_size(packed.num_rows)[:1]
+    layouts = packed.layouts
+    return [(shape_of(form, layouts, rows, nested), form.dtype) for form in forms if form.dtype is not None]
 
 
 def decoded_nbytes(packed: PackedBatch, forms: Iterable[FieldForm], nested: bool) -> int:
@@ -187,7 +174,7 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     """Tensors on the host in one pass: padded ones in the form of their fields, others as [T, *F]. Each row is read
     where it lies."""
     targets = _targets_of(packed, forms, nested)
-    tensors = [empty_of(shape, dtype) for shape, dtype in _shapes(packed, targets)]
+    tensors = [empty_of(shape, dtype) for shape, dtype in shapes_of(packed, forms, nested)]
     lines: IntArray = np.array(targets.lines)
     lines.reshape(-1)[targets.places] = [tensor.data_ptr() for tensor in tensors]
     held: list[Any] = []
