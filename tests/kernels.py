@@ -20,7 +20,7 @@ from torch import Tensor
 from maskpack import PackedBatch
 from maskpack.core import native
 from maskpack.core.keys import Path
-from maskpack.nesting import checks, device_read, plan, read
+from maskpack.nesting import device_read, plan, read, write
 from maskpack.packed import encode as encoding
 from maskpack.packed.cuda import decode, device_plan, encode, job_table
 from maskpack.packed.cuda.device_plan import DevicePlan
@@ -96,7 +96,7 @@ def at(place: str, chunk: int = 256) -> Iterator[Place]:
         if not IS_GPU:
             for module in (device_plan, decode, encode, device_read):
                 patch.setattr(module, "uses_triton", lambda device, call: True)
-            patch.setattr(checks, "uses_triton", lambda device: True)
+            patch.setattr(write, "uses_triton", lambda device: True)
             for module in (plan, read):
                 patch.setattr(module, "is_away", lambda x: True)
             for module, name, number in (

@@ -116,6 +116,11 @@ def _pad_words(pad: complex, text: str, dtype: torch.dtype) -> tuple[int, ...] |
     return None if value is None else tuple(cast("list[int]", words(value).view(-1).tolist()))
 
 
+def holds(pad: PadValue, dtype: torch.dtype) -> bool:
+    """Whether a dtype can hold a pad."""
+    return isinstance(pad, Pad) or pad_words(pad, dtype) is not None
+
+
 def has_signs(dtype: torch.dtype) -> bool:
     """Whether -0.0 differs from 0.0 in a dtype of real numbers."""
     return dtype.is_floating_point and pad_words(-0.0, dtype) != pad_words(0, dtype)

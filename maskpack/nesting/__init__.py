@@ -5,7 +5,7 @@ read.py        layouts, packed values and pads of a batch       jobs.py      wha
 coverage.py    strict mode, and why a field stays padded        schema.py    the schema stored in a nested batch
 nest.py        nest_batch_by_mask and back                      nested.py    what a nested batch has beside its fields
 response.py    the response axis, for losses                    rows.py      take, cat: rows of padded, nested batches
-device_read.py padded fields on a device, read once by the kernel of read_triton.py
+write.py       values and pads as padded fields                 device_read.py padded fields on a device, read once
 """
 
 from maskpack.nesting.rows import cat, take

@@ -18,11 +18,11 @@ from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
-from maskpack.nesting import checks
 from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.read import Opened, Read, read
 from maskpack.nesting.schema import LAYOUTS, FieldForm
+from maskpack.nesting.write import PackedField, write
 
 
 def nest_batch_by_mask(
@@ -120,10 +120,10 @@ def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:
     nested = _nested_fields(entries, forms, layouts, call)
     values = all_values([field for field, _ in nested.values()])
     packed = [
-        checks.PackedField(held, pads_of(said, path, held, layout, call), layout, forms[path].ragged_dim)
+        PackedField(held, pads_of(said, path, held, layout, call), layout, forms[path].ragged_dim)
         for held, (path, (_, layout)) in zip(values, nested.items(), strict=True)
     ]
-    padded = dict(zip(nested, checks.all_to_padded(packed), strict=True))
+    padded = dict(zip(nested, write(packed), strict=True))
 
     def restored(path: Path, value: Any) -> Any:
         if path in padded:

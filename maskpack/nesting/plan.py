@@ -21,14 +21,13 @@ from torch import Tensor
 from maskpack.core.bits import DTYPES
 from maskpack.core.keys import Key, Path, show
 from maskpack.core.latest import Latest
-from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pads, PadValue
+from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pads, PadValue, holds
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_object, is_sub_batch, names_of, number_at
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options
 from maskpack.fields.registry import MaskNestingSpec
 from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes, Axis, Source
 from maskpack.nesting.jobs import HostJobs, is_away
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, with_dims
@@ -442,4 +441,10 @@ class _Planner:
         if value.dim() > 2 or not value.is_floating_point() or value.dtype.itemsize == 1:  # ANY_ZERO is SIGNED_ZERO
             known = SIGNED_ZERO in pads
             pads = [SIGNED_ZERO if pad is ANY_ZERO else pad for pad in pads if not (known and pad is ANY_ZERO)]
-        return checks.held_pads(show(path), pads, value.dtype, call)
+        held = tuple(pad for pad in pads if holds(pad, value.dtype))
+        if not held:
+            raise RegistryError(
+                f'{call}: field "{show(path)}" is {str(value.dtype).removeprefix("torch.")}; its pad {list(pads)} does '
+                "not fit that dtype. Give the field a pad that its dtype can hold."
+            )
+        return held

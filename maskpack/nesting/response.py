@@ -34,9 +34,9 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.checks import to_padded
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, read_nested
 from maskpack.nesting.schema import LAYOUTS, FieldForm
+from maskpack.nesting.write import PackedField, write
 from maskpack.ops import pack_torch
 
 RESPONSE = "response"
@@ -369,7 +369,7 @@ class ResponseAxis:
             pads = pads_of(self.nested, path, values, layout, call)
         else:
             pads = self._pads_of_new(path, value.dtype, registry, call)
-        padded = to_padded(values, pads, layout, form.ragged_dim)
+        (padded,) = write([PackedField(values, pads, layout, form.ragged_dim)])
         columns = self._columns(path, padded, form.ragged_dim, call, whole=form.layout == SEQUENCE)
         return self._at_width(path, columns, form.ragged_dim, width, pads, call)
 

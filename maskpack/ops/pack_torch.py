@@ -41,19 +41,20 @@ def unpack(values: Tensor, layout: RowLayout, pad_value: Any = 0, ragged_dim: in
     if values.device.type == "cpu" and not _traced(values):
         return _unpack_on_host(values, layout, pad_value, ragged_dim)
     if pad_value is EDGE:
-        return _moved(_unpack_edge(values, layout), ragged_dim)
+        return moved(_unpack_edge(values, layout), ragged_dim)
     shape = (layout.num_rows, layout.width, *values.shape[1:])
     if isinstance(pad_value, Tensor):
         out = _spread(pad_value.to(values.dtype).view(-1, *[1] * (len(shape) - 1)), shape)
     else:
         out = _filled(shape, pad_value, values)
     if _traced(values):
-        return _moved(out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape), ragged_dim)
+        return moved(out.flatten(0, 1).index_copy(0, layout.indices, values).view(shape), ragged_dim)
     words(out).flatten(0, 1).index_copy_(0, layout.indices, words(values))
-    return _moved(out, ragged_dim)
+    return moved(out, ragged_dim)
 
 
-def _moved(out: Tensor, ragged_dim: int) -> Tensor:
+def moved(out: Tensor, ragged_dim: int) -> Tensor:
+    """A padded tensor [B, S, *F] with its width in another dim, contiguous."""
     return out if ragged_dim == 1 else out.movedim(1, ragged_dim).contiguous()
 
 

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from maskpack.core.difference import difference
 from maskpack.core.keys import Key, Path, plain, show
-from maskpack.core.pads import said_pads
+from maskpack.core.pads import holds, said_pads
 from maskpack.core.tree import flatten, has, is_object
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
-from maskpack.nesting import checks
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.coverage import DenseField, hidden_tensors
 from maskpack.nesting.nested import read_nested
@@ -333,7 +332,7 @@ def pad_of(x: Tensor, layout: RowLayout, pad_token_id: int | None) -> PadValue |
         pads += [Pad.SIGNED_ZERO, *([Pad.ANY_ZERO] if x.dim() == 2 and x.dtype.itemsize > 1 else [])]
     pads += [Pad.EDGE] if is_integer(x) else []
     pads += [float("nan") if first != first else first, Pad.PER_ROW]  # a NaN of other bits can be no constant
-    pads = [pad for pad in pads if checks.holds(pad, x.dtype)]
+    pads = [pad for pad in pads if holds(pad, x.dtype)]
     return fitting_pad(x, layout, pads)
 
 

@@ -28,8 +28,8 @@ from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
 from maskpack.layout.row_layout import min_length
-from maskpack.nesting.checks import with_signs
 from maskpack.nesting.schema import FieldForm
+from maskpack.nesting.write import with_signs
 from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import recipe_of
 from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
@@ -105,11 +105,9 @@ def _decode(
     values = dict(zip([form.path for form in recipe.forms], tensors, strict=True))
     for form, size in zip(forms, table.pads["size"].tolist(), strict=True):
         if form.path in values and not nested and form.dtype is not None and size > 1 + form.dtype.itemsize:
-            signs = pads_of(packed, form).signs
             assert form.layout is not None
-            assert signs is not None
-            bits, layout = from_words(signs, torch.uint8), packed.layouts[form.layout]
-            values[form.path] = with_signs(values[form.path], bits, layout)
+            layout = packed.layouts[form.layout]
+            values[form.path] = with_signs(values[form.path], pads_of(packed, form), layout)
     out.entries.update(values)
     for name, paths in jagged.items():
         layout, offsets = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
