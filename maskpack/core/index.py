@@ -32,32 +32,6 @@ def table_rows(table: SpanTable, rows: IntArray) -> SpanTable:
     return SpanTable(table.starts[take], table.counts[take], cumulated(spans))
 
 
-def bits_of(table: SpanTable, width: int) -> npt.NDArray[np.uint8]:
-    """The mask as bits, uint8 [B, ceil(width / 8)]: the first position of a row is the highest bit of its first byte.
-    Bits after the last position are 0."""
-    rows, size = table.splits.size - 1, -(-width // 8)
-    begins = np.repeat(np.arange(rows) * 8 * size, np.diff(table.splits)) + table.starts
-    steps = np.zeros(rows * 8 * size + 1, np.int8)
-    steps[begins] += 1
-    steps[begins + table.counts] -= 1
-    np.cumsum(steps, dtype=np.int8, out=steps)
-    return np.packbits(steps[:-1].view(np.bool_)).reshape(rows, size)
-
-
-def table_of_bits(bits: npt.NDArray[np.uint8], width: int) -> SpanTable | None:
-    """The inverse of `bits_of`; None if a bit after the last position of a row is set."""
-    mask = np.unpackbits(bits, axis=1).view(np.bool_)
-    if mask[:, width:].any():
-        return None
-    edges = np.zeros((len(bits), width + 1), np.bool_)
-    edges[:, :width] = mask[:, :width]
-    edges[:, 1:] ^= mask[:, :width]
-    places = np.flatnonzero(edges)
-    begins, ends = places[::2], places[1::2]
-    splits = np.searchsorted(begins, np.arange(len(bits) + 1) * (width + 1))
-    return SpanTable(begins % (width + 1), ends - begins, splits)
-
-
 def row_index(rows: Rows, num_rows: int, call: str) -> IntArray:
     """Rows given in any form, as int64 indices from 0 to B - 1. Raises LayoutError for a mask that does not have B
     entries, and for indices out of range."""

@@ -32,11 +32,9 @@ from maskpack.core.index import (
     IntArray,
     Rows,
     SpanTable,
-    bits_of,
     cumulated,
     ranges,
     row_index,
-    table_of_bits,
     table_rows,
 )
 from maskpack.core.native import HostLayout
@@ -332,7 +330,7 @@ class RowLayout:
         parts = tuple(part.astype(np.min_scalar_type(int(part.max(initial=0)))) for part in numbers)
         if sum(part.nbytes for part in parts) <= self.num_rows * -(-self.width // 8) + _FEW_BYTES:
             return parts
-        return (bits_of(self._table, self.width),)
+        return (native.mask_bits(self._core),)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.width, str(self.device), self.anchor, *self._compact())
@@ -355,12 +353,9 @@ class RowLayout:
 
 def _restored(width: int, device: str, anchor: int, *compact: npt.NDArray[Any]) -> RowLayout:
     if len(compact) == 1:
-        table = table_of_bits(compact[0], width)
-        assert table is not None
-    else:
-        starts, counts, spans_per_row = (part.astype(np.int64) for part in compact)
-        table = SpanTable(starts, counts, cumulated(spans_per_row))
-    return layout_of_table(width, table, device, anchor)
+        return layout_of_core(native.layout_of_bits(compact[0], width), anchor).to(device)
+    starts, counts, spans_per_row = (part.astype(np.int64) for part in compact)
+    return layout_of_table(width, SpanTable(starts, counts, cumulated(spans_per_row)), device, anchor)
 
 
 # -------------------------------------------------------------------- for the packages above
