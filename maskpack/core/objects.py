@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -100,9 +100,9 @@ class Objects:
             return replace(self, data=[row.clone() for row in self.data])
         if self.depth == 1 and _ATOMS.issuperset(map(type, self.data)):
             return Objects(list(self.data), 1, False, True)
-        stowing = _Stowing({})
-        data = mapped(self.data, stowing.leaf, rows=self.depth > 0)
-        return Objects(data, self.depth, False, not stowing.known)
+        known: dict[tuple[str, int, int], list[Words]] = {}
+        data = mapped(self.data, lambda item: _stowed(item, known), rows=self.depth > 0)
+        return Objects(data, self.depth, False, not known)
 
     def entry(self, batch_size: tuple[int, ...]) -> Any:
         """The entry of a TensorDict, with copies of the tensors."""
@@ -122,17 +122,7 @@ class Objects:
         for _ in range(self.depth):
             items = [part for item in items for part in item]
             count += len(items)
-        tensors: dict[int, int] = {}
-        todo, seen = [items], {id(items)}
-        while todo:
-            for item in todo.pop():
-                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
-                if kind is Stowed:
-                    tensors[id(item)] = item.words.nbytes
-                elif kind in (dict, list, tuple) and id(item) not in seen:
-                    seen.add(id(item))
-                    todo.append(item.values() if kind is dict else item)
-        return ITEM_BYTES * count + sum(tensors.values())
+        return ITEM_BYTES * count + sum(own.words.nbytes for own in self._tensors())
 
     def take(self, rows: Iterable[int]) -> Objects:
         """The objects of some rows."""
@@ -140,17 +130,21 @@ class Objects:
 
     def arrays(self) -> list[Words]:
         """The arrays of its stowed tensors, without repetition."""
-        if self.bare:
-            return []
-        arrays: dict[int, Words] = {}
+        return list({id(own.words): own.words for own in self._tensors()}.values())
 
-        def note(item: Any) -> Any:
-            if isinstance(item, Stowed):
-                arrays[id(item.words)] = item.words
-            return item
-
-        mapped(self.data, note, self.depth > 0)
-        return list(arrays.values())
+    def _tensors(self) -> list[Stowed]:
+        """Its stowed tensors, each once."""
+        found: dict[int, Stowed] = {}
+        todo, seen = [] if self.bare else [[self.data]], set[int]()
+        while todo:
+            for item in todo.pop():
+                kind: Any = type(item)  # type: ignore[reportUnknownVariableType]
+                if kind is Stowed:
+                    found[id(item)] = item
+                elif kind in (dict, list, tuple) and id(item) not in seen:
+                    seen.add(id(item))
+                    todo.append(item.values() if kind is dict else item)
+        return list(found.values())
 
 
 def items_of(stack: NonTensorStack) -> list[Any]:
@@ -219,42 +213,28 @@ def _stacked(data: list[Any], depth: int, sizes: tuple[int, ...]) -> Any:
     return NonTensorStack(*[_stacked(item, depth - 1, sizes[1:]) for item in data])
 
 
-@dataclass
-class _Stowing:
-    """Converts tensors and arrays to Stowed; those with equal bits share one array."""
-
-    known: dict[tuple[str, int, int], list[Words]] = field(default_factory=dict[tuple[str, int, int], list[Words]])
-
-    def leaf(self, item: Any) -> Any:
-        if (
-            type(item) is Tensor
-            and _is_plain(item)
-            and not (item.dtype is torch.bool and odd_bools(words(item).numpy()))
-        ):
-            dtype = str(item.dtype).removeprefix("torch.")
-            return Stowed(self._shared(words(item).numpy().reshape(-1)), dtype, tuple(item.shape), True)
-        return self._array(item) if type(item) is np.ndarray else item
-
-    def _array(self, array: Words) -> Any:
-        if not _is_plain_array(array):
-            return array
-        line: Words = np.ascontiguousarray(array).reshape(-1).view(word_dtype(array.itemsize))
-        return Stowed(self._shared(line), str(array.dtype), array.shape, False)
-
-    def _shared(self, line: Words) -> Words:
-        copy: Words = np.array(line)
-        candidates = self.known.setdefault((str(copy.dtype), copy.size, zlib.crc32(copy.data)), [])
-        for other in candidates:
-            if np.array_equal(other, copy):
-                return other
+def _stowed(item: Any, known: dict[tuple[str, int, int], list[Words]]) -> Any:
+    """A tensor or an array as Stowed, others unchanged. Those with equal bits share one of the `known` arrays."""
+    line: Words
+    if type(item) is Tensor and _is_plain(item):
+        line, dtype = words(item).numpy().reshape(-1), str(item.dtype).removeprefix("torch.")
+    elif type(item) is np.ndarray and _is_plain_array(item):
+        line, dtype = np.ascontiguousarray(item).reshape(-1).view(word_dtype(item.itemsize)), str(item.dtype)
+    else:
+        return item
+    if dtype == "bool" and odd_bools(line):
+        return item
+    copy: Words = np.array(line)
+    alike = known.setdefault((str(copy.dtype), copy.size, zlib.crc32(copy.data)), [])
+    shared = next((other for other in alike if np.array_equal(other, copy)), None)
+    if shared is None:
         copy.flags.writeable = False
-        candidates.append(copy)
-        return copy
+        alike.append(shared := copy)
+    return Stowed(shared, dtype, tuple(item.shape), type(item) is Tensor)
 
 
 def _is_plain_array(x: Words) -> bool:
-    known = x.dtype.name in _NUMPY and x.dtype.isnative and x.dtype.metadata is None and x.ndim <= MOST_DIMS
-    return known and not (x.dtype == np.bool_ and odd_bools(x.view(np.uint8)))
+    return x.dtype.name in _NUMPY and x.dtype.isnative and x.dtype.metadata is None and x.ndim <= MOST_DIMS
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -363,7 +343,7 @@ def to_json(data: Any, store: Callable[[Words], int]) -> Any:
             return {"tensor" if item.tensor else "array": [store(item.words), item.dtype, list(item.shape)]}
         if isinstance(item, np.generic):
             scalar = cast("Any", item)
-            if scalar.dtype.name in _NUMPY and kind is np.dtype(scalar.dtype.name).type:
+            if scalar.dtype.name in _NUMPY and kind is _NUMPY[scalar.dtype.name].type:
                 return {"scalar": [scalar.dtype.name, scalar.tobytes().hex()]}
         if kind is Tensor:
             raise NotInJson("a Tensor that JSON cannot represent (on a GPU, with grad, or bools other than 0 and 1)")
@@ -387,8 +367,8 @@ def from_json(data: Any, arrays: Callable[[Any], Words], depth: int = 0) -> Any:
     if not isinstance(data, dict) or len(cast("dict[str, Any]", data)) != 1:
         raise ValueError("an object of several entries")
     ((name, value),) = cast("dict[str, Any]", data).items()
-    if name in _SPECIAL and isinstance(value, str):
-        return _SPECIAL[name](value)
+    if name in ("int", "float", "scalar"):
+        return _number(name, value)
     if not isinstance(value, list):
         raise ValueError(f"{name[:20]!r} without its value")
     items = cast("list[Any]", value)
@@ -397,9 +377,7 @@ def from_json(data: Any, arrays: Callable[[Any], Words], depth: int = 0) -> Any:
     if name == "dict":
         return _dict(items, arrays, depth)
     if name in ("tensor", "array"):
-        return _stowed(name == "tensor", items, arrays)
-    if name == "scalar":
-        return _scalar(items)
+        return _stored(name == "tensor", items, arrays)
     raise ValueError(f"an object {name[:20]!r}")
 
 
@@ -429,14 +407,17 @@ def _dict(items: list[Any], arrays: Callable[[Any], Words], depth: int) -> dict[
     return out
 
 
-def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> Stowed:
+def _stored(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> Stowed:
     if len(items) != 3 or not isinstance(items[2], list):
         raise ValueError("a tensor without array, dtype and shape")
     line, dtype = arrays(items[0]), items[1]
     shape = tuple(cast("list[Any]", items[2]))
     if len(shape) > MOST_DIMS or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError("a shape that is not of whole numbers")
-    itemsize = _itemsize(dtype, tensor)
+    known: Mapping[str, Any] = DTYPES if tensor else _NUMPY
+    if not isinstance(dtype, str) or dtype not in known:
+        raise ValueError("an unknown dtype")
+    itemsize = known[dtype].itemsize
     if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 62:
         raise ValueError("a shape beyond memory")
     wanted = math.prod(shape) * (2 if itemsize == 16 else 1)
@@ -447,47 +428,24 @@ def _stowed(tensor: bool, items: list[Any], arrays: Callable[[Any], Words]) -> S
     return Stowed(line, dtype, shape, tensor)
 
 
-def _itemsize(dtype: Any, tensor: bool) -> int:
-    if tensor and isinstance(dtype, str) and dtype in DTYPES:
-        return DTYPES[dtype].itemsize
-    if not tensor and dtype in _NUMPY:
-        return np.dtype(dtype).itemsize
-    raise ValueError("an unknown dtype")
-
-
-def _scalar(items: list[Any]) -> Any:
-    if len(items) != 2 or items[0] not in _NUMPY or not isinstance(items[1], str):
-        raise ValueError("a scalar without dtype and bits")
-    data = _from_hex(items[1], np.dtype(items[0]).itemsize)
-    if items[0] == "bool" and data > b"\1":
-        raise ValueError("a bool with another byte than 0 and 1")
-    return np.frombuffer(data, items[0])[0]
-
-
-def _from_hex(text: str, size: int) -> bytes:
-    data = bytes.fromhex(text)
-    if data.hex() != text or len(data) != size:
-        raise ValueError(f"{len(data)} bytes of hex; expected {size}, in lower case")
-    return data
-
-
-def _float(text: str) -> float:
-    (number,) = struct.unpack("<d", _from_hex(text, 8))
-    if math.isfinite(number):
-        raise ValueError("a float that JSON has a number for")
+def _number(name: str, value: Any) -> Any:
+    """A number that JSON has none for, in the one form in which `to_json` writes it."""
+    kind, text = cast("list[Any]", value) if name == "scalar" and isinstance(value, list) else ("<f8", value)
+    if not isinstance(text, str) or kind not in ("<f8", *_NUMPY):
+        raise ValueError(f"{name} without its bits")
+    number: Any
+    (number,) = [int(text, 16)] if name == "int" else np.frombuffer(bytes.fromhex(text), kind)
+    number = number.item() if name == "float" else number
+    if to_json(number, len) != {name: value}:
+        raise ValueError(f"{name} in another form than the one that is written")
     return number
 
 
-def _int(text: str) -> int:
-    number = int(text, 16)
-    if hex(number) != text or -(2**63) <= number < 2**63:
-        raise ValueError("an integer that JSON has a number for, or not in the form of hex()")
-    return number
-
-
-_SPECIAL: dict[str, Callable[[str], Any]] = {"float": _float, "int": _int}
-_NUMPY = tuple(
-    ["bool", "float16", "float32", "float64", "complex64"]
-    + [f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)]
-)
+_NUMPY = {
+    name: np.dtype(name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "float32", "float64", "complex64"),
+    )
+}
 """The NumPy dtypes of JSON entries."""
