@@ -9,8 +9,8 @@ new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -253,7 +253,10 @@ class MaskNestingRegistry(Mapping[Key, MaskNestingSpec]):
                 raise RegistryError(f"{call}: {name} is {said(part)}; expected a dict. Write one, or leave it out.")
         return cls(
             {_split(key, "a field", call): _spec_from_dict(key, spec) for key, spec in fields.items()},
-            {name: tuple(_axis_from_dict(name, way) for way in _ways(ways)) for name, ways in axes.items()},
+            {
+                name: tuple(_axis_from_dict(name, way) for way in (ways if _is_list(ways) else [ways]))
+                for name, ways in axes.items()
+            },
         )
 
 
@@ -299,22 +302,23 @@ def _known(call: str, data: Any, allowed: tuple[str, ...]) -> None:
 
 # -------------------------------------------------------------------- plain forms
 
+_AXIS_PARTS = tuple(part.name for part in fields(MaskAxis))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is a list or a Hydra list."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
 
 def _items(value: Any, name: str, call: str) -> Sequence[Any]:
-    """The items of a list or of a Hydra list."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not _is_list(value):
         raise RegistryError(f"{call}: {name} is {said(value)}; expected a list. Write one.")
-    return cast("Sequence[Any]", value)
-
-
-def _ways(value: Any) -> Sequence[Any]:
-    several = isinstance(value, Sequence) and not isinstance(value, str)
-    return cast("Sequence[Any]", value) if several else [value]
+    return value
 
 
 def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
     out: dict[str, Any] = {"source": _joined(axis.source)}
-    for name in ("form", "part", "head", "tail", "padded", "shift"):
+    for name in _AXIS_PARTS[1:]:
         value = getattr(axis, name)
         if value != getattr(MaskAxis, name):  # the default
             out[name] = [*map(_joined, cast("tuple[Key, ...]", value))] if isinstance(value, tuple) else value
@@ -323,24 +327,21 @@ def _axis_to_dict(axis: MaskAxis) -> dict[str, Any]:
 
 def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
     call = f'MaskNestingRegistry.from_dict: axis "{name}"'
-    _known(call, data, ("source", "form", "part", "head", "tail", "padded", "shift"))
+    _known(call, data, _AXIS_PARTS)
     if "source" not in data:
         raise RegistryError(f"{call}: no source; expected the name of the field that the axis is computed from.")
-    keys: dict[str, Any] = {
-        side: tuple(_split(key, side, call) for key in _items(data.get(side, ()), side, call))
-        for side in ("head", "tail")
-    }
-    form, part, padded = data.get("form", "mask"), data.get("part", "all"), data.get("padded", "right")
-    source, shift = _split(data["source"], "source", call), data.get("shift", 0)
-    return MaskAxis(source, form, part, padded=padded, shift=shift, **keys)
+    given: dict[str, Any] = {**data, "source": _split(data["source"], "source", call)}
+    for side in {"head", "tail"} & {*data}:
+        given[side] = tuple(_split(key, side, call) for key in _items(data[side], side, call))
+    return MaskAxis(**given)
 
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
-    masks = [_joined(mask) for mask in spec.masks]
+    masks = map(_joined, spec.masks)
     own: list[Any] = cast("list[Any]", spec.pad) if isinstance(spec.pad, list) else [spec.pad]
     pads = [pad.value if isinstance(pad, Pad) else pad for pad in own]
     out: dict[str, Any] = {
-        "mask": None if spec.mask is None else masks if isinstance(spec.mask, list) else masks[0],
+        "mask": None if spec.mask is None else [*masks] if isinstance(spec.mask, list) else next(masks),
         "pad": pads if isinstance(spec.pad, list) else pads[0],
     }
     if spec.ragged_dim != 1:
@@ -358,13 +359,8 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
             f"{call}: no mask; expected the name of an axis or mask field, or null for a field without one."
         )
 
-    def listed(value: Any, convert: Any) -> Any:
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            return [convert(item) for item in cast("Sequence[Any]", value)]
-        return convert(value)
-
-    def mask(value: Any) -> Key:
-        return _split(value, "mask", call)
+    def listed(value: Any, convert: Callable[[Any], Any]) -> Any:
+        return [convert(item) for item in value] if _is_list(value) else convert(value)
 
     def pad(value: Any) -> PadValue:
         if not isinstance(value, str):
@@ -372,6 +368,6 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
         _one_of(call, "pad", value, PUBLIC)
         return Pad(value)
 
-    masks = None if data["mask"] is None else listed(data["mask"], mask)
+    masks = None if data["mask"] is None else listed(data["mask"], lambda mask: _split(mask, "mask", call))
     hints = tuple(_items(data.get("hints", ()), "hints", call))
     return MaskNestingSpec(masks, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), hints)

@@ -240,6 +240,20 @@ def test_dims_of_equal_sizes_and_rows_of_as_many_tokens() -> None:
     assert_same_batch(unnest(nest_batch_by_mask(nested, registry)), batch)
 
 
+def test_gradients_through_rows_by_edge_and_rows_by_a_constant() -> None:
+    rows, registry = [[1.0, 2.0, 0.0], [3.0, 4.0, 4.0]], registry_of(x=[0, EDGE])
+    mask = torch.tensor([[True, True, False]])
+    parts = [TensorDict({"m": mask, "x": torch.tensor([row])}, [1]) for row in rows]
+    nested = cat([nest_batch_by_mask(part, registry) for part in parts])
+    values = nested["x"].values().requires_grad_()
+    nested["x"] = torch.nested.nested_tensor_from_jagged(values, nested["x"].offsets())
+    padded = unnest(nested)["x"]
+    assert padded.tolist() == rows
+    padded.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1, 1, 1, 2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.complex64])
 def test_gradients_that_torch_cannot_carry_are_detached_as_the_error_says(dtype: torch.dtype) -> None:
     batch, registry = under([[1, 1, 0, 0], [1, 0, 0, 0]], x=torch.tensor([[1.0, 2, 0, 0], [5, 0, 0, 0]]).to(dtype))
