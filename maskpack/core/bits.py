@@ -100,21 +100,13 @@ class _Readable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor of an integer dtype, from the memory pool in use if it is on the CPU."""
-    if device.type != "cpu" or not math.prod(shape) or torch.compiler.is_compiling():  # an empty array has any strides
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+def empty_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> Tensor:
+    """An uninitialised tensor, from the memory pool in use if it is large and on the CPU."""
     nbytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(memory(nbytes).view(word_dtype(dtype.itemsize)).reshape(tuple(shape)))
-
-
-def empty_of(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`empty` of any dtype, on the CPU."""
-    if math.prod(shape) * dtype.itemsize < LEAST:
-        return torch.empty(shape, dtype=dtype, device=_CPU)
-    if dtype.itemsize == 16:
-        return torch.view_as_complex(empty((*shape, 2), torch.int64, _CPU).view(torch.float64))
-    return empty(shape, _WORDS[dtype.itemsize], _CPU).view(dtype)
+    if nbytes < LEAST or device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    line, more = memory(nbytes).view(word_dtype(dtype.itemsize)), (2,) if dtype.itemsize == 16 else ()
+    return from_words(line.reshape((*shape, *more)), dtype)
 
 
 def host_words(tensors: Mapping[_Key, Tensor], fresh: Collection[_Key]) -> dict[_Key, Words]:

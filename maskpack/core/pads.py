@@ -74,16 +74,10 @@ def said_pads(pads: Sequence[PadValue]) -> str:
 
 def text_of(pads: Sequence[PadValue]) -> str:
     """Pads as a text that is equal for equal bits alone: 0.0 differs from -0.0, NaN from NaN of other bits."""
-    parts = [
-        (place, part) for place, pad in enumerate(pads) if isinstance(pad, complex | float) for part in _parts(pad)
-    ]
-    odd = [f"{place}:{part.hex()}" for place, part in parts if part != _NAN]
+    numbers = [(place, pad) for place, pad in enumerate(pads) if isinstance(pad, complex | float)]
+    nans = [(place, part) for place, pad in numbers for part in (pad.real, pad.imag) if math.isnan(part)]
+    odd = [f"{place}:{bits.hex()}" for place, part in nans if (bits := struct.pack("<d", part)) != _NAN]
     return " ".join([repr(tuple(pads)), *odd])
-
-
-def _parts(pad: complex) -> list[bytes]:
-    """The bits of the parts of a number that are NaN."""
-    return [struct.pack("<d", part) for part in (pad.real, pad.imag) if math.isnan(part)]
 
 
 def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:

@@ -168,13 +168,12 @@ def unflatten(root: Node, entries: Iterable[tuple[Path, Any]], rows: int) -> Ten
             children[path] = children[path[:-1]][path[-1]] = {}
         else:
             children[path[:-1]][path[-1]] = value
+    batch: Any = None
     for path in sorted(nodes, key=len, reverse=True):
-        node = nodes[path]
-        batch = _sub_batch(node, children[path], rows)
-        if not path:
-            return batch
-        children[path[:-1]][path[-1]] = batch
-    raise AssertionError("the root is always a node")
+        batch = _sub_batch(nodes[path], children[path], rows)
+        if path:
+            children[path[:-1]][path[-1]] = batch
+    return batch  # the root, whose path is the shortest
 
 
 def with_names(batch: Any, like: Any) -> Any:

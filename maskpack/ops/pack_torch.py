@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import native
-from maskpack.core.bits import empty, empty_of, words
+from maskpack.core.bits import empty_of, words
 from maskpack.core.index import IntArray
 from maskpack.core.pads import EDGE, Pads, pad_tensor
 from maskpack.layout.row_layout import RowLayout, core_layout
@@ -98,14 +98,14 @@ def _filled(shape: tuple[int, ...], pad: Any, like: Tensor) -> Tensor:
     word = words(scalar)
     if word.dim():
         return _spread(scalar.to(like.device), shape)
-    return empty(shape, word.dtype, like.device).fill_(int(word.item())).view(like.dtype)
+    return empty_of(shape, word.dtype, like.device).fill_(int(word.item())).view(like.dtype)
 
 
 def _spread(pads: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A copy of `pads` expanded to `shape`, with their raw bits."""
     source = words(pads)
     more = source.shape[pads.dim() :]
-    out = empty((*shape, *more), source.dtype, source.device).copy_(source.expand(*shape, *more))
+    out = empty_of((*shape, *more), source.dtype, source.device).copy_(source.expand(*shape, *more))
     return torch.view_as_complex(out.view(torch.float64)) if more else out.view(pads.dtype)
 
 
