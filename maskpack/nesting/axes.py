@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -21,7 +21,6 @@ from maskpack.layout.jagged import offsets_of, to_host
 from maskpack.layout.row_layout import RowLayout, anchored, layout_of_offsets, prefix_of
 from maskpack.nesting.schema import LAYOUTS
 
-_T = TypeVar("_T")
 WHOLE = -1
 """The first column of a layout that is not cut from another."""
 
@@ -141,7 +140,7 @@ class Axes:
         layout = self._read(key, RowLayout.from_mask, tensor)
         return anchored(layout, self.anchor_of(source, layout.width))
 
-    def _read(self, source: Path, make: Callable[..., _T], *given: Any) -> _T:
+    def _read(self, source: Path, make: Callable[..., RowLayout], *given: Any) -> RowLayout:
         """What `make` gives, or its error with the name of the field."""
         try:
             return make(*given)
@@ -189,13 +188,11 @@ class Axes:
             cut = self._cut(way, width, scope, name)
             return None if cut is None else Axis(name, source._replace(low=cut[0], width=cut[1]), self, rows, cut[1])
         self.by_value = True
-        if way.form == "cu_seqlens":
-            layout = self.layout_of(source := Source("cu_seqlens", path))
-            return Axis(name, source, self, layout.num_rows, layout.width, layout.num_tokens, True)
-        side = self._first(scope, way.head)
-        source = Source("lengths", path, WHOLE, -1 if side is None else side.width)
+        side = self._first(scope, way.head) if way.form == "lengths" else None
+        source = Source(way.form, path, WHOLE, -1 if side is None else side.width)
         layout = self.layout_of(source)
-        return Axis(name, source, self, layout.num_rows, layout.width, counted=True)
+        tokens = layout.num_tokens if way.form == "cu_seqlens" else None
+        return Axis(name, source, self, layout.num_rows, layout.width, tokens, counted=True)
 
     def anchor_of(self, source: Source, width: int) -> int:
         """The anchor of the layout of a source, `width` columns wide; of a mask, where some axis splits it, or the side
@@ -212,12 +209,12 @@ class Axes:
         for way in (way for ways in self.registry.axes.values() for way in ways):
             path = path_of(way.source)
             scope = source.key[: len(source.key) - len(path)]
-            if source.key == (*scope, *path) and way.part in ("head", "tail"):
-                split = self._split(way, scope, width)
-                if split is not None:
-                    return min(max(split, 0), width)
-            elif source.key == (*scope, *path) and way.padded == "left":
-                return width
+            if source.key != (*scope, *path):
+                continue
+            left = width if way.padded == "left" else None
+            split = self._split(way, scope, width) if way.part in ("head", "tail") else left
+            if split is not None:
+                return min(max(split, 0), width)
         return 0
 
     def _cut(self, way: MaskAxis, width: int, scope: Path, name: str) -> tuple[int, int] | None:

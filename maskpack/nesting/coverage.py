@@ -157,19 +157,22 @@ _REMEDY = {
 """By `is_off_axis`."""
 
 
-def check_coverage(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> None:
+def check_coverage(forms: Collection[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> None:
     """Raises CoverageError in strict mode for fields of a batch that stay padded, or are `off` their axis."""
     if options.strict:
         check_strict(options.call, _dense(forms, batch, options, off))
 
 
-def _dense(forms: Iterable[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> list[DenseField]:
-    """The fields that stay padded, those off their axis, and the tensors inside Python objects."""
-    return [
-        *(DenseField.of(form.path, entry_at(batch, form.path), form.reason) for form in forms if form.reason),
-        *(DenseField.of(path, entry_at(batch, path), one.difference, is_off_axis=True) for path, one in off.items()),
-        *hidden({form.path: entry_at(batch, form.path) for form in forms if form.kind == "object"}, options),
-    ]
+def _dense(forms: Collection[FieldForm], batch: Any, options: Options, off: Mapping[Path, OffAxis]) -> list[DenseField]:
+    """The fields that stay padded, those off their axis, and the tensors inside Python objects that are not declared
+    without a mask."""
+    found = [DenseField.of(form.path, entry_at(batch, form.path), form.reason) for form in forms if form.reason]
+    found += [DenseField.of(path, entry_at(batch, path), one.difference, is_off_axis=True) for path, one in off.items()]
+    for path in [form.path for form in forms if form.kind == "object"]:
+        spec = options.registry.find(path)
+        if spec is None or spec.mask is not None:
+            found += hidden_tensors(path, entry_at(batch, path))
+    return found
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
@@ -214,16 +217,6 @@ def warn_dense(
             _SAID.clear()
         _SAID[text] = warning
     warnings.warn(warning, MaskpackWarning, stacklevel=level + 1)
-
-
-def hidden(objects: Mapping[Path, Any], options: Options) -> list[DenseField]:
-    """The tensors inside the Python objects that are not declared without a mask."""
-    found: list[DenseField] = []
-    for path, value in objects.items():
-        spec = options.registry.find(path)
-        if spec is None or spec.mask is not None:
-            found += hidden_tensors(path, value)
-    return found
 
 
 def dense_fields(

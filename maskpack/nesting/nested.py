@@ -164,20 +164,20 @@ def _signs_out(
 
 def _tensors_on(arrays: Sequence[Words], device: torch.device) -> list[Tensor]:
     """New arrays as tensors on a device: in the same memory, or with one copy from pinned memory to a GPU."""
+    parts = [torch.from_numpy(array) for array in arrays]
     if device.type == "cpu":
-        whole = [torch.from_numpy(array) for array in arrays]
         # an empty array may have any strides
-        return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=device) for part in whole]
-    ends = cumulated(np.array([-(-array.nbytes // 8) * 8 for array in arrays])).tolist()
-    line = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-    own = line.numpy()
-    for array, begin in zip(arrays, ends[:-1], strict=True):
-        own[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    there = line.to(device, non_blocking=True)
-    return [
-        there[begin : begin + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
-        for array, begin in zip(arrays, ends[:-1], strict=True)
-    ]
+        return [part if part.numel() else torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts]
+    sizes = [-(-part.nbytes // 8) * 8 for part in parts]
+
+    def views(line: Tensor) -> list[Tensor]:
+        own = [place[: part.nbytes] for place, part in zip(torch.split(line, sizes), parts, strict=True)]
+        return [place.view(part.dtype).view(part.shape) for place, part in zip(own, parts, strict=True)]
+
+    line = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+    for place, part in zip(views(line), parts, strict=True):
+        place.copy_(part)
+    return views(line.to(device, non_blocking=True))
 
 
 # -------------------------------------------------------------------- reading

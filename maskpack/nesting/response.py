@@ -35,7 +35,7 @@ from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, read_nested
-from maskpack.nesting.schema import LAYOUTS, FieldForm
+from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.write import PackedField, write
 from maskpack.ops import pack_torch
 
@@ -188,30 +188,19 @@ class ResponseAxis:
 
     @classmethod
     def of(
-        cls, batch: TensorDictBase, registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
-    ) -> ResponseAxis:
-        """With `or_sequence`, all tokens are the response of a batch that gives no response axis."""
-        need_batch(batch, call)
-        nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
-        return cls._of_axes(batch, registry, nested, call, or_sequence)
-
-    @classmethod
-    def among(
-        cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
-    ) -> ResponseAxis:
-        """The response axis of a packed batch, given by its layouts."""
-        nested = NOTHING._replace(layouts=layouts)
-        return cls._of_axes(TensorDict({}, batch_size=[]), registry, nested, call, or_sequence)
-
-    @classmethod
-    def _of_axes(
         cls,
         batch: TensorDictBase,
         registry: MaskNestingRegistry,
-        nested: Nested,
         call: str,
-        or_sequence: bool,
+        *,
+        or_sequence: bool = False,
+        nested: Nested | None = None,
     ) -> ResponseAxis:
+        """With `or_sequence`, all tokens are the response of a batch that gives no response axis. `nested` is what is
+        known of the batch beside its entries."""
+        need_batch(batch, call)
+        if nested is None:
+            nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
         axes = Axes(batch, registry, nested.layouts, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
         if response is None and or_sequence and sequence is not None:
@@ -226,6 +215,14 @@ class ResponseAxis:
         counted = bool(ways) and all(counting) if RESPONSE in nested.layouts else response.counted
         whole = None if sequence is None else sequence.layout
         return cls(response.layout, whole, nested, ends, counted, ways[0].shift if ways else 0)
+
+    @classmethod
+    def among(
+        cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
+    ) -> ResponseAxis:
+        """The response axis of a packed batch, given by its layouts."""
+        batch, nested = TensorDict({}, batch_size=[]), NOTHING._replace(layouts=layouts)
+        return cls.of(batch, registry, call, or_sequence=or_sequence, nested=nested)
 
     def need_sequence(self, call: str) -> RowLayout:
         """The sequence layout. Raises LayoutError if there is none."""
@@ -324,20 +321,14 @@ class ResponseAxis:
 
     def padded(self, path: Path, value: Tensor, width: int, registry: MaskNestingRegistry, call: str) -> Tensor:
         """The response columns of a field, at a width."""
-        spec = registry.find(path)
-        if (
-            path not in self.nested.forms
-            and spec is not None
-            and spec.masks
-            and not {RESPONSE, SEQUENCE} & set(spec.masks)
-        ):
+        spec, form = registry.find(path), self.nested.forms.get(path)
+        if form is None and spec is not None and spec.masks and not {RESPONSE, SEQUENCE} & {*spec.masks}:
             raise LayoutError(
                 f'{call}: field "{show(path)}" is under mask "{show(spec.masks[0])}"; expected a field on the '
                 "response or the sequence axis. Name one of these."
             )
         if not value.is_nested:
             dim, pad = (1, 0) if spec is None else (spec.dim_of(value), spec.pads[0])
-            form = self.nested.forms.get(path)
             axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
             columns = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
             return self._at_width(path, columns, dim, width, pad, call)
@@ -347,31 +338,30 @@ class ResponseAxis:
                 "tensor. Build it with maskpack, or with nested_tensor_from_jagged."
             )
         need_gradients(value, f'field "{show(path)}"', call)
-        known = path in self.nested.pads
-        form = self.nested.forms[path] if known else self._form_of_new(value, path)
+        values, known = value.values(), path in self.nested.pads
+        name, dim = (form.layout, form.ragged_dim) if known and form is not None else (self._axis_of_new(values), 1)
         offsets = host_offsets(value, self.response, self.sequence)
-        layout = self.sequence if form.layout == SEQUENCE and self.sequence is not None else self.response
+        layout = self.sequence if name == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)
         long = np.flatnonzero(lengths > layout.width)
         if long.size:
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(lengths[long[0]])} tokens in row {int(long[0])}; the padded '
-                f"{form.layout} width is {layout.width}. Cut the row, or nest the batch with a wider axis."
+                f"{name} width is {layout.width}. Cut the row, or nest the batch with a wider axis."
             )
-        if form.layout not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
+        if name not in (SEQUENCE, RESPONSE) or not np.array_equal(offsets, layout.row_offsets):
             raise LayoutError(
                 f'{call}: field "{show(path)}" has {int(offsets[-1])} tokens in {lengths.size} rows under layout '
-                f'"{form.layout}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
+                f'"{name}"; the responses have {self.response.num_tokens} in {self.response.num_rows}. Name '
                 "fields on the response or the sequence axis."
             )
-        values = value.values()
         if known:
             pads = pads_of(self.nested, path, values, layout, call)
         else:
             pads = self._pads_of_new(path, value.dtype, registry, call)
-        (padded,) = write([PackedField(values, pads, layout, form.ragged_dim)])
-        columns = self._columns(path, padded, form.ragged_dim, call, whole=form.layout == SEQUENCE)
-        return self._at_width(path, columns, form.ragged_dim, width, pads, call)
+        (padded,) = write([PackedField(values, pads, layout, dim)])
+        columns = self._columns(path, padded, dim, call, whole=name == SEQUENCE)
+        return self._at_width(path, columns, dim, width, pads, call)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> Tensor:
         """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`."""
@@ -393,11 +383,10 @@ class ResponseAxis:
             "Name fields on the response or the sequence axis."
         )
 
-    def _form_of_new(self, value: Tensor, path: Path) -> FieldForm:
-        """Of a jagged field that was added after nesting: on the axis that has as many tokens."""
-        tokens = value.values().shape[0]
-        whole = self.sequence is not None and tokens == self.sequence.num_tokens != self.response.num_tokens
-        return FieldForm(path, "padded", SEQUENCE if whole else RESPONSE, dtype=value.dtype)
+    def _axis_of_new(self, values: Tensor) -> str:
+        """Of a jagged field that was added after nesting: the axis that has as many tokens."""
+        whole = self.sequence is not None and len(values) == self.sequence.num_tokens != self.response.num_tokens
+        return SEQUENCE if whole else RESPONSE
 
     def _pads_of_new(self, path: Path, dtype: torch.dtype, registry: MaskNestingRegistry, call: str) -> Pads:
         spec = registry.find(path)
@@ -430,16 +419,16 @@ class ResponseAxis:
         full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
         last = columns.narrow(dim, -1, 1).expand(shape) if columns.shape[dim] else columns.new_empty(shape)
+        constant: Tensor | None = None
         if isinstance(pad, Pads):
             full &= ~pad.edges
+            constant = pad.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
+        elif pad is PAD_TOKEN_ID:
+            constant = None if full.all() else last[int(full.argmin())].flatten()[0]
+        elif pad is not EDGE:
+            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
         if not full.any() or pad is EDGE:
             return torch.cat([columns, last], dim)
-        if isinstance(pad, Pads):
-            constant = pad.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
-        else:
-            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
-        if pad is PAD_TOKEN_ID:
-            constant = None if full.all() else last[int(full.argmin())].flatten()[0]
         if constant is None:
             raise LayoutError(
                 f'{call}: field "{show(path)}" has pad {pad!r}, whose value is not known; expected it, because {width} '

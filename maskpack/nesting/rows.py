@@ -246,9 +246,12 @@ def _bounds(fields: Jagged, caller: Caller) -> dict[Path, IntArray]:
 
 
 def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -> Jagged:
-    """Some rows of jagged fields."""
+    """Some rows of jagged fields. Those that have equal bounds and one device share their offsets."""
     out: Jagged = {}
-    for paths in _alike(fields, bounds):
+    found: dict[Any, list[Path]] = {}
+    for path, value in fields.items():
+        found.setdefault((bounds[path].tobytes(), value.device), []).append(path)
+    for paths in found.values():
         offsets = bounds[paths[0]]
         lengths = (offsets[1:] - offsets[:-1])[rows]
         device = fields[paths[0]].device
@@ -258,14 +261,6 @@ def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -
         least, most = int(lengths.min(initial=0 if not lengths.size else lengths[0])), int(lengths.max(initial=0))
         out |= dict(zip(paths, jagged_all(values, ends, least, most), strict=True))
     return out
-
-
-def _alike(fields: Jagged, bounds: dict[Path, IntArray]) -> list[list[Path]]:
-    """Groups the fields that have equal bounds and one device."""
-    found: dict[Any, list[Path]] = {}
-    for path, value in fields.items():
-        found.setdefault((bounds[path].tobytes(), value.device), []).append(path)
-    return list(found.values())
 
 
 # -------------------------------------------------------------------- dense fields and objects

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -17,8 +17,26 @@ LAYOUTS = "_maskpack"
 """The key of the entry that `unnest_batch_by_mask` needs. Name it in `select` to keep it."""
 
 
+class _Hashed:
+    """A frozen dataclass that computes its hash once."""
+
+    @cached_property
+    def _parts(self) -> tuple[Any, ...]:
+        return tuple([getattr(self, part.name) for part in fields(cast("Any", self))])
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts
+
+
 @dataclass(frozen=True)
-class FieldForm:
+class FieldForm(_Hashed):
     """The form of an entry of the padded batch.
 
     Attributes:
@@ -47,19 +65,7 @@ class FieldForm:
     reason: str | None = None
     axis: str | None = None
 
-    @cached_property
-    def _parts(self) -> tuple[Any, ...]:
-        return tuple([getattr(self, part.name) for part in fields(self)])
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FieldForm, self._parts
+    __hash__ = _Hashed.__hash__  # which dataclass would replace
 
 
 def name_of_jagged(path: Path) -> str:
@@ -68,7 +74,7 @@ def name_of_jagged(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Schema:
+class Schema(_Hashed):
     """The root of a batch, the forms of its entries in key order, and the name, width and anchor of each axis."""
 
     root: Node
@@ -79,12 +85,4 @@ class Schema:
     def by_path(self) -> Mapping[Path, FieldForm]:
         return {form.path: form for form in self.forms}
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.root, self.forms, self.axes))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Schema, (self.root, self.forms, self.axes)
+    __hash__ = _Hashed.__hash__
