@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,11 +22,23 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import Words, address, empty_of, from_words, host_words, odd_bools, odd_bools_error, words
+from maskpack.core.bits import Words, address, empty_of, host_words, odd_bools, odd_bools_error, words
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
 from maskpack.core.native import Structs
-from maskpack.core.pads import ANY_ZERO, EDGE, SIGNED_ZERO, Pad, Pads, PadValue, has_records, record_size, said_pads
+from maskpack.core.pads import (
+    ANY_ZERO,
+    EDGE,
+    PER_ROW,
+    SIGNED_ZERO,
+    Pad,
+    Pads,
+    PadValue,
+    has_records,
+    pad_tensor,
+    record_size,
+    said_pads,
+)
 from maskpack.core.tree import dense_stack, has, need_batch
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options
@@ -390,18 +402,25 @@ def _message(opened: Opened, form: FieldForm, layouts: Mapping[str, RowLayout]) 
 
 def _first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:
     """Index and value of one element of a field on the host that is not the pad."""
-    held: Any = pad
-    if pad is ANY_ZERO:
-        x, held = torch.where(x == 0, 0, x), 0
-    elif (
-        isinstance(pad, Pad) and pad is not EDGE
-    ):  # a number of each row, which is that of its first masked-out element
-        first = layout.to_mask(torch.uint8).argmin(1)
-        count = max(x.dtype.itemsize // 8, 1)
-        line = words(x).reshape(*x.shape[:2], -1)
-        own = line[torch.arange(layout.num_rows, device="cpu"), first, :count].numpy()
-        held = from_words(own if x.dtype.itemsize == 16 else own.reshape(-1), x.dtype)
-        held = torch.where(held == 0, held, 0) if pad is SIGNED_ZERO else held
-    differs = words(x) != words(pack_torch.unpack(pack_torch.pack(x, layout), layout, held))
-    where: list[int] = [int(i) for i in torch.nonzero(differs)[0][: x.dim()]]
-    return tuple(where), str(x[tuple(where)].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
+    mask, rows = layout.to_mask().int(), torch.arange(layout.num_rows, device="cpu")[:, None]
+    plain = words(cast("Tensor", pad_tensor(0 if isinstance(pad, Pad) else pad, x.dtype))).view(1, 1, -1)
+    minus = words(cast("Tensor", pad_tensor(-0.0, x.dtype))).view(-1)[-1] if pad in (SIGNED_ZERO, ANY_ZERO) else 0
+    bits, size = words(x).reshape(*x.shape[:2], -1), plain.shape[2]
+    held = plain.repeat(1, 1, bits.shape[2] // size)
+    if pad is EDGE:  # the token before, or the first one of the row; 0 in an empty row
+        before = torch.where(mask == 1, torch.arange(layout.width, device="cpu"), -1).cummax(1).values
+        nearest = torch.where(before < 0, mask.argmax(1, keepdim=True), before)
+        held = torch.where(mask.any(1)[:, None, None], bits[rows, nearest], 0)
+    elif pad is PER_ROW or pad is SIGNED_ZERO:  # a number of each row, which is that of its first masked-out element
+        first = bits[rows, mask.argmin(1, keepdim=True), :size]
+        first = first if pad is PER_ROW else torch.where(first == minus, first, 0)
+        held = first.repeat(1, 1, bits.shape[2] // size)
+    elif pad is ANY_ZERO:
+        bits = torch.where(bits == minus, 0, bits)
+    differs: list[int] = torch.nonzero((bits != held) & (mask == 0)[:, :, None])[0].tolist()
+    number: int = differs.pop() // size
+    for dim in reversed(x.shape[2:]):
+        differs.insert(2, number % dim)
+        number //= dim
+    where = tuple(differs)
+    return where, str(x[where].item() if x.dtype.itemsize > 1 or not x.is_floating_point() else "?")
