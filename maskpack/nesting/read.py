@@ -109,12 +109,17 @@ class Opened:
         """Raises LayoutError if a nested field has other rows than its layout, or one of `layouts` too few values."""
         if not self.seen.jagged:
             return
-        nested = [form for form in self.plan.forms if form.kind == "padded" and form.path in self.seen.jagged]
-        pairs = {form.path: (self.seen.entries[form.path], layouts[form.layout or ""]) for form in nested}
-        check_lengths(pairs, self.options.call, INTACT)
-        for form, x in zip(self.plan.forms, self.seen.tensors, strict=True):
-            own = layouts.get(form.layout or "") if form.path in self.seen.jagged else None
-            if x is not None and own is not None and x.shape[0] < own.num_tokens:
+        seen, both = self.seen, zip(self.plan.forms, self.seen.tensors, strict=True)
+        jagged = [(form, x, layouts[form.layout or ""]) for form, x in both if x is not None and form.layout in layouts]
+        jagged = [own for own in jagged if own[0].path in seen.jagged]
+        apart = {
+            form.path: (seen.entries[form.path], own)
+            for form, _, own in jagged
+            if form.kind == "padded" and seen.offsets[seen.jagged[form.path]] is not own.__dict__.get("offsets")
+        }
+        check_lengths(apart, self.options.call, INTACT)
+        for form, x, own in jagged:
+            if x.shape[0] < own.num_tokens:
                 raise LayoutError(
                     f'{self.options.call}: field "{show(form.path)}" is jagged, of {x.shape[0]} values; its offsets '
                     f"end at {own.num_tokens}; expected offsets that end there. Build it anew from its rows."
@@ -417,7 +422,7 @@ def _first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[i
         held = first.repeat(1, 1, bits.shape[2] // size)
     elif pad is ANY_ZERO:
         bits = torch.where(bits == minus, 0, bits)
-    differs: list[int] = torch.nonzero((bits != held) & (mask == 0)[:, :, None])[0].tolist()
+    differs = cast("list[int]", torch.nonzero((bits != held) & (mask == 0)[:, :, None])[0].tolist())
     number: int = differs.pop() // size
     for dim in reversed(x.shape[2:]):
         differs.insert(2, number % dim)

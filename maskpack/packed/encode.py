@@ -71,9 +71,10 @@ def _on_host(opened: Opened) -> tuple[Table, Schema] | None:
         return None
     if known is None:
         recall(jobs, before)
+    lines = native.numbers_of(jobs)
     for place, form in zip(host.table.order.tolist(), host.forms, strict=True) if nested else ():
         if form.path in nested:
-            native.numbers_of(jobs)[place, GIVEN] = nested[form.path].place
+            lines[place, GIVEN] = nested[form.path].place
     stored, nbytes = native.copied(host.stored), sum([x.nbytes for x in seen.tensors if x is not None])
     found = native.encode(jobs, made.table, stored, before.room, nbytes)
     del held, layouts  # not earlier: the core had their addresses
@@ -81,7 +82,7 @@ def _on_host(opened: Opened) -> tuple[Table, Schema] | None:
         check_memory(jobs["result"])
         return None
     done_jobs.keep(key, Done(host, line, jobs, found.body.nbytes + found.body.nbytes // 4 + _SPARE, made.room))
-    done, dense_rows = native.numbers_of(jobs)[host.table.order], 1 if opened.plan.root.more_dims is None else rows
+    done, dense_rows = lines[host.table.order], 1 if opened.plan.root.more_dims is None else rows
     pads = native.structs(np.array(done[:, UNDER_MASK], order="C"), abi.ARRAY)
     parts = host.parts.names, stored, found.entries, found.fields[host.table.order], pads, found.body
     kept = [host.forms[number].path for number, one in enumerate(done[:, _RESULT].tolist()) if one == abi.KEPT]
