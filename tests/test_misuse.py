@@ -222,6 +222,7 @@ packed_attention(q, …) <- q[:, :1].expand(5, 3, 8), q, bounds, 3, scale=1.0 ; 
     q[:, :0], q[:, :0], bounds, 3, scale=1.0 ; q, q.bfloat16(), bounds, 3, scale=1.0
 packed_attention(…) <- None, q, q, bounds, 3, scale=1.0 ; q[:, 0], q, q, bounds, 3, scale=1.0
 # ---- registry
+MaskNestingSpec("m", …) <- [*range(9)]
 MaskNestingSpec("m", 0, …) <- 0 ; 1, "rle" ; 1, ("fast",) ; 1, ("concat:a",)
 MaskNestingSpec(…) <- 3 ; "m", "0"
 MaskAxis("m", …) <- form="Mask" ; part="middle" ; part="head" ; part="head", head="prompts" ;

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from maskpack.core import abi
 from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, need_key, need_keys, path_of, plain, show
 from maskpack.core.pads import PUBLIC, Pad, PadValue, expanded, text_of
@@ -82,7 +83,7 @@ class MaskNestingSpec:
         mask: an axis or a mask field (a tuple is the key of a field in a sub-TensorDict), or a list of these, of which
             the first with a matching shape is used. None: the field has no mask and stays padded.
         pad: the value under the mask: a number or one of `PAD_TOKEN_ID`, `EDGE`, `ZERO`, `PER_ROW`; or a list, of which
-            the first that matches the batch is used.
+            the first that matches the batch is used: at most 8, where ZERO stands for three.
         ragged_dim: the dim of the width: 1 for [B, S, *F], -1 for both [B, S] and [B, 4, S].
         hints: encodings that `compress` tries first; a wrong hint costs time, but the result is still exact. Names of
             HINTS; `concat:head,tail` for a field that concatenates the rows of two others; `near:field` for a field
@@ -111,6 +112,11 @@ class MaskNestingSpec:
         pads = [cast("Any", pad).item() if isinstance(pad, np.generic) else pad for pad in self.pads]
         object.__setattr__(self, "pad", pads if isinstance(self.pad, list) else pads[0])
         object.__setattr__(self, "pads", expanded(pads))
+        if len(self.pads) > abi.MOST_PADS:
+            raise RegistryError(
+                f"MaskNestingSpec: pad is a list of {len(self.pads)}, where ZERO stands for three; expected at most "
+                f"{abi.MOST_PADS}. Give those that the field has, or PER_ROW for any number of a row."
+            )
         if isinstance(self.hints, list):
             object.__setattr__(self, "hints", (*self.hints,))
         if not isinstance(self.hints, tuple):
