@@ -297,8 +297,8 @@ static int encode_kept(Work *work, i64 at) {
     own.items *= work->layouts[job->layout].width;
     own.field.packed = job->field.padded;
     if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
-    open_rows(&rows, &own, work->layouts, &field);
-    int done = encode_field(&alone, 0, &rows, &alone.encoded->out, alone.slots, &job->count);
+    int done = alone.encoded->out.memory && open_rows(&rows, &own, work->layouts, &field) ? FITS : NO_MEMORY;
+    if (done == FITS) done = encode_field(&alone, 0, &rows, &alone.encoded->out, alone.slots, &job->count);
     if (done == FITS && own.integers == BOOLS && has_odd_bools(&rows)) done = ODD;
     job->form = own.form;
     job->keeps = DID;
@@ -312,7 +312,7 @@ static void encode_job(void *context, i64 at) {
     Work *work = context;
     Job *job = work->jobs + at;
     Field field;
-    Rows rows;
+    Rows rows = {0};
     i64 width = job->padded ? work->layouts[job->layout].width : 0;
     u8 *pads = malloc((size_t)((width / 8 + 18) * (job->rows + 1)));
     Out *out = &work->encoded[at].out;
@@ -342,7 +342,7 @@ static void encode_job(void *context, i64 at) {
         field.mode = NO_PAD;
         if (has_odd_bools(&rows)) done = ODD;
     }
-    if (pads) free(rows.scratch);
+    free(rows.scratch);
     free(pads);
     job->result = done;
 }

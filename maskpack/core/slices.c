@@ -46,7 +46,8 @@ static void encode_slice(void *context, i64 at) {
     i64 room = total_words(rows) * rows->size + 16 * slice->rows + 4096;
     Out out = {fine && own.form->kind != CONCAT ? malloc((size_t)room) : NULL, 0, 0, room, 1};
     slice->done = fine && (out.memory || own.form->kind == CONCAT) ? encode_form(&own, &out, slice->entries) : NO_MEMORY;
-    slice->memory = out.memory ? realloc(out.memory, (size_t)out.used + 1) : NULL; /* the others can take the rest */
+    u8 *fitted = out.memory ? realloc(out.memory, (size_t)out.used + 1) : NULL; /* the others can take the rest */
+    slice->memory = fitted ? fitted : out.memory;
     for (int i = 0; i < 3; i++) free(rows[i].scratch);
 }
 
@@ -79,7 +80,7 @@ static int has_array(const char *letters, char letter) { return strchr(letters, 
 
 /* Reserves an array for the numbers of all slices: equal ones once, if `once`. */
 static int join_array(const Slices *slices, i64 number, char letter, int once, Out *out, Entry *to) {
-    i64 size = 0, count = 0, equal = once;
+    i64 size = 0, count = 0, equal = once, first = 0;
     const u8 *word = NULL;
     for (i64 at = 0; at < slices->count; at++) {
         const Slice *slice = slices->each + at;
@@ -88,9 +89,12 @@ static int join_array(const Slices *slices, i64 number, char letter, int once, O
         size = own->size > size ? own->size : size;
         count += own->count;
         if (!own->count || !equal) continue;
-        if (!word) word = numbers;
+        if (!word) {
+            word = numbers;
+            first = own->size;
+        }
         i64 nbytes = own->size * own->count;
-        equal = own->size == size && equal_bytes(numbers, nbytes, repeated(word, size)) == nbytes;
+        equal = own->size == first && equal_bytes(numbers, nbytes, repeated(word, first)) == nbytes;
     }
     return reserve(out, array_of(to, letter), size, equal && count > 1 ? 1 : count) != NULL;
 }

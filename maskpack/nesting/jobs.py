@@ -327,7 +327,8 @@ class HostJobs:
         table, origins = job_table(forms, parts.names), np.zeros(len(parts.origins), abi.ORIGIN)
         jobs, places, count = native.copied(table.jobs), table.order.tolist(), len(origins)
         origins["rows"], jobs["rows"] = rows, rows
-        if plan.root.more_dims is None:
+        dims = plan.root.more_dims is not None
+        if not dims:
             jobs["rows"][jobs["layout"] < 0] = 1
         known = list(given)
         inputs = [
@@ -342,14 +343,13 @@ class HostJobs:
             inputs.append(Input(at, form.ragged_dim))
             pads, trusts = plan.pads[form.path], form.path in whole and _may_trust(form, plan.sources, plan.pads, x)
             describe_padded(jobs[place], x, form.ragged_dim, pads, trusts or not verify)
-            jobs["keeps"][place] = abi.MAY if may_stay and x.is_contiguous() else 0
+            jobs["keeps"][place] = abi.MAY if may_stay and x.is_contiguous() and dims else 0
             padded.append((form, most_record(x, form.ragged_dim, pads)))
             if trusts:
                 origins["trusts"][whole[form.path]] = 1 + place
         first = np.arange(count) * abi.ORIGIN_NUMBERS, origins.nbytes // 8 + np.arange(len(jobs)) * abi.JOB_NUMBERS
         is_padded = [own.way >= 0 for own in inputs[count:]]
         limits = [(at, own.number - len(plan.forms)) for at, own in enumerate(inputs[:count]) if own.way == _OFFSETS]
-        dims = plan.root.more_dims is not None
         return cls(
             parts,
             np.array(parts.cuts, np.int64).reshape(-1).view(abi.CUT),

@@ -334,7 +334,8 @@ class _Planner:
         axes: list[Axis] = []
         for axis in self._candidates(path, spec):
             axes.append(axis)
-            if axis.tokens is not None and value.dim() >= 1 and value.shape[0] == axis.tokens:
+            is_flat = axis.tokens is not None and (not self.batch.batch_dims or axis.rows == self.batch.batch_size[0])
+            if is_flat and value.dim() >= 1 and value.shape[0] == axis.tokens:
                 return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
             dim, shape = spec.dim_of(value), (axis.rows, axis.width)
             if axis.tokens is None and 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape:

@@ -6,7 +6,7 @@
     values, pads of rows, or a field that stays padded <--+
 
 The batch is not changed, and no result is built before all checks have passed. Messages are worded afterwards, by
-looking again. `compress` of a batch on the host makes the same layouts and encodes what it reads (packed/batch.py).
+looking again. `compress` of a batch on the host makes the same layouts and encodes what it reads (packed/encode.py).
 """
 
 from __future__ import annotations
@@ -157,12 +157,13 @@ class Read:
     @property
     def schema(self) -> Schema:
         """The schema of the nested or packed batch."""
-        return with_kept(self.opened.plan.schema, self.lossy)
+        schema = self.opened.plan.schema
+        return with_kept(schema, self.lossy, (self.opened.rows,) if schema.root.more_dims is None else ())
 
 
 @lru_cache(256)
-def with_kept(schema: Schema, kept: tuple[Path, ...]) -> Schema:
-    """The schema in which some fields stay padded for their values."""
+def with_kept(schema: Schema, kept: tuple[Path, ...], rows: tuple[int, ...] = ()) -> Schema:
+    """The schema in which some fields stay padded for their values. `rows` is (B,) if the rows are no batch dim."""
     if not kept:
         return schema
     widths = {name: width for name, width, _ in schema.axes}
@@ -171,7 +172,7 @@ def with_kept(schema: Schema, kept: tuple[Path, ...]) -> Schema:
         if form.path not in kept:
             return form
         before = form.ragged_dim - 1
-        shape = (*form.shape[:before], widths[form.layout or ""], *form.shape[before:])
+        shape = (*rows, *form.shape[:before], widths[form.layout or ""], *form.shape[before:])
         dense = FieldForm(form.path, "dense", dtype=form.dtype, reason=LOSSY, axis=form.layout)
         return replace(dense, device=form.device, shape=shape)
 

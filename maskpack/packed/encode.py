@@ -107,7 +107,7 @@ def _of_read(found: Read) -> tuple[Table, Schema]:
     if odd:
         raise odd_bools_error("compress", dict.fromkeys(odd))
     if away is not None and not rest:
-        plan = DevicePlan.of(found, schema, layouts)
+        plan = DevicePlan.of(found, schema)
         if plan is not None and opened.seen.signature is not None:
             device_plans.keep(opened.seen.signature, plan)
         return away.table, schema

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from oracle import assert_same_batch
@@ -10,6 +12,8 @@ from tensordict import TensorDict
 from maskpack import (
     EDGE,
     PER_ROW,
+    MaskAxis,
+    MaskNestingRegistry,
     MaskNestingSpec,
     compress,
     decompress,
@@ -18,7 +22,7 @@ from maskpack import (
 )
 from maskpack.core import native
 from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
-from maskpack.errors import MaskpackError
+from maskpack.errors import LayoutError, MaskpackError
 from maskpack.nesting.axes import Source
 
 M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -110,3 +114,21 @@ def test_expanded_tensors_are_read_where_they_lie(shape: tuple[int, ...], mask: 
                 assert_same_batch(back(call(batch, registry=registry)), written)
     held = native.described(x.expand(full))[1]
     assert 3 * held.untyped_storage().nbytes() <= x.expand(full).numel() * x.element_size()
+
+
+@pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
+def test_a_lossy_field_of_a_batch_without_batch_dims() -> None:
+    registry = MaskNestingRegistry({"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}, {"m": MaskAxis("m")})
+    for x in (M + 1, M * 3, M + 2):
+        batch = TensorDict({"m": M, "x": x}, [])
+        assert_same_batch(decompress(compress(batch, registry=registry)), batch)
+        assert_same_batch(unnest_batch_by_mask(nest_batch_by_mask(batch, registry)), batch)
+
+
+@pytest.mark.parametrize("call", [compress, nest_batch_by_mask])
+def test_flat_fields_have_the_rows_of_the_batch(call: Any) -> None:
+    """cu_seqlens of 6 rows in a batch of 7, whose tokens are as many as its rows."""
+    registry = MaskNestingRegistry({"x": MaskNestingSpec("rows")}, {"rows": MaskAxis("cu", "cu_seqlens")})
+    ends = torch.tensor([0, 2, 3, 4, 5, 6, 7])
+    with pytest.raises(LayoutError, match='field "x" is'):
+        call(TensorDict({"cu": ends, "x": torch.arange(21).view(7, 3)}, [7]), registry=registry)

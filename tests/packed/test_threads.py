@@ -122,3 +122,16 @@ def test_any_batch(case: Case, other: Case) -> None:
         return [compress(own.batch, **own.options) for own in (case, other, case, case)]
 
     assert_as_one(work)
+
+
+@pytest.mark.parametrize("first", [1, 0x7F])
+@pytest.mark.parametrize("second", [257, 0x7F7F, 0x01010101])
+def test_numbers_of_slices_that_are_equal_in_bytes_alone(first: int, second: int) -> None:
+    """A slice of one number of a byte, and slices of wider ones that repeat that byte."""
+    torch.set_num_threads(2)
+    registry = {"x": MaskNestingSpec("m"), "m": MaskNestingSpec("m")}
+    for last in (first, second, first):
+        x = torch.full((32, 4096), first)
+        x[16:] = last
+        batch = TensorDict({"m": torch.ones(32, 4096), "x": x}, [32])
+        assert torch.equal(decompress(compress(batch, registry=registry))["x"], x)

@@ -31,7 +31,7 @@ from maskpack.nesting.plan import Seen
 from maskpack.nesting.read import Read
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.cuda.encode import MOST, Encoder, EncodeRecipe, KnownForms, forms_of
-from maskpack.packed.table import Table, wholes_first
+from maskpack.packed.table import Table
 
 
 @dataclass
@@ -61,7 +61,7 @@ class DevicePlan:
     device: torch.device
 
     @classmethod
-    def of(cls, found: Read, schema: Schema, layouts: Mapping[str, RowLayout]) -> DevicePlan | None:
+    def of(cls, found: Read, schema: Schema) -> DevicePlan | None:
         """The plan of a batch that was read and encoded on its GPU; None if it has none."""
         opened, plan, trusted = found.opened, found.opened.plan, not found.opened.options.verify
         parts, rows = Parts.of(plan.sources, plan.widths, opened.given), opened.rows
@@ -87,7 +87,7 @@ class DevicePlan:
         lines = [_line(*own, pads.get(at), trusted) for at, own in enumerate(zip(tensors, entries, strict=True))]
         if len(devices) > 1 or any(line is None for line in lines):
             return None
-        recipe = forms.recipe(range(len(tensors)), wholes_first(layouts), rows, rows)
+        recipe = forms.recipe(range(len(tensors)), parts.names, rows, rows)
         if len(recipe.tensors) < len(tensors):
             return None
         units, cut_of = recipe.units.copy(), np.array([*cuts, (-1, 0, 0)])[recipe.units["bounds"]]
@@ -102,7 +102,7 @@ class DevicePlan:
             recipe._replace(units=units),
             [(numbers[path], layout.anchor) for path, layout in zip(paths, masks, strict=True)],
             cut_of[:, 0],
-            [(name, *cut) for name, cut in zip(wholes_first(layouts), cuts, strict=True)],
+            [(name, *cut) for name, cut in zip(parts.names, cuts, strict=True)],
             np.array([numbers[form.path] for form in tensors])[recipe.owners],
             devices.pop(),
         )
