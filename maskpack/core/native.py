@@ -23,8 +23,10 @@ from maskpack.core.pads import Pads
 
 _LIBRARY = Path(__file__).with_name("_core.so")
 _REMEDY = "Install maskpack again (`pip install -e .` in a checkout), which compiles it."
-_A_THREAD = 1 << 20
-"""Bytes for which one more thread pays: starting one costs as much as reading 0.2 MB."""
+_A_THREAD = 1 << 26
+"""Bytes for which one more thread pays in a pass that reads or writes them."""
+_ENCODED = 64
+"""A byte that is encoded counts as so many."""
 _NO_MEMORY = "maskpack: no memory for the tasks of a pass"
 _CACHE = 1 << 25
 """Writes of so many bytes go past the cache."""
@@ -232,7 +234,7 @@ def encode(jobs: Structs, layouts: IntArray, stored: Structs, room: int = 0, nby
     places = first, first + 8 * slots * width, first + 8 * (line.size - 1), first + 16 * slots * width
     while True:
         body = np.empty(room, np.uint8)
-        used = _core.maskpack_encode(*source, *places, address(body), room, threads_for(max(room, nbytes)))
+        used = _core.maskpack_encode(*source, *places, address(body), room, threads_for(_ENCODED * max(room, nbytes)))
         if used > abi.NO_ROOM:
             break
         assert room < abi.NO_ROOM - used, "the core asks for the room that it has"

@@ -237,7 +237,7 @@ def _on_host(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found], s
     layouts = {name: layouts[name] for name in plan.sources}
     opened.check_jagged(layouts)
     fields = [
-        PaddedField(seen.entries[form.path], form, layouts[form.layout or ""], plan.pads[form.path], size)
+        HostField(seen.entries[form.path], form, layouts[form.layout or ""], plan.pads[form.path], size)
         for form, size in host.padded_forms
     ]
     found = read_padded(located.jobs, host.padded.tolist(), fields, made.table)
@@ -245,7 +245,7 @@ def _on_host(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found], s
     return layouts, found, {host.forms[number].path for number in odd}
 
 
-class PaddedField(NamedTuple):
+class HostField(NamedTuple):
     """A padded field on the host.
 
     Attributes:
@@ -264,7 +264,7 @@ class PaddedField(NamedTuple):
 
 
 def read_padded(
-    jobs: Structs, places: Sequence[int], fields: Sequence[PaddedField], table: IntArray
+    jobs: Structs, places: Sequence[int], fields: Sequence[HostField], table: IntArray
 ) -> dict[Path, Found]:
     """Reads padded fields on the host by jobs that describe them, at some `places` among `jobs`; `table` is that of
     their layouts. Tensors that require gradients go through `pack`."""
@@ -330,12 +330,12 @@ def _on_devices(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found]
             found[path] = found[path]._replace(values=values)
     rest = [form for path, form in padded.items() if path not in found]
     own_jobs = job_table(tuple(rest), tuple(layouts))
-    jobs, fields, copies = own_jobs.jobs.copy(), list[PaddedField](), list[Tensor]()
+    jobs, fields, copies = own_jobs.jobs.copy(), list[HostField](), list[Tensor]()
     jobs["rows"] = opened.rows
     for place, form in zip(own_jobs.order.tolist(), rest, strict=True):
         x, layout = entries[form.path].cpu(), layout_on(form, torch.device("cpu"))
         copies.append(describe_padded(jobs[place], x, form.ragged_dim, pads[form.path], not verify))
-        fields.append(PaddedField(x, form, layout, pads[form.path], most_record(x, form.ragged_dim, pads[form.path])))
+        fields.append(HostField(x, form, layout, pads[form.path], most_record(x, form.ragged_dim, pads[form.path])))
     table = native.layout_rows([core_layout(layouts[name].to("cpu")) for name in (layouts if rest else ())])
     for path, one in read_padded(jobs, own_jobs.order.tolist(), fields, table).items():
         found[path] = one._replace(values=one.values.to(tensors[path].device))
@@ -380,7 +380,7 @@ def fitting_pad(x: Tensor, layout: RowLayout, pads: Sequence[PadValue]) -> PadVa
     copy = describe_padded(jobs[0], x, 1, pads, False)
     form = FieldForm((), "padded", dtype=x.dtype, shape=tuple(x.shape[2:]))
     jobs["layout"], jobs["rows"] = 0, layout.num_rows
-    field = PaddedField(x, form, layout, pads, most_record(x, 1, pads))
+    field = HostField(x, form, layout, pads, most_record(x, 1, pads))
     read_padded(jobs, [0], [field], native.layout_rows([core_layout(layout)]))
     del copy  # not earlier: the job has its address
     number = int(jobs["pad"][0])

@@ -50,14 +50,14 @@ def encoded_batch(opened: Opened) -> tuple[Table, Schema]:
                 "strided or jagged. Convert it with to_dense(), or leave it out."
             )
     by_kernels = None if seen.signature is None or plan.host is not None else device_plans.get(seen.signature)
-    found = _on_host(opened) if by_kernels is None else by_kernels.encoded(seen, opened.rows)
+    found = _by_core(opened) if by_kernels is None else by_kernels.encoded(seen, opened.rows)
     return _of_read(read(opened)) if found is None else found
 
 
-def _on_host(opened: Opened) -> tuple[Table, Schema] | None:
+def _by_core(opened: Opened) -> tuple[Table, Schema] | None:
     """By the core; None for a batch of which some tensors are on a device, or one that is to be looked at again."""
     host, seen, rows, given = opened.plan.host, opened.seen, opened.rows, opened.given
-    nested = opened.pads_of_nested()
+    nested = {} if host is None else opened.pads_of_nested()
     if host is None or any(form.layout not in given for form in opened.plan.forms if form.path in nested):
         return None
     opened.check_jagged(given)
