@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from ctypes import addressof, c_char
 from typing import Any, TypeVar
 
 import numpy as np
@@ -89,7 +90,11 @@ def root_of(array: Words) -> Words:
 
 def address(array: Words) -> int:
     """The address of the first entry."""
-    return array.ctypes.data
+    numbers: Any = array if array.dtype.names is None else array.view(np.int64)  # a buffer of structs has a long format
+    try:
+        return addressof(c_char.from_buffer(numbers))  # a third of the time of `ctypes`
+    except (TypeError, ValueError):  # memory that is read-only, or that has gaps; no entries
+        return array.ctypes.data
 
 
 class _Readable:

@@ -202,7 +202,7 @@ class WorkerGroup:
         return {**self.__dict__, "_launched": (), "metrics": {}}
 
     def close(self) -> None:
-        """Kills the actors that `launch` started, and no others. Later calls fail."""
+        """Kills the actors that `launch` started, and no others. Calls fail as soon as Ray has ended them."""
         for actor in self._launched:
             ray.kill(actor)
         self._launched = ()

@@ -378,7 +378,8 @@ class HostJobs:
         the last such batch."""
         read: list[Any] = [*seen.tensors, *seen.offsets]
         places = [0 if x is None else x.data_ptr() for x in read]
-        places += range(address(given), address(given) + given.nbytes, abi.LAYOUT.itemsize)
+        if given.size:
+            places += range(first := address(given), first + given.nbytes, abi.LAYOUT.itemsize)
         at: IntArray = np.array(places, np.int64)[self.inputs]
         held = [_readable(read[number], way) for _, (number, way) in self.copies]
         for (place, _), x in zip(self.copies, held, strict=True):

@@ -488,7 +488,8 @@ def compress(
         )
     check_codec(codec, "compress")
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
-    opened = Opened.of(batch, options, _layouts_of(like))
+    stand_in = _layouts_of(like)
+    opened = Opened.of(batch, options, stand_in)
     table, schema = encoded_batch(opened)
     off = off_axis(opened, table.layouts) if opened.plan.declared else {}
     check_coverage(schema.forms, opened.batch, options, off)
