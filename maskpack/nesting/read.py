@@ -329,17 +329,11 @@ def _on_devices(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found]
             values = pack_torch.pack(x.movedim(form.ragged_dim, 1), layout_on(form, x.device))
             found[path] = found[path]._replace(values=values)
     rest = [form for path, form in padded.items() if path not in found]
-    own_jobs = job_table(tuple(rest), tuple(layouts))
-    jobs, fields, copies = own_jobs.jobs.copy(), list[HostField](), list[Tensor]()
-    jobs["rows"] = opened.rows
-    for place, form in zip(own_jobs.order.tolist(), rest, strict=True):
-        x, layout = entries[form.path].cpu(), layout_on(form, torch.device("cpu"))
-        copies.append(describe_padded(jobs[place], x, form.ragged_dim, pads[form.path], not verify))
-        fields.append(HostField(x, form, layout, pads[form.path], most_record(x, form.ragged_dim, pads[form.path])))
-    table = native.layout_rows([core_layout(layouts[name].to("cpu")) for name in (layouts if rest else ())])
-    for path, one in read_padded(jobs, own_jobs.order.tolist(), fields, table).items():
-        found[path] = one._replace(values=one.values.to(tensors[path].device))
-    odd |= {rest[at].path for at in np.flatnonzero(jobs["result"][own_jobs.order] == abi.ODD).tolist()}
+    host = torch.device("cpu")
+    copies = [(entries[form.path].to(host), form, layout_on(form, host), pads[form.path]) for form in rest]
+    read_alone, jobs = _read_alone(copies, verify)
+    found |= {path: one._replace(values=one.values.to(tensors[path].device)) for path, one in read_alone.items()}
+    odd |= {form.path for form, result in zip(rest, jobs["result"].tolist(), strict=True) if result == abi.ODD}
     here = {path: x for path, x in bools.items() if path not in padded and not is_away(x)}
     return layouts, found, odd | {path for path, x in here.items() if odd_bools(words(x).numpy())}
 
@@ -374,16 +368,27 @@ def _of_kernels(
     return found, odd
 
 
+def _read_alone(
+    fields: Sequence[tuple[Tensor, FieldForm, RowLayout, Sequence[PadValue]]], verify: bool
+) -> tuple[dict[Path, Found], Structs]:
+    """Reads padded fields on the host that no plan describes; and the jobs of these fields, as they were done."""
+    layouts = {form.layout or "": layout for _, form, layout, _ in fields}
+    table = job_table(tuple([form for _, form, _, _ in fields]), tuple(layouts))
+    jobs, places, held = table.jobs.copy(), table.order.tolist(), list[HostField]()
+    copies: list[Tensor] = []
+    for place, (x, form, layout, pads) in zip(places, fields, strict=True):
+        jobs["rows"][place] = layout.num_rows
+        copies.append(describe_padded(jobs[place], x, form.ragged_dim, pads, not verify))
+        held.append(HostField(x, form, layout, pads, most_record(x, form.ragged_dim, pads)))
+    found = read_padded(jobs, places, held, native.layout_rows([core_layout(own) for own in layouts.values()]))
+    del copies  # not earlier: the jobs have their addresses
+    return found, jobs[table.order]
+
+
 def fitting_pad(x: Tensor, layout: RowLayout, pads: Sequence[PadValue]) -> PadValue | None:
     """The first of some pads that is under the mask of a field [B, S, *F] on the host; None if none is."""
-    jobs = native.new_jobs(1)
-    copy = describe_padded(jobs[0], x, 1, pads, False)
-    form = FieldForm((), "padded", dtype=x.dtype, shape=tuple(x.shape[2:]))
-    jobs["layout"], jobs["rows"] = 0, layout.num_rows
-    field = HostField(x, form, layout, pads, most_record(x, 1, pads))
-    read_padded(jobs, [0], [field], native.layout_rows([core_layout(layout)]))
-    del copy  # not earlier: the job has its address
-    number = int(jobs["pad"][0])
+    form = FieldForm((), "padded", "", 1, x.dtype, shape=tuple(x.shape[2:]))
+    number = int(_read_alone([(x, form, layout, pads)], True)[1]["pad"][0])
     return pads[number] if number >= 0 else None
 
 
