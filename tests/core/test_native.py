@@ -1,4 +1,4 @@
-"""The compiled core: that it is there and the right one, and that it reads and writes as naive loops do."""
+"""The compiled core: that it is there and the right one; what counts as a token, and how many threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import warm_workers
@@ -84,37 +83,6 @@ def test_members_that_python_cannot_have_are_refused(package: Path) -> None:
     header.write_text(header.read_text().replace("i64 at, size, count;", "i64 at, size: 4, count;"))
     with pytest.raises(ValueError, match=r"abi.h: ' size: 4' is no member that Python can have"):
         build.python_side(package / "core")
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", ["u1", "i2", "i4", "i8"])
-def test_a_scan_finds_the_spans_that_a_loop_finds(dtype: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "threads_for", lambda nbytes: threads)
-    rng = np.random.default_rng(0)
-    mask = np.zeros((40, 700), dtype)
-    for row in range(40):
-        for begin in rng.integers(0, 700, rng.integers(0, 12)):
-            mask[row, begin : begin + rng.integers(1, 90)] = 1
-    at, size, stride = mask[:, 3:].ctypes.data, mask.itemsize, mask.strides[0]
-    origin = np.array([at, size, 40, 687, stride, -1, abi.OF_MASK, 1, 0]).view(abi.ORIGIN)
-    whole, jobs = np.array([0, -1, 687]).view(abi.CUT), native.new_jobs(1)
-    jobs["pads"]["mode"] = abi.CONSTANT + abi.TRUSTED
-    made = native.make_layouts(origin, whole, jobs, 40, 0, mask.nbytes)
-    assert made is not None
-    width, table, bounds, _ = made.layout(0)
-    spans = [
-        (row, column)
-        for row in range(40)
-        for column in range(3, 690)
-        if mask[row, column] and (column == 3 or not mask[row, column - 1])
-    ]
-    assert np.repeat(np.arange(40), np.diff(table.splits)).tolist() == [row for row, _ in spans]
-    assert (table.starts + 3).tolist() == [column for _, column in spans]
-    assert bounds.tolist() == [0, *np.cumsum((mask[:, 3:690] != 0).sum(1)).tolist()]
-    assert (width, set(jobs["pads"]["mode"].flat)) == (687, {abi.CONSTANT + abi.TRUSTED})
-    mask[20, 400] = 3  # so that the words of tokens differ
-    native.make_layouts(origin, whole, jobs, 40, native.SPANS * 40, mask.nbytes)
-    assert set(jobs["pads"]["mode"].flat) == {abi.CONSTANT}
 
 
 def test_words_that_are_not_significant_are_masked_out_but_not_zero() -> None:

@@ -16,6 +16,7 @@ from oracle import assert_same_tensor
 from strategies import MaskCase, masks, patterns
 
 from maskpack import RowLayout
+from maskpack.core import native
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
 from maskpack.layout.row_layout import anchored, host_spans, min_length, prefix_of
@@ -69,7 +70,9 @@ def test_from_mask_of_every_dtype(case: MaskCase) -> None:
     assert oracle.cells(case.tensor).tobytes() == before
 
 
-def test_masks_larger_than_one_scan_block() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_masks_larger_than_one_scan_block(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "threads_for", lambda nbytes: threads)
     rng = np.random.default_rng(0)
     for rows, width in ((700, 1500), (3, 600_000), (90_000, 9)):
         mask = torch.from_numpy(rng.random((rows, width)) < 0.3)
