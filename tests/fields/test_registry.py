@@ -140,19 +140,6 @@ def test_the_dict_that_made_it_is_not_shared():
     assert registry.axes == {"axis": (MaskAxis("a"),)}
 
 
-def test_override_at_one_call():
-    data = tokens()
-    data["routed_experts"] = of("sequence", torch.int16, -100, (2,))
-    batch = TensorDict(data, batch_size=[7])
-    with pytest.warns(mp.errors.MaskpackWarning, match="routed_experts"):
-        mp.nest_batch_by_mask(batch, pad_token_id=PAD)
-    override = RL_FIELDS | {"routed_experts": MaskNestingSpec("sequence", -100)}
-    nested = mp.nest_batch_by_mask(batch, override, pad_token_id=PAD, strict_mask_nesting=True)
-    assert nested["routed_experts"].is_nested
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
-    assert RL_FIELDS["routed_experts"].pads == (0, -1)
-
-
 def test_equal_registries_hash_alike():
     assert hash(EVERYTHING) == hash(copy.deepcopy(EVERYTHING))
     assert {RL_FIELDS: 1}[MaskNestingRegistry(dict(RL_FIELDS), RL_FIELDS.axes)] == 1
@@ -227,17 +214,6 @@ def test_find_goes_by_path_then_by_last_name():
     assert registry.find(("t", "y")) == C
     assert registry.find(("y",)) is None
     assert registry.find(("s",)) is None
-
-
-def test_look_up_in_a_batch():
-    mask = [[True, False], [True, True]]
-    batch = TensorDict({"m": torch.tensor(mask), "x": field(mask, torch.int64, 1)}, batch_size=[2])
-    batch["s", "x"] = field(mask, torch.int64, 2)
-    batch["t", "x"] = field(mask, torch.int64, 1)
-    registry = {"x": MaskNestingSpec("m", 1), ("s", "x"): MaskNestingSpec("m", 2)}
-    nested = mp.nest_batch_by_mask(batch, registry | {"m": MaskNestingSpec(None)}, strict_mask_nesting=True)
-    assert all(nested[key].is_nested for key in ("x", ("s", "x"), ("t", "x")))
-    assert_same(mp.unnest_batch_by_mask(nested), batch)
 
 
 def test_masks_are_tried_in_order():

@@ -119,40 +119,27 @@ def test_round_trip_bit_for_bit(case: Case) -> None:
     assert oracle.snapshot(nested) == tree
 
 
-@quiet
-@pytest.mark.parametrize("splitter", ["response_mask", "max_response_length"])
-def test_nesting_twice_where_every_field_of_an_axis_was_kept_dense(splitter: str) -> None:
-    """The layout of the dense field is then still the one that the mask gave."""
-    batch = TensorDict(
-        {
-            "attention_mask": torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]),
-            "response_mask": torch.tensor([[1, 5, 5], [1, 5, 0]]),
-            "values": torch.tensor([[1.0, 5.0, 6.0], [1.0, 5.0, 6.0]]),
-            "max_response_length": NonTensorData(3, batch_size=[2]),
-        },
-        batch_size=[2],
-    ).select("attention_mask", "values", splitter)
-    once = nest_batch_by_mask(batch)
-    assert not once["values"].is_nested
-    assert_same_batch(unnest(once), batch)
-    assert_same_batch(unnest(nest_batch_by_mask(once)), batch)
-    assert_same_batch(decompress(compress(once)), batch)
+AXIS = {"attention_mask": torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]), "values": torch.tensor([[1.0, 5, 6]] * 2)}
+NO_PROMPT = {"attention_mask": torch.tensor([[0, 1]]), "prompts": torch.zeros(1, 0, dtype=torch.int64)}
 
 
 @quiet
-def test_nesting_twice_where_a_mask_was_kept_dense() -> None:
-    """attention_mask is jagged by then: the dense response_mask must not become the response axis instead."""
-    batch = TensorDict(
-        {
-            "attention_mask": torch.tensor([[0, 1]]),
-            "prompts": torch.zeros(1, 0, dtype=torch.int64),
-            "responses": torch.tensor([[0, 9]]),
-            "response_mask": torch.tensor([[1, 0]]),
-        },
-        batch_size=[1],
-    )
+@pytest.mark.parametrize(
+    ("kept", "fields"),
+    [
+        ("values", AXIS | {"response_mask": torch.tensor([[1, 5, 5], [1, 5, 0]])}),
+        ("values", AXIS | {"max_response_length": NonTensorData(3, batch_size=[2])}),
+        ("response_mask", NO_PROMPT | {"responses": torch.tensor([[0, 9]]), "response_mask": torch.tensor([[1, 0]])}),
+    ],
+    ids=["every field beside a mask", "every field beside a number", "a mask"],
+)
+def test_nesting_twice_where_a_field_was_kept_dense(kept: str, fields: dict[str, Any]) -> None:
+    """The layout of a dense field is then still the one that the mask gave; and a dense response_mask, beside which
+    attention_mask is jagged by then, must not become the response axis instead."""
+    batch = TensorDict(fields, [len(fields["attention_mask"])])
     once = nest_batch_by_mask(batch, pad_token_id=PAD)
-    assert not once["response_mask"].is_nested
+    assert not once[kept].is_nested
+    assert_same_batch(unnest(once), batch)
     assert_same_batch(unnest(nest_batch_by_mask(once, pad_token_id=PAD)), batch)
     assert_same_batch(decompress(compress(once, pad_token_id=PAD)), batch)
 
@@ -883,6 +870,8 @@ def test_edge_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int)
 
 # -------------------------------------------------------------------- one pad a row
 
+MIXED = "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with"
+
 
 @pytest.mark.parametrize(
     ("pads", "given", "remedy"),
@@ -891,16 +880,8 @@ def test_edge_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int)
         ([-0.0, -0.0], 0, "0.0 and -0.0 differ in their bits: the pad ZERO takes both"),
         ([0.0, 0.0], -0.0, "the pad ZERO takes both"),
         ([-0.0, -0.0], [0, SIGNED_ZERO], ""),
-        (
-            [0.0, -0.0],
-            "several",
-            "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with",
-        ),
-        (
-            [-0.0, 0.0],
-            "several",
-            "A row mixes 0.0 and -0.0, which the pad ZERO takes in fields with",
-        ),
+        ([0.0, -0.0], "several", MIXED),
+        ([-0.0, 0.0], "several", MIXED),
         ([-0.0, 0.0], ZERO, ""),
         ([-0.0, 1.0], ZERO, "holds 1.0 at (0, 2)"),
         ([7.0, 7.0], 0, "holds 7.0 at (0, 1)"),

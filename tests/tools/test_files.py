@@ -162,14 +162,6 @@ def test_a_stream_and_a_folder_of_files(tmp_path, capsys):
     assert "All files: " in command_line.printed("doctor", sorted((tmp_path / "shards").glob("*.pt")), capsys)
 
 
-def test_a_cut_file_is_said_to_be_cut(tmp_path, capsys):
-    torch.save(TENSORS, tmp_path / "whole")
-    (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-100])
-    assert "cut begins as a file of torch.save or NumPy, and ends early. Save or copy it again" in refused(
-        [tmp_path / "cut"], capsys
-    )
-
-
 @pytest.mark.parametrize("version", ["0.10.0", "0.14.3"])
 def test_files_of_torch_save_with_other_versions_of_tensordict(version):
     """The maker is tests/golden/make_torch.py."""
