@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from attention_loops import head_major
 from needs import needs
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -93,11 +94,6 @@ def dense(
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-
-def head_major(x: Tensor) -> Tensor:
-    """Equal values, head after head in memory, as rotary embeddings that end in torch.cat leave them."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def check_attention(

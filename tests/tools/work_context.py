@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import work_rows
+from attention_loops import in_turn, naive
 from tensordict import TensorDict
 from tiny_models import gemma3, llama, mixtral, qwen3, qwen25_vl, scaled
 from torch import Tensor
@@ -33,27 +34,11 @@ def world() -> dist.ProcessGroup:
 # -------------------------------------------------------------------- attention
 
 
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, ends: list[int], scale: float, window: int | None, cap: float | None
-) -> Tensor:
-    """Token by token, head by head."""
-    out = []
-    for head in range(q.shape[1]):
-        own = head * k.shape[1] // q.shape[1]
-        for token in range(q.shape[0]):
-            begin = max(end for end in ends if end <= token)
-            begin = begin if window is None else max(begin, token - window + 1)
-            scores = k[begin : token + 1, own] @ q[token, head] * scale
-            scores = scores if cap is None else cap * torch.tanh(scores / cap)
-            out.append(scores.softmax(0) @ v[begin : token + 1, own])
-    return torch.stack(out).view(q.shape[1], q.shape[0], -1).transpose(0, 1)
-
-
 def attention_off() -> dict[Any, tuple[float, float]]:
     """By heads and options: the errors of outputs and of gradients, in float64."""
     group, rank, ranks = world(), dist.get_rank(), dist.get_world_size()
-    tokens, ends = 3 * ranks, [0, 1, 2 * ranks + 1, 3 * ranks]
-    bounds = torch.tensor(ends, dtype=torch.int32)
+    tokens, lengths = 3 * ranks, [1, 2 * ranks, ranks - 1]
+    bounds = torch.tensor([0, 1, 2 * ranks + 1, 3 * ranks], dtype=torch.int32)
     here = slice(3 * rank, 3 * rank + 3)
     out = {}
     for heads, own in ((4, 4), (4, 2), (8, 1), (8, 2), (12, 6), (12, 4)):
@@ -61,7 +46,7 @@ def attention_off() -> dict[Any, tuple[float, float]]:
             torch.manual_seed(heads * 100 + own)
             whole = [torch.randn(tokens, n, 6, dtype=torch.float64).requires_grad_() for n in (heads, own, own)]
             slope = torch.randn(tokens, heads, 6, dtype=torch.float64)
-            truth = naive_attention(*whole, ends, 0.3, window, cap)
+            truth = naive(*whole, in_turn(lengths), 0.3, window, cap)
             wanted = torch.autograd.grad((truth * slope).sum(), whole)
             parts = [x.detach()[here].clone().requires_grad_() for x in whole]
             seen = packed_attention(*parts, bounds, 2 * ranks, scale=0.3, window=window, softcap=cap, group=group)
