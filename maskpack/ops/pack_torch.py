@@ -72,7 +72,8 @@ def new_field(values: Tensor, layout: RowLayout, pads: Pads, ragged_dim: int) ->
     """An empty padded tensor on the host, which `native.write` fills."""
     shape, form = _form_of(values.shape[1:], values.dtype, layout.width, ragged_dim)
     out = empty_of((layout.num_rows, *shape), values.dtype)
-    return native.NewField(form, out, core_layout(layout), pads, values.contiguous())
+    values = values.resolve_conj().resolve_neg().contiguous()
+    return native.NewField(form, out, core_layout(layout), pads, values)
 
 
 @lru_cache(1024)
