@@ -1,4 +1,4 @@
-"""ops.pack and ops.unpack against naive row loops."""
+"""ops.pack and ops.unpack against naive row loops, in plain torch and by the kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import strategies
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import DEVICE, kernel_marks
 from oracle import assert_same_tensor
 from strategies import generators, patterns
 
@@ -20,20 +21,30 @@ from maskpack import EDGE, MaskpackError, RowLayout, ops
 from maskpack.core import backends
 from maskpack.errors import LayoutError
 
-TRAILING = ((), (1,), (3,), (2, 2), (0,))
+TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
 MANY_RUNS = [[place % 2 == 0 for place in range(9)], [False] * 9, [place % 3 == 1 for place in range(9)]]
 LONG_RUNS = [[4 <= place < 140 for place in range(150)], [False] * 150, [True] * 150]
 MASKS = {"many runs": MANY_RUNS, "long runs": LONG_RUNS}
+BACKENDS: list[Any] = ["auto", pytest.param("triton", marks=kernel_marks)]
+"""Tensors lie on the host, or where the kernels run."""
 
 
-def layout_of(mask: oracle.Mask, width: int) -> RowLayout:
-    return RowLayout.from_mask(oracle.mask_tensor(mask, width))
+def there(x: Any, backend: Any) -> Any:
+    """On the device of a backend, with the same strides."""
+    if backend == "auto" or DEVICE.type == "cpu" or not isinstance(x, torch.Tensor):
+        return x
+    if x.is_conj() or x.is_neg():
+        return x.to(DEVICE)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+
+
+def layout_of(mask: oracle.Mask, width: int, backend: Any = "auto") -> RowLayout:
+    return RowLayout.from_mask(there(oracle.mask_tensor(mask, width), backend))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[oracle.Mask, int, torch.dtype, tuple[int, ...], np.random.Generator]:
-    wide = draw(st.booleans())
-    width = draw(st.integers(65, 160)) if wide else draw(st.integers(0, 9))
+    width = draw(st.one_of(st.integers(0, 9), st.sampled_from([31, 32, 33, 64, 200]), st.integers(65, 160)))
     mask = draw(patterns(rows=draw(st.integers(0, 4)), width=width))
     return mask, width, draw(st.sampled_from(strategies.DTYPES)), draw(st.sampled_from(TRAILING)), draw(generators())
 
@@ -41,13 +52,14 @@ def cases(draw: st.DrawFn) -> tuple[oracle.Mask, int, torch.dtype, tuple[int, ..
 # -------------------------------------------------------------------- against the oracle
 
 
-@given(cases())
-def test_pack(case: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases())
+def test_pack(case: Any, backend: Any) -> None:
     mask, width, dtype, trailing, rng = case
     x = strategies.strided(rng, strategies.values(rng, (len(mask), width, *trailing), dtype))
     before = oracle.cells(x).tobytes()
-    got = ops.pack(x, layout_of(mask, width))
-    assert_same_tensor(got, oracle.pack(x, mask))
+    got = ops.pack(there(x, backend), layout_of(mask, width, backend), backend=backend)
+    assert_same_tensor(got.cpu(), oracle.pack(x, mask))
     assert got.is_contiguous()
     assert oracle.cells(x).tobytes() == before
 
@@ -73,23 +85,26 @@ def test_masks_of_any_leading_dims(lead: tuple[int, ...], trailing: tuple[int, .
     assert torch.equal(RowLayout.from_mask(mask).to_mask().view(mask.shape), mask)
 
 
-@given(cases(), st.sampled_from([0, 1, EDGE, "of rows"]))
-def test_unpack(case: Any, pad: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=cases(), pad=st.sampled_from([0, 1, EDGE, "of rows"]))
+def test_unpack(case: Any, pad: Any, backend: Any) -> None:
     mask, width, dtype, trailing, rng = case
     pad = strategies.values(rng, (len(mask),), dtype) if pad == "of rows" else pad
     values = strategies.strided(rng, strategies.values(rng, (oracle.offsets(mask)[-1], *trailing), dtype))
     before = oracle.cells(values).tobytes()
-    got = ops.unpack(values, layout_of(mask, width), pad)
-    assert_same_tensor(got, oracle.unpack(values, mask, width, oracle.EDGE if pad is EDGE else pad))
+    layout = layout_of(mask, width, backend)
+    got = ops.unpack(there(values, backend), layout, there(pad, backend), backend=backend)
+    assert_same_tensor(got.cpu(), oracle.unpack(values, mask, width, oracle.EDGE if pad is EDGE else pad))
     assert got.is_contiguous()
     assert oracle.cells(values).tobytes() == before
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MASKS)
-def test_any_strides(name: str) -> None:
+def test_any_strides(name: str, backend: Any) -> None:
     mask = MASKS[name]
     rows, width = len(mask), len(mask[0])
-    layout = layout_of(mask, width)
+    layout = layout_of(mask, width, backend)
     base = torch.arange(rows * width * 4, dtype=torch.float32)
     views = {
         "transposed": base[: rows * width].view(width, rows).t(),
@@ -104,9 +119,11 @@ def test_any_strides(name: str) -> None:
         "negated": torch.complex(base[: rows * width], base[: rows * width] + 1).view(rows, width).conj().imag,
     }
     for kind, x in views.items():
-        assert_same_tensor(ops.pack(x, layout), oracle.pack(x, mask), kind)
-        values = torch.stack([oracle.pack(x, mask), oracle.pack(x, mask)], -1)[..., 1]
-        assert_same_tensor(ops.unpack(values, layout), oracle.unpack(values, mask, width), kind)
+        packed = oracle.pack(x, mask)
+        assert_same_tensor(ops.pack(there(x, backend), layout, backend=backend).cpu(), packed, kind)
+        for values in (torch.stack([packed, packed], -1)[..., 1], x.flatten(0, 1)[: layout.num_tokens]):
+            got = ops.unpack(there(values, backend), layout, backend=backend).cpu()
+            assert_same_tensor(got, oracle.unpack(values.resolve_conj().resolve_neg(), mask, width), kind)
 
 
 @pytest.mark.parametrize("pad", [float("nan"), -0.0, float("inf"), -100, 0.1, True])
@@ -172,16 +189,17 @@ def test_results_are_copies() -> None:
 # -------------------------------------------------------------------- gradients
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pad", [0, 3.5, EDGE])
-def test_gradcheck(pad: Any) -> None:
+def test_gradients_of_both_orders(pad: Any, backend: Any) -> None:
     mask = [[False, True, False, True], [False] * 4, [True, True, True, False]]
-    layout = layout_of(mask, 4)
+    layout = layout_of(mask, 4, backend)
     for trailing in ((), (2,)):
-        x = torch.randn(3, 4, *trailing, dtype=torch.float64, requires_grad=True)
-        values = torch.randn(layout.num_tokens, *trailing, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda x: ops.pack(x, layout), (x,))
-        assert torch.autograd.gradcheck(lambda values: ops.unpack(values, layout, pad), (values,))
-        assert torch.autograd.gradgradcheck(lambda x: ops.pack(x * x, layout), (x,))
+        x = there(torch.randn(3, 4, *trailing, dtype=torch.float64), backend).requires_grad_()
+        values = there(torch.randn(layout.num_tokens, *trailing, dtype=torch.float64), backend).requires_grad_()
+        for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+            assert check(lambda x: ops.pack(x * x, layout, backend=backend), (x,))
+            assert check(lambda values: ops.unpack(values * values, layout, pad, backend=backend), (values,))
 
 
 @pytest.mark.parametrize("pad", [0, 3.5, EDGE])
