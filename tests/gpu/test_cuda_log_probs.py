@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import count_syncs
+from output_layers import plain
 from samples import in_chunks
 from torch import Tensor
 
@@ -24,11 +25,6 @@ def inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> tupl
     hidden = torch.randn(tokens, width, generator=source, device="cuda").to(dtype)
     weight = (torch.randn(vocabulary, width, generator=source, device="cuda") * width**-0.5).to(dtype)
     return hidden, weight, torch.randint(vocabulary, (tokens,), generator=source, device="cuda")
-
-
-def plain(hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-    return log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def results(call: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, weight: Tensor, *more: Any) -> list[Tensor]:

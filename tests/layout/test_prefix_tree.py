@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from plan_cases import tree_of, trie
 
 from maskpack.layout.prefix_tree import PrefixTree
 
@@ -29,18 +30,9 @@ def tries(draw: st.DrawFn, most: int = 9) -> list[Row]:
     return rows
 
 
-def tree_of(rows: Sequence[Row], min_shared: int = 1) -> PrefixTree:
-    ids = np.array([token for row in rows for token in row], np.int64)
-    return PrefixTree.from_ids(ids, np.cumsum([0, *map(len, rows)]), min_shared=min_shared)
-
-
 def common(rows: Sequence[Row]) -> int:
     """How many tokens all of them begin with."""
     return next(at for at in itertools.count() if len({row[: at + 1] for row in rows}) > 1 or at >= len(rows[0]))
-
-
-def prefixes(rows: Sequence[Row]) -> set[Row]:
-    return {row[: n + 1] for row in rows for n in range(len(row))}
 
 
 def contracted(rows: Sequence[Row], depth: int, least: int) -> int:
@@ -96,7 +88,7 @@ def check(tree: PrefixTree, rows: Sequence[Row]) -> None:
     assert sorted(tree.order.tolist()) == list(range(len(rows)))
     neighbours = itertools.pairwise(tree.order.tolist())
     assert tree.shared.tolist() == [0, *(common([rows[i], rows[j]]) for i, j in neighbours)][: len(rows)]
-    assert tree.num_tokens == len(prefixes(rows))
+    assert tree.num_tokens == len(trie(rows))
     assert tree.row_offsets.tolist() == [0, *itertools.accumulate(len(row) for row in rows)]
     flat = [row[: n + 1] for row in rows for n in range(len(row))]  # the prefix that each token of the rows ends
     of_tree: dict[int, Row] = dict(zip(tree.of_row_token.tolist(), flat, strict=True))
@@ -113,7 +105,7 @@ def check(tree: PrefixTree, rows: Sequence[Row]) -> None:
 
 def check_nodes(tree: PrefixTree, rows: Sequence[Row], of_tree: dict[int, Row]) -> None:
     """A node begins after a branch, and after the end of a row."""
-    known = prefixes(rows)
+    known = trie(rows)
 
     def begins(prefix: Row) -> bool:
         above = prefix[:-1]

@@ -87,3 +87,11 @@ def reduced(program: Any, logits: Tensor, ids: Tensor, curve: Curve, *, entropy:
     parts = Parts.of(*logits.shape, (entropy, False), logits.dtype, logits.device, log_probs.SLICE)
     program.reduce_rows(logits, Reduction(ids, curve, parts, torch.empty_like(logits[:0]), None), 0, 0)
     return parts
+
+
+def rounding_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """What a GPU does, of one dtype: sums in float32, rounds to the dtype of `out`, and then adds."""
+    assert a.dtype == b.dtype
+    assert not add or out.dtype == torch.float32
+    product = (a.float() @ b.float()).to(out.dtype)
+    out.copy_(out + product if add else product)

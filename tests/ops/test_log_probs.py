@@ -17,7 +17,7 @@ import work_vocab
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import kernel_marks
-from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced, rounding_product
 from samples import in_chunks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -218,12 +218,6 @@ def test_it_cannot_be_differentiated_twice() -> None:
 
 
 # -------------------------------------------------------------------- half precision
-
-
-def rounding_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """What a GPU does: sums in float32, rounds to the dtype of `out`, and then adds."""
-    product = (a.float() @ b.float()).to(out.dtype)
-    out.copy_(out + product if add else product)
 
 
 @pytest.fixture(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced
+from output_layers import BACKENDS, DEVICE, TOLERANCE, kept_tokens, naive, plain, reduced, rounding_product
 from samples import in_chunks
 from torch import Tensor
 
@@ -150,14 +150,7 @@ def test_half_precision_rounds_gradients_once(
     """Also with the products of a GPU, where the gradient of the logits is rounded, kept or not."""
     if gpu:
         monkeypatch.setattr(module, "_has_wide_products", lambda x: True)
-
-        def rounding(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-            assert a.dtype == b.dtype  # as a GPU wants it
-            assert not add or out.dtype == torch.float32
-            product = (a.float() @ b.float()).to(out.dtype)
-            out.copy_(out + product if add else product)
-
-        monkeypatch.setattr(module, "_product", rounding)
+        monkeypatch.setattr(module, "_product", rounding_product)
     given = case((300, 16, 501), parts, torch.bfloat16, thin=thin)
     for got, want in zip(our_gradients(given, keep=keep), true_gradients(given), strict=True):
         assert relative(got, want) < 4e-3

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kernels import count_syncs
+from output_layers import plain, rounding_product
 from samples import in_chunks
 from tensordict import TensorDict
 from torch import Tensor
@@ -61,8 +62,7 @@ def exact(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Both outputs and both gradients, by the plain program in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
-    outputs = [log_p.gather(1, ids.long()[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
+    outputs = plain(hidden, weight, ids, temperature)
     loss = sum((x * factor).sum() for x, factor, name in zip(outputs, factors, "LE", strict=True) if name in use)
     return [x.detach() for x in outputs], [*torch.autograd.grad(loss, (hidden, weight))]
 
@@ -150,13 +150,8 @@ def compare_narrow(cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 def compare_rounded(cases: Sequence[Case]) -> list[dict[str, Any]]:
     """With products as a GPU has them, of gradients in half precision."""
-
-    def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-        rounded = (a.float() @ b.float()).to(out.dtype)
-        out.copy_(out + rounded if add else rounded)
-
     module._has_wide_products = lambda x: True
-    module._product = product
+    module._product = rounding_product
     return compare_narrow(cases)
 
 
