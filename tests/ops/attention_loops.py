@@ -1,4 +1,4 @@
-"""What tests of attention share: loops over the tokens that each token sees, and tensors as a GPU has them."""
+"""What tests of attention share: calls, loops over the tokens that each token sees, and tensors as a GPU has them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from maskpack.ops.attention import packed_attention
 
 
 def naive(
@@ -36,6 +38,23 @@ def naive(
 def in_turn(lengths: Sequence[int]) -> list[range]:
     """The tokens of rows that follow each other."""
     return [range(begin, end) for begin, end in itertools.pairwise([0, *itertools.accumulate(lengths)])]
+
+
+def tensors(
+    lengths: Sequence[int], heads: tuple[int, int] = (4, 2), dim: int = 8, dtype: Any = torch.float32, seed: int = 0
+) -> list[Tensor]:
+    """Queries, keys and values of the tokens of rows."""
+    source = torch.Generator().manual_seed(seed)
+    shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1])]
+    return [(2 * torch.randn(*shape, generator=source)).to(dtype) for shape in shapes]
+
+
+def bounds(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def attend(qkv: list[Tensor], lengths: Sequence[int], *, scale: float = 0.4, **more: Any) -> Tensor:
+    return packed_attention(*qkv, bounds(lengths), max(lengths), scale=scale, **more)
 
 
 def head_major(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_loops import OnGpu, head_major, in_turn, naive
+from attention_loops import OnGpu, attend, bounds, head_major, in_turn, naive, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,22 +27,6 @@ from maskpack.ops import attention as module
 from maskpack.ops.attention import packed_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
-def tensors(
-    lengths: list[int], heads: tuple[int, int] = (4, 2), dim: int = 8, dtype: Any = torch.float32, seed: int = 0
-):
-    source = torch.Generator().manual_seed(seed)
-    shapes = [(sum(lengths), count, dim) for count in (heads[0], heads[1], heads[1])]
-    return [(2 * torch.randn(*shape, generator=source)).to(dtype) for shape in shapes]
-
-
-def bounds(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-
-
-def attend(qkv: list[Tensor], lengths: list[int], *, scale: float = 0.4, **more: Any) -> Tensor:
-    return packed_attention(*qkv, bounds(lengths), max(lengths), scale=scale, **more)
 
 
 def error(seen: Tensor, truth: Tensor) -> float:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_loops import attend, tensors
 from torch import Tensor
 
 from maskpack.errors import ReplayError
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.ops import attention, prefix_attention
-from maskpack.ops.attention import packed_attention
 from maskpack.ops.in_order import in_order
 from maskpack.ops.prefix_attention import Bounds, Call, gather_rows, ordered_attention
 
@@ -22,25 +22,15 @@ LENGTHS = [1, 64, 3, 150, 65, 129, 2]
 WAYS = [(None, None), (70, None), (3, None), (None, 2.0), (20, 2.0)]
 
 
-def tensors(tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    source = torch.Generator().manual_seed(0)
-    return [torch.randn(tokens, heads, 8, generator=source).to(dtype) for heads in (4, 2, 2)]
-
-
-def attended(qkv: list[Tensor], lengths: list[int], **more: Any) -> Tensor:
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return packed_attention(*qkv, bounds, max(lengths), scale=0.4, **more)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), WAYS)
 def test_rows_have_the_bits_of_rows_alone(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
-    qkv, how = tensors(sum(LENGTHS), dtype), {"window": window, "softcap": softcap}
-    seen = attended(qkv, LENGTHS, invariant=True, **how)
+    qkv, how = tensors(LENGTHS, dtype=dtype), {"window": window, "softcap": softcap}
+    seen = attend(qkv, LENGTHS, invariant=True, **how)
     limit = 0.05 if dtype == torch.bfloat16 else 1e-5
-    assert float((seen - attended(qkv, LENGTHS, **how)).abs().max()) < limit
+    assert float((seen - attend(qkv, LENGTHS, **how)).abs().max()) < limit
     for own, *row in zip(seen.split(LENGTHS), *(x.split(LENGTHS) for x in qkv), strict=True):
-        assert torch.equal(own, attended(row, [own.shape[0]], invariant=True, **how))
+        assert torch.equal(own, attend(row, [own.shape[0]], invariant=True, **how))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -52,11 +42,11 @@ def test_a_tree_has_the_bits_of_whole_rows(window: int | None, softcap: float | 
         trunk[:at] + rng.integers(9, 99, more).tolist() for at, more in ((5, 9), (5, 80), (70, 1), (128, 30), (140, 3))
     ]
     tree = PrefixTree.from_ids(np.concatenate(rows), np.cumsum([0, *map(len, rows)]), min_shared=1)
-    qkv = tensors(tree.num_tokens, dtype)
-    seen = attended(qkv, tree.nodes.counts.tolist(), tree=tree, **how)
+    qkv = tensors([tree.num_tokens], dtype=dtype)
+    seen = attend(qkv, tree.nodes.counts.tolist(), tree=tree, **how)
     for begin, end in zip(tree.row_offsets[:-1], tree.row_offsets[1:], strict=True):
         path = torch.from_numpy(tree.of_row_token[begin:end])
-        assert torch.equal(seen[path], attended([x[path] for x in qkv], [len(path)], **how))
+        assert torch.equal(seen[path], attend([x[path] for x in qkv], [len(path)], **how))
 
 
 def test_a_tree_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,15 +55,15 @@ def test_a_tree_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_merging_kernel", lambda *_: "kernel")
     monkeypatch.setattr(prefix_attention, "merged_attention", lambda query, *_: merged.append(query) or query)
     tree = PrefixTree.from_ids(np.array([1, 2, 3, 1, 2, 4]), np.array([0, 3, 6]), min_shared=1)
-    qkv = tensors(tree.num_tokens, torch.float32)
+    qkv = tensors([tree.num_tokens])
     for invariant in (True, False):
-        attended(qkv, tree.nodes.counts.tolist(), tree=tree, invariant=invariant)
+        attend(qkv, tree.nodes.counts.tolist(), tree=tree, invariant=invariant)
         assert len(merged) == (not invariant)
 
 
 def test_flex_is_refused() -> None:
     with pytest.raises(ReplayError, match=r'backend "flex" with .* invariant=True; expected one whose blocks begin'):
-        attended(tensors(5, torch.float32), [5], invariant=True, backend="flex")
+        attend(tensors([5]), [5], invariant=True, backend="flex")
 
 
 def test_invariant_calls_prefer_the_kernels_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +116,7 @@ class Kernel:
 
 
 def test_backward_passes_of_kernels_and_of_gathered_rows_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = (x.requires_grad_() for x in tensors(5, torch.float32))
+    query, key, value = (x.requires_grad_() for x in tensors([5]))
     kernel, bounds = Kernel(), Bounds(torch.tensor([0, 5]), torch.tensor([0, 5]), 5, 5)
     ordered_attention(query, key, value, bounds, 0.4, kernel).sum().backward()
     assert kernel.seen == [(False, False), (True, False)]

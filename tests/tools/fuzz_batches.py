@@ -278,6 +278,21 @@ class Rows:
         return replace(self, frames=frames, masks=masks, cells=cells, told=(tuple(self.fields), True, self.told[2]))
 
 
+def through_a_file(packed: mp.PackedBatch) -> mp.PackedBatch:
+    with tempfile.TemporaryDirectory() as folder:
+        packed.save(Path(folder, "rows"))
+        return mp.PackedBatch.load(Path(folder, "rows"))
+
+
+WAYS: tuple[Callable[[mp.PackedBatch], mp.PackedBatch], ...] = (
+    lambda packed: packed.own(),
+    lambda packed: pickle.loads(pickle.dumps(packed, 5)),
+    lambda packed: mp.PackedBatch.from_bytes(packed.to_bytes()),
+    through_a_file,
+)
+"""Of packed rows to another owner of the same rows."""
+
+
 class Held(NamedTuple):
     """A packed or a nested batch, and its rows."""
 
@@ -385,14 +400,7 @@ class Program:
     def sent(self, own: Held) -> Held:
         if not isinstance(own.batch, mp.PackedBatch):
             return Held(pickle.loads(pickle.dumps(own.batch)), own.rows)
-        with tempfile.TemporaryDirectory() as folder:
-            ways: list[Callable[[mp.PackedBatch], Any]] = [
-                lambda packed: packed.own(),
-                lambda packed: pickle.loads(pickle.dumps(packed, 5)),
-                lambda packed: mp.PackedBatch.from_bytes(packed.to_bytes()),
-                lambda packed: (packed.save(Path(folder, "rows")), mp.PackedBatch.load(Path(folder, "rows")))[1],
-            ]
-            return Held(self.one(ways)(own.batch), own.rows)
+        return Held(self.one(WAYS)(own.batch), own.rows)
 
     def nest(self, own: Held) -> Held:
         if not isinstance(own.batch, mp.PackedBatch):

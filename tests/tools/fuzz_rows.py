@@ -7,15 +7,13 @@ once, or only at the end of the program, in a thread beside others.
 
 from __future__ import annotations
 
-import pickle
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import fuzz_batches
 import numpy as np
 import torch
 from tensordict import TensorDict
@@ -182,19 +180,8 @@ class Program:
         layout = inside[0] if len(own.form.layouts) > 1 or self.chance(0.5) else None
         return Held(own.form.take_tokens(spans, layout), rows, True)
 
-    def own(self, own: Held) -> Held:
-        return Held(self.packed(own.form).own(), own.rows, own.spans)
-
-    def pickled(self, own: Held) -> Held:
-        return Held(pickle.loads(pickle.dumps(self.packed(own.form), 5)), own.rows, own.spans)
-
-    def written(self, own: Held) -> Held:
-        return Held(mp.PackedBatch.from_bytes(self.packed(own.form).to_bytes()), own.rows, own.spans)
-
-    def saved(self, own: Held) -> Held:
-        with tempfile.TemporaryDirectory() as folder:
-            self.packed(own.form).save(Path(folder, "rows"))
-            return Held(mp.PackedBatch.load(Path(folder, "rows")), own.rows, own.spans)
+    def sent(self, own: Held) -> Held:
+        return Held(self.one(fuzz_batches.WAYS)(self.packed(own.form)), own.rows, own.spans)
 
     def viewed(self, own: Held) -> Held:
         return Held(self.as_form(self.packed(own.form)), own.rows, own.spans)
@@ -208,7 +195,7 @@ class Program:
 
     STEPS: tuple[Callable[..., Held], ...] = (
         *(take, take, slice, split, cat, cat, select, narrow, take_tokens),
-        *(own, pickled, written, saved, viewed, with_fields),
+        *(sent, sent, sent, sent, viewed, with_fields),
     )
 
     def forms(self, own: Held) -> tuple[Any, ...]:
