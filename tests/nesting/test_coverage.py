@@ -217,14 +217,6 @@ def test_a_sparse_tensor_is_dense_to_us():
 # -------------------------------------------------------------------- declared dense
 
 
-def test_a_field_declared_in_the_registry():
-    batch = TensorDict({"position_table": torch.ones(2, 9)}, batch_size=[2]).set("cache", entry({"k": torch.ones(3)}))
-    assert len(paths(batch, {})) == 2
-    dense = dict.fromkeys(("position_table", "cache"), mp.MaskNestingSpec(None))
-    assert paths(batch, dense) == []
-    mp.nest_batch_by_mask(batch, dense, strict_mask_nesting=True)
-
-
 ALLOWED = [
     ([], {("x",), ("a", "x"), ("a", "b", "x"), ("o", "t")}),
     (["x"], {("o", "t")}),

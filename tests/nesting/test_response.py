@@ -108,7 +108,7 @@ def test_the_pad_of_an_added_field_comes_from_the_registry():
 @all_forms
 def test_fields_come_in_the_order_asked_for(form):
     batch = rollout(objects=False)
-    batch["more"] = TensorDict({"values": batch["values"]}, [B]) if "values" in batch else TensorDict({}, [B])
+    batch["more"] = TensorDict({}, [B])
     source = form(batch)
     for names in (("old_log_probs", "advantages", "responses"), ("responses", "reward_baselines", "old_log_probs")):
         assert tuple(mp.select_and_pad_to_response(source, *names).keys()) == names

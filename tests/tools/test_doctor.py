@@ -234,10 +234,6 @@ def test_the_printed_line_covers_the_field(value, spec, pad, tmp_path, capsys):
     assert kinds["mine",] == kinds["sub", "mine"] == "padded"
 
 
-def stays(value):
-    return samples.rollout_with(mine=value)
-
-
 def under(**values):
     """A field of the response with these values under the mask, in turn."""
     out = samples.of("response", torch.float32)
