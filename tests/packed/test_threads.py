@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from maskpack import RL_FIELDS, MaskNestingSpec, PackedBatch, compress, decompress, nest_batch_by_mask
 from maskpack.core import abi, native
 from maskpack.packed import table
-from maskpack.packed.rows import Values, packed_rows
+from maskpack.packed.values import Values, packed_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 THREADS = (2, 3, 16)

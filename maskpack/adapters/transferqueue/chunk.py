@@ -35,7 +35,7 @@ from maskpack.layout.jagged import held_by, is_regular, jagged_all
 from maskpack.nesting.schema import Schema
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
-from maskpack.packed.rows import Values, packed_rows
+from maskpack.packed.values import Values, packed_rows
 
 _PADDED = MaskNestingRegistry(
     {

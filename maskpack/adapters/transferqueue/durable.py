@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from maskpack.errors import StorageError
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.rows import packed_rows
+from maskpack.packed.values import packed_rows
 from maskpack.store import RolloutLog
 
 _log = logging.getLogger(__name__)

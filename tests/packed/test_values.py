@@ -12,7 +12,7 @@ from oracle import assert_same_object, assert_same_tensor
 from maskpack import PackedBatch, decompress
 from maskpack.core.objects import Objects
 from maskpack.errors import LayoutError
-from maskpack.packed.rows import Values, packed_rows
+from maskpack.packed.values import Values, packed_rows
 
 LENGTHS = ([3, 0, 1, 4], [2, 2, 5, 1])
 """Of `near`, which is encoded after `base` though it comes before, and of `pairs`."""
