@@ -21,7 +21,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import MaskpackError
 from maskpack.fields.registry import Key, Path
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.segments import Segments
+from maskpack.packed.rows import Segments
 from maskpack.planning.plan import MicroBatchPlan
 from maskpack.views.column_group import BatchMeta, ColumnGroup, assembled, narrowed
 from maskpack.views.view import BatchView

@@ -30,8 +30,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from maskpack.core.index import IntArray
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.segments import Segments
-from maskpack.packed.table import Table
+from maskpack.packed.rows import Segments
 from maskpack.views.column_group import BatchMeta, ColumnGroup, Cut, Source
 from maskpack.views.view import BatchView
 
@@ -220,7 +219,7 @@ class Placement:
             nodes = (packed.schema.root, *(form.node for form in packed.schema.forms))
             plain = all(node is None or node.kind is None for node in nodes)
             plain = plain and all(held.is_plain for held in packed.objects.values())
-            small = plain and isinstance(packed.rows, Table) and packed.nbytes <= INLINED
+            small = plain and packed.rows.whole is not None and packed.nbytes <= INLINED
             known = pickle.dumps(packed, 5) if small else b""
             known = known if len(known) <= INLINED + packed.nbytes else b""
             with self._lock:

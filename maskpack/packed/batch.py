@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from maskpack.core import native
+from maskpack.core import index
 from maskpack.core.arguments import flag, list_of, named, said, whole
-from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.core.index import IntArray, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.core.keys import path_of, plain
 from maskpack.core.objects import Objects
 from maskpack.core.tensors import device_here
@@ -33,14 +33,13 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.row_layout import RowLayout, core_layout
+from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import layouts_entry, read_nested
 from maskpack.nesting.read import Opened
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.arrow import table_of
-from maskpack.packed.columns import Picked
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.decode import MAX_BYTES, decoded_nbytes, dims_above, entries_of, on, pads_of, shape_in, trimmed
 from maskpack.packed.encode import encoded_batch
@@ -48,10 +47,10 @@ from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
-from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows
+from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows, tokens_taken
 from maskpack.packed.pickling import from_parts, to_parts
+from maskpack.packed.rows import Rows, TokenSpans, numbers_of
 from maskpack.packed.table import Table
-from maskpack.packed.tokens import TokenSpans, tokens_taken
 
 Target = Literal["padded", "nested"]
 Widths = Literal["padded", "trim"]
@@ -65,14 +64,14 @@ class PackedBatch:
     Attributes:
         num_rows: B.
         schema: the forms of the fields, in key order.
-        rows: the encoded tensors: a table of these rows, in the order of the schema, or rows of other tables by number.
+        rows: the encoded tensors, as rows of tables.
         objects: the Python objects.
         codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
     """
 
     num_rows: int
     schema: Schema
-    rows: Table | Picked
+    rows: Rows
     objects: Mapping[Path, Objects]
     codec: str | None = None
 
@@ -84,37 +83,26 @@ class PackedBatch:
 
     @cached_property
     def table(self) -> Table:
-        """The encoded tensors of these rows alone. Rows of other tables are cut from them, or encoded again."""
-        return self.rows if isinstance(self.rows, Table) else table_of_rows(self)
-
-    @cached_property
-    def picked(self) -> Picked:
-        """The rows by number."""
-        return self.rows if isinstance(self.rows, Picked) else Picked.of(self.rows, self.numbers)
+        """The encoded tensors of these rows alone, in the order of the schema. Some rows, or fields in another order,
+        are cut from their tables, or encoded again."""
+        whole, own = self.rows.whole, self.rows.columns[0]
+        return whole if whole is not None and own.paths == tuple(self.numbers) else table_of_rows(self)
 
     @property
     def frames(self) -> Mapping[str, tuple[int, int]]:
         """The width and the anchor of each layout."""
         return self.rows.frames
 
-    @cached_property
+    @property
     def layouts(self) -> dict[str, RowLayout]:
         """The RowLayouts of the fields, a dict by name, on the host."""
-        return self.rows.layouts if isinstance(self.rows, Table) else self.rows.layouts()
-
-    @cached_property
-    def layout_rows(self) -> IntArray:
-        """The table of layouts, for the core."""
-        if isinstance(self.rows, Table):
-            return self.rows.layout_rows
-        return native.layout_rows([core_layout(layout) for layout in self.layouts.values()])
+        return self.rows.layouts
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of the encoded tensors, the tensors inside Python objects and the layouts, before any
         codec. Rows that were selected have the share of the bytes that an equal division gives them."""
-        tensors = self.rows.nbytes if isinstance(self.rows, Table) else self.rows.nbytes()
-        return tensors + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
+        return self.rows.nbytes + sum(array.nbytes for entry in self.objects.values() for array in entry.arrays())
 
     @cached_property
     def forms(self) -> dict[Path, FieldForm]:
@@ -137,10 +125,10 @@ class PackedBatch:
         """The forms of the tensors, in the order of the table."""
         return tuple(form for form in self.schema.forms if form.dtype is not None)
 
-    @cached_property
-    def numbers(self) -> dict[Path, int]:
+    @property
+    def numbers(self) -> Mapping[Path, int]:
         """The number of each tensor in the table."""
-        return {form.path: number for number, form in enumerate(self.tensors)}
+        return numbers_of(self.schema)
 
     def words_nbytes(self, path: Path) -> int:
         """Bytes of the words of a field, decoded."""
@@ -152,7 +140,7 @@ class PackedBatch:
 
     # ---------------------------------------------------------------- rows
 
-    def take(self, rows: Rows) -> PackedBatch:
+    def take(self, rows: index.Rows) -> PackedBatch:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
         No value is copied: the rows are numbers, and share the memory of this batch, which lives as long as they do.
@@ -166,7 +154,7 @@ class PackedBatch:
         index = row_index(rows, self.num_rows, "PackedBatch.take")
         return self._rows_at(index, index.size)
 
-    def __getitem__(self, rows: Rows) -> PackedBatch:
+    def __getitem__(self, rows: index.Rows) -> PackedBatch:
         no_single_row(rows, self.num_rows, "PackedBatch")
         return self.take(rows)
 
@@ -221,11 +209,11 @@ class PackedBatch:
     def _rows_at(self, index: IntArray | slice, count: int) -> PackedBatch:
         rows = range(index.start, index.stop) if isinstance(index, slice) else index.tolist() if self.objects else ()
         objects = {path: entry.take(rows) for path, entry in self.objects.items()}
-        return replace(self, num_rows=count, rows=self.picked.take(index), objects=objects)
+        return replace(self, num_rows=count, rows=self.rows.take(index), objects=objects)
 
     def own(self) -> PackedBatch:
         """Returns the rows with bytes of their own, which keep no memory of other rows alive."""
-        return replace(self, rows=self.table.own())
+        return replace(self, rows=Rows.of(self.table.own(), self.schema))
 
     def _need_rows(self, call: str) -> None:
         if self.schema.root.more_dims is None:
@@ -298,7 +286,10 @@ class PackedBatch:
             raise LayoutError(
                 "PackedBatch.pin_memory: this process has no CUDA device; expected one. Decode the batch as it is."
             )
-        return replace(self, rows=self.table.own().moved(pinned_memory))
+        table = self.table.own()
+        body = pinned_memory(table.body.nbytes)
+        body[...] = table.body
+        return replace(self, rows=Rows.of(table.like(body=body), self.schema))
 
     # ---------------------------------------------------------------- bytes
 
@@ -495,7 +486,7 @@ def compress(
     check_coverage(schema.forms, opened.batch, options, off)
     entries = opened.seen.entries
     objects = {f.path: Objects.of(entries[f.path]).stowed() for f in schema.forms if f.kind == "object"}
-    packed = PackedBatch(table.rows, schema, table, objects, codec)
+    packed = PackedBatch(table.rows, schema, Rows.of(table, schema), objects, codec)
     warn_dense(schema.forms, options, opened.batch, off, lambda: packed.nbytes, 2)
     return packed
 
@@ -541,6 +532,7 @@ def decompress(
     forms = [
         form for _, form in select_entries([(form.path, form) for form in packed.schema.forms], fields, "decompress")
     ]
+    stored = packed
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")
         forms = [packed.forms[form.path] for form in forms]
@@ -553,7 +545,7 @@ def decompress(
         )
     check_devices({form.device or "cpu" for form in forms} if device is None else [device], "decompress")
     nested, root = format == "nested", packed.schema.root
-    entries = entries_of(packed, forms, nested, device, decode_on_device(packed, forms, nested, device))
+    entries = entries_of(packed, forms, nested, device, decode_on_device(packed, stored, forms, nested, device))
     if not nested:
         return unflatten(on(root, device), entries, packed.num_rows)
     out = unflatten(on(rows_only(root), device), entries, packed.num_rows)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from maskpack.core import abi, native
-from maskpack.core.bits import empty_of, words
+from maskpack.core.bits import Words, empty_of, words
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node
@@ -26,7 +26,8 @@ from maskpack.layout.row_layout import RowLayout, host_spans, min_length
 from maskpack.nesting.jobs import size_of_word, words_of_one
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.columns import Body, Shown
+from maskpack.packed.rows import Rows, Share, TokenBody, indices
+from maskpack.packed.table import Frame
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -144,9 +145,8 @@ def _record_size(packed: PackedBatch, form: FieldForm) -> int:
     """Bytes of what is under the mask of a row of a padded field."""
     assert form.dtype is not None
     assert form.layout is not None
-    own = next(columns for columns in packed.picked.columns if form.path in columns.paths)
-    plain = 1 + form.dtype.itemsize
-    with_signs = any(body.table.pads["size"][body.numbers[form.path]] > plain for body in own.parts)
+    plain, parts = 1 + form.dtype.itemsize, packed.rows.columns_of(form.path).parts
+    with_signs = any(body.table.pads["size"][body.numbers[form.path]] > plain for body in parts)
     return plain + (-(-packed.frames[form.layout][0] // 8) if with_signs else 0)
 
 
@@ -154,20 +154,18 @@ def pads_of(packed: PackedBatch, form: FieldForm) -> Pads:
     """What is under the mask of a padded field, as wide as its rows are now."""
     assert form.dtype is not None
     assert form.layout is not None
-    size, picked = form.dtype.itemsize, packed.picked
-    own = next(columns for columns in picked.columns if form.path in columns.paths)
+    size, rows, own = form.dtype.itemsize, packed.rows, packed.rows.columns_of(form.path)
     held = [
         body.table.pads_of(body.numbers[form.path], size).moved(
-            picked.shift(form.layout, body.table), picked.frames[form.layout][0]
+            rows.shift(form.layout, body.table), rows.frames[form.layout][0]
         )
         for body in own.parts
     ]
     if len(held) == 1 and len(held[0].records) == 1:
         return held[0]
-    shares, order = own.rows.shares()
-    parts = [(held[share.source].take(share.rows), share.rows.size) for share in shares]
+    parts = [(held[share.source].take(share.rows), indices(share.rows).size) for share in own.rows.shares]
     found = Pads.cat(parts or [(Pads.of(0, form.dtype), 0)])
-    return found if order is None else found.take(order)
+    return found if own.rows.order is None else found.take(own.rows.order)
 
 
 def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> dict[Path, Tensor]:
@@ -183,16 +181,19 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
     numbers = {form.path: at for at, form in enumerate(forms)}
     blocks: list[IntArray] = []
     given: list[tuple[int, ...]] = []
-    for columns in packed.picked.columns:
+    for columns in packed.rows.columns:
         chosen = [path for path in columns.paths if path in numbers]
         places = [numbers[path] for path in chosen]
-        bodies = columns.taken() if chosen else ()
-        whole = len(bodies) == 1 and places == [*range(len(forms))]
-        for body, taken, to in bodies:
-            if not isinstance(body, Body):  # spans of tokens
+        shares = (columns.rows.shares or _NO_ROWS[: len(columns.parts)]) if chosen else []
+        whole = len(shares) == 1 and places == [*range(len(forms))]
+        for share in shares:
+            body = columns.parts[share.source]
+            taken = None if share.is_all(body.num_rows) else indices(share.rows)
+            to = None if len(shares) == 1 else indices(share.places)
+            if isinstance(body, TokenBody):
                 bounds = packed.layouts[forms[places[0]].layout or ""].row_offsets
                 at = slice(None) if to is None else ranges(bounds[to], bounds[to + 1] - bounds[to])
-                for place, own in zip(places, body.words_of(chosen, taken), strict=True):
+                for place, own in zip(places, _words_of_spans(body, chosen, share.rows), strict=True):
                     words(tensors[place]).numpy()[at] = own
                 continue
             table, block = body.table, lines if whole else lines[places]
@@ -200,9 +201,9 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
             block[:, _ENTRY] = table.fields[fields]
             if is_padded:
                 pads.append(table.pads[fields])
-                if packed.picked.shown is not None or table.frames != packed.frames:
+                if table.frames != packed.frames:
                     for at in [at for at, place in enumerate(places) if targets.padded[place]]:
-                        block[at, _SHIFT] = packed.picked.shift(forms[places[at]].layout or "", table)
+                        block[at, _SHIFT] = packed.rows.shift(forms[places[at]].layout or "", table)
             block[:, _PART] = len(given)
             given.append(table.given(table.rows if taken is None else taken.size, taken, to))
             if table.dense_rows != table.rows:  # the rows are no batch dim
@@ -217,8 +218,22 @@ def decoded(packed: PackedBatch, forms: Sequence[FieldForm], nested: bool) -> di
             _write_pads(block, np.concatenate(pads).view(np.int64).reshape(-1, 3), parts["table"]["body"])
         block = block[np.argsort(block[:, _ENTRY], kind="stable")]  # a field comes after those that it is near to
         all_targets = native.structs(block.reshape(-1), abi.TARGET)
-        native.decode(all_targets, parts, packed.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
+        native.decode(all_targets, parts, packed.rows.layout_rows, packed.num_rows, _tensors_nbytes(packed, targets))
     return dict(zip((form.path for form in forms), tensors, strict=True))
+
+
+_NO_ROWS = [Share(0, slice(0, 0), slice(0, 0))]
+"""Of the only body without rows, which may have fields whose rows are no batch dim."""
+
+
+def _words_of_spans(body: TokenBody, paths: Sequence[Path], rows: IntArray | slice) -> list[Words]:
+    """The words [T, ...] of some fields in some rows of a body, in the order given."""
+    spans = body.spans.take(rows)
+    own, place = np.unique(spans.row, return_inverse=True)
+    part = body.batch.take(own)
+    index = ranges(part.layouts[spans.layout].row_offsets[place] + spans.start, spans.count)
+    whole = decoded(part, [part.forms[path] for path in paths], True)
+    return [words(whole[path]).numpy()[index] for path in paths]
 
 
 def _write_pads(block: IntArray, pads: IntArray, bodies: IntArray) -> None:
@@ -303,12 +318,14 @@ def trimmed(packed: PackedBatch, forms: Sequence[FieldForm], call: str) -> Packe
                 "since widths change. Leave the widths padded, or give the TensorDict batch_size=[rows] before packing."
             )
     layouts: dict[str, RowLayout] = {}
-    begins: dict[str, int] = {}
+    frames: dict[str, Frame] = {}
     for name, layout in packed.layouts.items():
         table = host_spans(layout)
         end = int((table.starts + table.counts).max(initial=0))
-        begins[name] = int(table.starts.min(initial=end))
-        layouts[name] = layout.narrow(begins[name], end)
+        begin = int(table.starts.min(initial=end))
+        layouts[name] = layout.narrow(begin, end)
+        frames[name] = end - begin, packed.frames[name][1] - begin
     axes = tuple((name, layouts[name].width, layouts[name].anchor) for name, _, _ in packed.schema.axes)
-    rows = packed.picked.shown_as(Shown(layouts, begins, packed))
+    rows = Rows(packed.rows.columns, frames)
+    rows.__dict__["layouts"] = layouts
     return replace(packed, rows=rows, schema=replace(packed.schema, axes=axes))

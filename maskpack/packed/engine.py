@@ -30,6 +30,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.rows import Rows
 from maskpack.packed.table import of_values
 
 _CALL = "from_engine"
@@ -414,4 +415,4 @@ def _packed(rows: Sequence[_Row], prompt_width: int, response_width: int, pad: i
     schema = Schema(Node((), None), tuple(forms), tuple((name, own.width, own.anchor) for name, own in axes.items()))
     found = of_values(forms, values, layouts, len(rows), len(rows), pads)
     assert found is not None  # there are no bools
-    return PackedBatch(len(rows), schema, found.table, {})
+    return PackedBatch(len(rows), schema, Rows.of(found.table, schema), {})

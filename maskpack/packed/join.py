@@ -1,5 +1,5 @@
-"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`) or a
-part of one (`narrowed`)."""
+"""Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`), a part
+of one (`narrowed`), or spans of tokens (`tokens_taken`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.jobs import words_of_one
-from maskpack.nesting.schema import FieldForm, Schema
-from maskpack.packed.columns import Body, Columns, Frame, Picked, cat_columns, used
+from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.decode import decoded, dims_above, entries_of, pads_of, shape_in
-from maskpack.packed.segments import Segments
-from maskpack.packed.table import Table, merge, of_values
+from maskpack.packed.rows import Body, Columns, Rows, Segments, TokenBody, TokenSpans, cat_columns, used
+from maskpack.packed.table import Frame, Table, merge, of_values
 
 if TYPE_CHECKING:
     from maskpack.packed.batch import PackedBatch
@@ -61,10 +60,10 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     schema, frames, padded = _schema_together(batches, call)
     rows = sum(batch.num_rows for batch in batches)
     paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in padded]
-    columns = [own for own, _ in cat_columns([batch.picked.columns for batch in batches], paths, frames)]
+    columns = [own for own, _ in cat_columns([batch.rows.columns for batch in batches], paths, frames)]
     apart = [form for form in schema.forms if form.path in padded]
     columns += [_alone(form, words(padded[form.path]).numpy(), {}, rows) for form in apart]
-    return replace(batches[0], num_rows=rows, schema=schema, rows=Picked(tuple(columns), frames), objects=objects)
+    return replace(batches[0], num_rows=rows, schema=schema, rows=Rows(columns, frames), objects=objects)
 
 
 def _schema_together(
@@ -128,12 +127,9 @@ def _alone(
 def table_of_rows(packed: PackedBatch) -> Table:
     """The table of rows that lie in other tables. Consecutive rows of one table are cut from it if they need few others
     of it; others are encoded."""
-    picked = packed.picked
-    if picked.shown is not None:
-        return picked.shown.batch.table.like(known=dict(picked.shown.layouts))
     tables: list[Table] = []
     places: dict[Path, tuple[int, int]] = {}
-    for columns in picked.columns:
+    for columns in packed.rows.columns:
         forms = [packed.forms[path] for path in columns.paths]
         cut = _cut(packed, columns)
         far = [] if cut is None else cut.fields_from_afar()
@@ -154,17 +150,12 @@ def table_of_rows(packed: PackedBatch) -> Table:
 
 def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
     """The rows as they lie in one table; None if they do not lie one after the other, or have other widths."""
-    picked = packed.picked
-    if len(columns.parts) != 1 or columns.rows.count.size != 1:
+    body = columns.body
+    if body is None or columns.rows.count.size != 1 or not packed.rows.fits(body.table):
         return None
-    if not isinstance(columns.parts[0], Body):
-        return None
-    table, numbers = columns.parts[0].table, columns.parts[0].numbers
-    if any(table.frames.get(name, frame) != frame for name, frame in picked.frames.items()):
-        return None
-    start, count = int(columns.rows.start[0]), int(columns.rows.count[0])
+    table, start, count = body.table, int(columns.rows.start[0]), int(columns.rows.count[0])
     table = table if count == table.rows else table.between(start, start + count)
-    chosen = [numbers[path] for path in columns.paths]
+    chosen = [body.numbers[path] for path in columns.paths]
     table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
     return table.with_layouts(columns.layouts)
 
@@ -254,7 +245,7 @@ def restricted(batch: PackedBatch, paths: Collection[Path]) -> PackedBatch:
     """The batch with some of its fields, still encoded."""
     schema, layouts = _restricted(batch.schema, frozenset(paths))
     objects = {form.path: batch.objects[form.path] for form in schema.forms if form.kind == "object"}
-    return replace(batch, schema=schema, rows=batch.picked.only(paths, layouts), objects=objects)
+    return replace(batch, schema=schema, rows=batch.rows.only(paths, layouts), objects=objects)
 
 
 @lru_cache(256)
@@ -273,8 +264,7 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     inner = words_of_one(replace(form, shape=form.shape[dim + 1 :]))
     own = replace(form, shape=(*form.shape[:dim], length, *form.shape[dim + 1 :]))
     forms = tuple(own if other.path == form.path else other for other in batch.schema.forms)
-    picked = batch.picked
-    home = next(columns for columns in picked.columns if form.path in columns.paths)
+    home = batch.rows.columns_of(form.path)
     cut = [_narrow_body(body, form.path, start * inner, length * inner) for body in home.parts if before == 1]
     if len(cut) == len(home.parts) and None not in cut:
         mine = replace(home, paths=(form.path,), parts=tuple(cut), layouts=())
@@ -287,13 +277,50 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
         pads = pads_of(batch, form) if form.kind == "padded" else None
         mine = _alone(own, held, layouts, batch.num_rows, pads)
-    columns = (*(columns.without({form.path}) for columns in picked.columns), mine)
-    return replace(batch, schema=replace(batch.schema, forms=forms), rows=replace(picked, columns=used(columns)))
+    columns = [own.only(set(own.paths) - {form.path}) for own in batch.rows.columns]
+    rows = Rows(used([*columns, mine]), batch.frames)
+    return replace(batch, schema=replace(batch.schema, forms=forms), rows=rows)
 
 
 def _narrow_body(body: Any, path: Path, start: int, length: int) -> Body | None:
     table = body.table.narrow(body.numbers[path], start, length) if isinstance(body, Body) else None
     return None if table is None else replace(body, table=table)
+
+
+def tokens_taken(packed: PackedBatch, spans: TokenSpans, call: str) -> PackedBatch:
+    """The spans as rows. Raises LayoutError if a field has another layout."""
+    inside = [form.path for form in packed.tensors if form.layout == spans.layout]
+    name = name_of_jagged(inside[0]) if inside else ""
+    schema = _schema_of_spans(packed.schema, spans.layout, name, call)
+    rows = packed.take(spans.row)
+    columns = [own.only(set(own.paths) - set(inside), ()) for own in rows.rows.columns]
+    frames: dict[str, Frame] = {}
+    if inside:
+        body = TokenBody(packed.select(*inside), spans)
+        columns.append(Columns(tuple(inside), (body,), Segments.whole(spans.row.size), (name,)))
+        frames[name] = spans.rows.width, 0
+    return replace(rows, schema=schema, rows=Rows(used(columns), frames))
+
+
+def _schema_of_spans(schema: Schema, layout: str, name: str, call: str) -> Schema:
+    """The schema in which the fields of a layout are jagged, in the layout `name`."""
+    forms: list[FieldForm] = []
+    for form in schema.forms:
+        if form.layout not in (None, layout):
+            raise LayoutError(
+                f'{call}: field "{show(form.path)}" has the layout "{form.layout}"; expected fields of "{layout}", and '
+                "fields without a layout. Select these first, and take the tokens of the others by their own layout."
+            )
+        if form.node is not None and form.node.more_dims:
+            raise LayoutError(
+                f'{call}: the sub-batch "{show(form.path)}" has batch dims {form.node.more_dims} behind its rows; '
+                "expected none. Leave it out, or give the TensorDict batch_size=[rows] before packing."
+            )
+        if form.layout is not None:
+            kind = "jagged" if form.kind == "padded" else form.kind
+            form = replace(form, kind=kind, layout=name, ragged_dim=1)
+        forms.append(form)
+    return Schema(schema.root, tuple(forms), ())
 
 
 def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
@@ -303,13 +330,13 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
     frames: dict[str, Frame] = {}
     columns: list[Columns] = []
     for part in parts:
-        columns += [own.kept(own.paths, part.frames.keys() - frames.keys()) for own in part.picked.columns]
+        columns += [own.only(own.paths, part.frames.keys() - frames.keys()) for own in part.rows.columns]
         frames = {**part.frames, **frames}
     first = parts[0]
     return replace(
         first,
         schema=Schema(first.schema.root, tuple(forms[path] for path in order), tuple(axes.values())),
-        rows=Picked(used(columns), frames),
+        rows=Rows(used(columns), frames),
         objects={path: held for part in parts for path, held in part.objects.items()},
     )
 
@@ -329,7 +356,7 @@ def _padded(
     parts: list[Tensor] = []
     for own, batch in zip(column, batches, strict=True):
         wide = {name: frames[name] if name == own.layout == form.axis else held for name, held in batch.frames.items()}
-        whole = replace(batch, rows=replace(batch.picked, frames=wide))
+        whole = replace(batch, rows=Rows(batch.rows.columns, wide))
         parts.append(decoded(whole, [own], False)[own.path])
     seen = [
         tuple(part.shape[1:]) if own.kind in ("padded", "dense") else "jagged"

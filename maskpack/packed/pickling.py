@@ -19,6 +19,7 @@ from maskpack.core.objects import Objects
 from maskpack.fields.registry import Path
 from maskpack.nesting.schema import Schema
 from maskpack.packed.file.codec import as_sent, compressed_arrays, restored_arrays
+from maskpack.packed.rows import Rows
 from maskpack.packed.table import SLACK, Table, side_by_side
 
 if TYPE_CHECKING:
@@ -78,4 +79,5 @@ def from_parts(
         np.frombuffer(part, np.uint8).view(dtype) for part, dtype in zip(parts, dtypes, strict=True)
     )
     table = Table(rows, dense_rows, names, stored, entries, fields, pads, body)
-    return rows, _schema(schema) if isinstance(schema, bytes) else schema, table, objects, codec
+    schema = _schema(schema) if isinstance(schema, bytes) else schema
+    return rows, schema, Rows.of(table, schema), objects, codec

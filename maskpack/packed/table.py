@@ -8,7 +8,7 @@ table is never changed; tables of some rows share the body of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from maskpack.core.bits import Words, address, word_dtype
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.keys import Path
 from maskpack.core.latest import Latest
-from maskpack.core.native import HostLayout, Structs
+from maskpack.core.native import Structs
 from maskpack.core.pads import Pads
 from maskpack.layout.row_layout import RowLayout, core_layout, host_spans, layout_of_core
 from maskpack.nesting.jobs import HostJobs, JobTable, job_table
@@ -38,6 +38,8 @@ GIVEN = slice(_AT_GIVEN, _AT_GIVEN + abi.ARRAY_NUMBERS)
 _FORM, UNDER_MASK = slice(_AT_FORM, _AT_FORM + abi.FORM_NUMBERS), slice(_AT_PADS, _AT_PADS + abi.ARRAY_NUMBERS)
 _NOTHING = (0, 1, 0)
 """A PLACE of no numbers."""
+Frame = tuple[int, int]
+"""The width and the anchor of a layout."""
 
 
 # -------------------------------------------------------------------- tables
@@ -57,7 +59,6 @@ class Table:
         pads: ARRAY [F], the records of the pads of each tensor (core/pads.py), one or B of them; none if it is not
             padded.
         body: uint8, the arrays.
-        known: the layouts by name, which may be wider or narrower than those in the body; None to read those.
         is_compact: whether the body is known to hold the arrays and nothing else.
     """
 
@@ -69,14 +70,11 @@ class Table:
     fields: IntArray
     pads: Structs
     body: Words
-    known: dict[str, RowLayout] | None = None
     is_compact: bool = False
 
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The layouts by name, on the host."""
-        if self.known is not None:
-            return self.known
         found = native.read_layouts(self.stored, self.body, self.rows)
         anchors = self.stored["anchor"].tolist()
         layouts = [layout_of_core(own, anchor) for own, anchor in zip(found, anchors, strict=True)]
@@ -85,23 +83,10 @@ class Table:
         return dict(zip(self.names, layouts, strict=True))
 
     @cached_property
-    def frames(self) -> dict[str, tuple[int, int]]:
+    def frames(self) -> dict[str, Frame]:
         """The width and the anchor of each layout."""
-        if self.known is not None:
-            return {name: (layout.width, layout.anchor) for name, layout in self.known.items()}
         columns = (self.stored[name].tolist() for name in ("width", "anchor"))
         return dict(zip(self.names, zip(*columns, strict=True), strict=True))
-
-    @cached_property
-    def _as_stored(self) -> bool:
-        """Whether the layouts are those in the body: widths change if anything does."""
-        widths, anchors = (self.stored[name].tolist() for name in ("width", "anchor"))
-        return [*self.frames.items()] == [*zip(self.names, zip(widths, anchors, strict=True), strict=True)]
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The width of each layout."""
-        return tuple(width for width, _ in self.frames.values())
 
     @cached_property
     def marks(self) -> IntArray:
@@ -109,14 +94,9 @@ class Table:
         return native.mark(self.entries, self.layout_rows, self.body, self.rows, self.dense_rows)
 
     @cached_property
-    def _layout_rows(self) -> tuple[IntArray, list[HostLayout]]:
-        on_host = [core_layout(layout) for layout in self.layouts.values()]
-        return native.layout_rows(on_host), on_host
-
-    @property
     def layout_rows(self) -> IntArray:
         """The table of layouts, for the core."""
-        return self._layout_rows[0]
+        return native.layout_rows([core_layout(layout) for layout in self.layouts.values()])
 
     @cached_property
     def references(self) -> list[list[int]]:
@@ -260,17 +240,9 @@ class Table:
         pads["count"][several] = rows
         if not rows:
             pads["count"] = 0
-        known = None if self._as_stored else {name: own.take(slice(begin, end)) for name, own in self.layouts.items()}
-        own = {"stored": stored[0], "entries": entries[0], "pads": pads}
-        part = self.like(rows=rows, dense_rows=rows, known=known, **own)
+        part = self.like(rows=rows, dense_rows=rows, stored=stored[0], entries=entries[0], pads=pads)
         part.__dict__.update(references=self.references, _reached=self._reached)  # entries refer to the same ones
         return part
-
-    def moved(self, memory: Callable[[int], Words]) -> Table:
-        """The table with its body in other memory."""
-        body = memory(self.body.nbytes)
-        body[...] = self.body
-        return self.like(body=body)
 
     def like(self, **changes: Any) -> Table:
         """The table with something changed, which may not be compact."""
@@ -298,14 +270,10 @@ class Table:
         return self.like(entries=kept, fields=numbers)
 
     def own(self, slack: float = 0.0, free: int = 0) -> Table:
-        """The table with a body of its own, which holds its arrays and nothing else; itself, if its body has at most
-        `slack` bytes for each byte of its arrays, and `free` more."""
+        """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on. Itself,
+        if its body has at most `slack` bytes for each byte of its arrays, and `free` more."""
         if slack and (self.is_compact or self.body.nbytes <= slack * self.nbytes + free):
             return self
-        return self.compacted()
-
-    def compacted(self) -> Table:
-        """The table with a new body: its arrays in the order of `arrays`, each from a multiple of 8 bytes on."""
         entries, fields = self._needed()
         stored, pads = self.stored.copy(), self.pads.copy()
         body = native.compact([stored, entries, pads], self.body)
@@ -324,24 +292,19 @@ class Table:
         return entries, numbers[self.fields]
 
     def with_layouts(self, names: Collection[str]) -> Table:
-        """The table with some of its layouts, and those that its fields need; itself, if these are all."""
-        in_use: list[int] = self.entries["layout"][self._reached].tolist()
-        kept = {*names, *(self.names[number] for number in in_use if number >= 0)}
-        if kept.issuperset(self.names):
+        """The table with some of its layouts, and those that these and its fields need; itself, if these are all."""
+        kept: set[int] = {*self.entries["layout"][self._reached].tolist(), *map(self.names.index, names)} - {-1}
+        for at in reversed(range(len(self.names))):  # a parent comes before its parts
+            if at in kept and self.stored["kind"][at] == abi.AS_PART:
+                kept.add(int(self.stored["parent"][at]))
+        if len(kept) == len(self.names):
             return self
-        layouts = wholes_first({name: layout for name, layout in self.layouts.items() if name in kept})
-        stored, head = stored_alone(layouts, self.rows)
         entries, fields = self._needed()
-        pads = self.pads.copy()
-        body = native.compact([entries, pads], self.body)
-        for places in map(native.places_of, (entries, pads)):
-            places[places[..., 2] > 0, 0] += head.nbytes
-        places = {name: place for place, name in enumerate(layouts)}
-        numbers = np.array([places.get(name, -1) for name in self.names], np.int64)
-        under = entries["layout"] >= 0
-        entries["layout"][under] = numbers[entries["layout"][under]]
-        own = {"stored": stored, "entries": entries, "pads": pads, "body": np.concatenate([head, body])}
-        return self.like(names=tuple(layouts), fields=fields, known=layouts, **own)
+        chosen, numbers = sorted(kept), np.full(len(self.names) + 1, -1)
+        numbers[chosen] = np.arange(len(chosen))
+        stored, entries["layout"] = self.stored[chosen], numbers[entries["layout"]]  # -1 stays
+        stored["parent"] = np.where(stored["kind"] == abi.AS_PART, numbers[stored["parent"]], stored["parent"])
+        return self.like(names=tuple([self.names[at] for at in chosen]), stored=stored, entries=entries, fields=fields)
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
@@ -425,7 +388,7 @@ def of_values(
     line, stored = native.layout_rows([core_layout(layout) for layout in layouts.values()]), stored_before(layouts)
     held = [np.ascontiguousarray(own).reshape(-1) for own in values]
     places = {at: pads[form.path].place for at, form in enumerate(forms) if form.path in pads}
-    kind = tuple(layouts), line, stored, rows, dense_rows, dict(layouts)
+    kind = tuple(layouts), line, stored, rows, dense_rows
     return encoded(table, [address(own) for own in held], places, *kind, by_kernels)
 
 
@@ -438,12 +401,11 @@ def encoded(
     stored: Structs,
     rows: int,
     dense_rows: int,
-    known: dict[str, RowLayout] | None = None,
     by_kernels: bool = False,
 ) -> EncodedTable | None:
     """Encodes values at some addresses as the last ones of the same table were encoded, if that still fits; None as
     `of_values`. `pads` are places of records by the number of the tensor, `layouts` and `stored` as for
-    `native.encode`, `known` as of the Table."""
+    `native.encode`."""
     jobs, order = native.copied(table.jobs), table.order
     jobs["rows"] = np.where(jobs["layout"] < 0, dense_rows, rows)
     jobs["field"]["packed"][order] = values
@@ -458,7 +420,7 @@ def encoded(
         return None
     done_jobs.keep(key, Done(None, None, jobs, 0, native.SPANS * rows))
     places = rows, dense_rows, names, stored, found.entries, found.fields[order], jobs["under_mask"][order]
-    return EncodedTable(Table(*places, found.body, known, is_compact=True), jobs, order)
+    return EncodedTable(Table(*places, found.body, is_compact=True), jobs, order)
 
 
 def recall(jobs: Structs, before: Done | None) -> None:
@@ -554,13 +516,12 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     body, begins = side_by_side([part.body for part in parts])
     first = cumulated(np.array([part.entries.size for part in parts], np.int64)).tolist()
     numbers: dict[str, int] = {}
-    known: dict[str, RowLayout] = {}
     stored: list[IntArray] = []
     entries: list[IntArray] = []
     for part, begin, before in zip(parts, begins, first, strict=False):
+        count = len(numbers)
         place = np.array([numbers.setdefault(name, len(numbers)) for name in part.names], np.int64)
-        fresh = np.flatnonzero(place >= len(known))
-        known |= {part.names[at]: part.layouts[part.names[at]] for at in fresh.tolist()}
+        fresh = np.flatnonzero(place >= count)
         own, lines = part.entries.copy(), part.stored[fresh]
         for places in map(native.places_of, (own, lines)):
             places[..., 0] += begin
@@ -575,4 +536,4 @@ def merge(tables: Iterable[Table], picked: Sequence[tuple[int, int]]) -> Table:
     pads["at"] += np.array([begins[at] for at, _ in picked], np.int64)
     fields = np.array([first[at] + parts[at].fields[field] for at, field in picked], np.int64)
     line = native.structs(np.concatenate(stored), abi.STORED), native.structs(np.concatenate(entries), abi.ENTRY)
-    return Table(parts[0].rows, parts[0].dense_rows, tuple(numbers), *line, fields, pads, body, known=known)
+    return Table(parts[0].rows, parts[0].dense_rows, tuple(numbers), *line, fields, pads, body)

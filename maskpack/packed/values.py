@@ -23,6 +23,7 @@ from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.jobs import JobTable, job_table
 from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
+from maskpack.packed.rows import Rows
 from maskpack.packed.table import encoded
 
 
@@ -85,7 +86,7 @@ def packed_rows(
     if found is None:
         raise _odd_error(columns, call)
     objects = {(name,): column for name, column in columns.items() if isinstance(column, Objects)}
-    return PackedBatch(rows, schema, found.table, objects)
+    return PackedBatch(rows, schema, Rows.of(found.table, schema), objects)
 
 
 def _odd_error(columns: Mapping[str, Values | Objects], call: str) -> LayoutError:

@@ -16,22 +16,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maskpack.core.arguments import said
-from maskpack.core.index import IntArray, cumulated, ranges
+from maskpack.core.index import IntArray, ranges
 from maskpack.core.latest import Latest
 from maskpack.core.tree import Node, select_entries
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch
-from maskpack.packed.columns import Columns
-from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted
-from maskpack.packed.segments import Segments
-from maskpack.packed.table import Table
-from maskpack.packed.tokens import TokenSpans, tokens_taken
+from maskpack.packed.join import DIFFERENT_FORMS, joined, merged, restricted, tokens_taken
+from maskpack.packed.rows import Columns, Rows, Segments, TokenSpans, indices, used
 from maskpack.views.origins import UNKNOWN, Origins
 
-heads: Latest[Table] = Latest()
-"""The tables without rows of batches with the same schema and widths."""
+heads: Latest[Rows] = Latest()
+"""The rows of batches without any, of the same schema and widths."""
 
 
 class Cut(NamedTuple):
@@ -71,10 +68,9 @@ class BatchMeta:
         if not isinstance(packed, PackedBatch):
             raise LayoutError(f"BatchMeta.of: got {said(packed)}; expected a PackedBatch. Pass what compress returned.")
         key = packed.schema, tuple(packed.frames.items())
-        head, table = packed.take(slice(0, 0)), heads.get(key)
-        if table is None:
-            table = heads.keep(key, head.own().table)
-        return cls(replace(head, rows=table), packed.layouts, packed.num_rows, packed.nbytes)
+        head = packed.take(slice(0, 0))
+        rows = heads.get(key) or heads.keep(key, head.own().rows)
+        return cls(replace(head, rows=rows), packed.layouts, packed.num_rows, packed.nbytes)
 
     def take(self, rows: IntArray) -> BatchMeta:
         """Returns the BatchMeta of some rows of the batch."""
@@ -113,6 +109,18 @@ class Source:
     def key(self) -> Any:
         """A key that is equal for sources that are one batch: the same object, or equal references."""
         return self.held if self.cut is None else (self.held, id(self.cut))
+
+    @property
+    def num_rows(self) -> int:
+        return self.meta.num_rows
+
+    @property
+    def layouts(self) -> Mapping[str, RowLayout]:
+        return self.meta.layouts
+
+    def nbytes_of(self, paths: Sequence[Path]) -> int:
+        """The encoded bytes of the batch, of which nobody knows here what each field takes."""
+        return self.meta.nbytes
 
     def take_tokens(self, cut: Cut) -> Source:
         """Spans of the tokens of its rows, which are cut when the batch is fetched."""
@@ -156,17 +164,6 @@ class ColumnGroup(Columns):
         assert self.head is not None
         return only(self.head, self.paths)
 
-    def layout(self, name: str) -> RowLayout:
-        held = [part.meta.layouts[name] for part in self.parts]
-        first = cumulated(np.array([layout.num_rows for layout in held], np.int64))
-        number, row = self.rows.by_row()
-        at = first[number] + row
-        if first[-1] > 2 * at.size:  # few rows of large batches
-            shares, order = self.rows.shares()
-            held = [held[share.source].take(share.rows) for share in shares]
-            at = np.arange(at.size) if order is None else order
-        return RowLayout.cat([self.declared().layouts[name], *held]).take(at)
-
     def take_tokens(self, spans: TokenSpans) -> ColumnGroup:
         """Spans of tokens, as rows."""
         head = Cut(self.paths, spans).of(self.declared(), rows=False)
@@ -184,14 +181,11 @@ class ColumnGroup(Columns):
 
     def origins(self) -> Origins:
         """The rows of packed batches that its rows stand for."""
-        shares, order = self.rows.shares()
-        known = [self.parts[share.source].origins.take(share.rows).by_row() for share in shares]
-        if not known:
-            return UNKNOWN
-        row, origin, number = (np.concatenate(column) for column in zip(*known, strict=True))
-        begins = np.cumsum([0, *(share.rows.size for share in shares[:-1])])
-        row += np.repeat(begins, [own[0].size for own in known])
-        return Origins.of(row if order is None else np.argsort(order)[row], origin, number)
+        known: list[tuple[IntArray, IntArray, IntArray]] = []
+        for share in self.rows.shares:
+            row, *more = self.parts[share.source].origins.take(indices(share.rows)).by_row()
+            known.append((indices(share.places)[row], *more))
+        return Origins.of(*map(np.concatenate, zip(*known, strict=True))) if known else UNKNOWN
 
     def known_as(self, origins: Origins) -> ColumnGroup:
         """The same rows, which stand for the rows that `origins` names."""
@@ -211,15 +205,10 @@ class ColumnGroup(Columns):
 
     def assembled(self, fetch: Callable[[Any], PackedBatch]) -> PackedBatch:
         """The rows of its fields as one packed batch. `fetch` gives the packed batch of a source."""
-        order: IntArray | None = None
-        if self.rows.count.size == 1:
-            begin, packed = int(self.rows.start[0]), fetch(self.parts[int(self.rows.source[0])])
-            end = begin + int(self.rows.count[0])
-            whole = end - begin == packed.num_rows
-            parts = [only(packed if whole else packed.take(slice(begin, end)), self.paths)]
-        else:
-            shares, order = self.rows.shares()
-            parts = [only(fetch(self.parts[share.source]).take(share.rows), self.paths) for share in shares]
+        parts, order = list[PackedBatch](), self.rows.order
+        for share in self.rows.shares:
+            packed = fetch(self.parts[share.source])
+            parts.append(only(packed if share.is_all(packed.num_rows) else packed.take(share.rows), self.paths))
         if self.head is None or (len(parts) == 1 and _alike(parts[0], self.declared())):
             whole = parts[0]
         else:
@@ -269,8 +258,7 @@ def narrowed(
         kept = _named(tuple(order), tuple(fields), call)
     except TypeError:  # a list in the place of a name
         kept = _named.__wrapped__(tuple(order), tuple(fields), call)
-    left = [group.without(set(order) - set(kept)) for group in groups]
-    return [group for group in left if group.paths] or left[:1], kept  # one group has to keep the number of rows
+    return list(used([group.only(kept) for group in groups])), kept
 
 
 @lru_cache(256)

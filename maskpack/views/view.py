@@ -19,18 +19,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from maskpack.core import index
 from maskpack.core.arguments import list_of, named, said
-from maskpack.core.index import IntArray, Rows, even_sizes, no_single_row, part_sizes, row_index
+from maskpack.core.index import IntArray, even_sizes, no_single_row, part_sizes, row_index
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
-from maskpack.packed.columns import cat_columns
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
-from maskpack.packed.segments import Segments
+from maskpack.packed.rows import Rows, Segments, TokenSpans, cat_columns, used
 from maskpack.packed.table import table_of
-from maskpack.packed.tokens import TokenSpans
 from maskpack.views.column_group import (
     BatchMeta,
     ColumnGroup,
@@ -89,7 +88,7 @@ class BatchView:
         meta = source.meta
         order = tuple(form.path for form in meta.head.schema.forms)
         group = ColumnGroup(order, (source,), Segments.whole(meta.num_rows), head=meta.head)
-        return cls((group.trimmed(),), order, meta.num_rows)
+        return cls((group.in_use(),), order, meta.num_rows)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -108,16 +107,12 @@ class BatchView:
     @cached_property
     def layouts(self) -> dict[str, RowLayout]:
         """The RowLayouts of its rows, by name, on the host."""
-        return {name: self._group_of(name).layout(name) for name in self.head.layouts}
+        return {name: self._group_of(name).layout(name, frame) for name, frame in self.head.frames.items()}
 
     @cached_property
     def nbytes(self) -> int:
         """The encoded bytes of the rows, if every row of a packed batch takes an equal share."""
-        return sum(
-            group.parts[share.source].meta.nbytes_of(share.rows.size)
-            for group in self.groups
-            for share in group.rows.shares()[0]
-        )
+        return sum(round(nbytes) for group in self.groups for nbytes in group.nbytes_of_parts())
 
     @cached_property
     def padded_nbytes(self) -> int:
@@ -131,7 +126,7 @@ class BatchView:
     def layouts_alone(self) -> PackedBatch:
         """The rows and layouts of the view, without any field, for `compress(..., like=)`."""
         schema = replace(self.head.schema, forms=())
-        return PackedBatch(self.num_rows, schema, table_of(self.layouts, self.num_rows), {})
+        return PackedBatch(self.num_rows, schema, Rows.of(table_of(self.layouts, self.num_rows), schema), {})
 
     def lengths(self, layout: str) -> IntArray:
         """The row lengths of a layout, int64 [B]."""
@@ -152,22 +147,23 @@ class BatchView:
 
     def layouts_of(self, group: ColumnGroup) -> dict[str, RowLayout]:
         """The layouts of one of its groups."""
-        names = group.declared().layouts
-        return {name: self.layouts[name] if self._group_of(name) is group else group.layout(name) for name in names}
+        frames = group.declared().frames.items()
+        own = {name: group.layout(name, frame) for name, frame in frames if self._group_of(name) is not group}
+        return {name: own[name] if name in own else self.layouts[name] for name, _ in frames}
 
     def _group_of(self, layout: str) -> ColumnGroup:
-        return next(group for group in self.groups if layout in group.declared().layouts)
+        return next(group for group in self.groups if layout in group.declared().frames)
 
     # ---------------------------------------------------------------- rows
 
-    def take(self, rows: Rows) -> BatchView:
+    def take(self, rows: index.Rows) -> BatchView:
         """Selects rows by a slice, indices (repeated or negative ones too), or a bool mask [B], in the order given.
 
         Raises LayoutError for rows that the view does not have.
         """
         return self._rows(row_index(rows, self.num_rows, "BatchView.take"))
 
-    def __getitem__(self, rows: Rows) -> BatchView:
+    def __getitem__(self, rows: index.Rows) -> BatchView:
         no_single_row(rows, self.num_rows, "BatchView")
         return self.take(rows)
 
@@ -206,7 +202,7 @@ class BatchView:
         """Makes a row of each span of tokens, as `PackedBatch.take_tokens`. No data moves: rows that are elsewhere are
         cut there if they are sent to a rank, or here when they are fetched."""
         own = TokenSpans.of(spans, layout, self.layouts, "BatchView.take_tokens")
-        groups = tuple(group.take_tokens(own).trimmed() for group in self.groups)
+        groups = tuple(group.take_tokens(own).in_use() for group in self.groups)
         return BatchView(groups, self.order, own.row.size).known_as(Origins.whole(own.row.size))
 
     def _rows(self, index: IntArray) -> BatchView:
@@ -262,8 +258,8 @@ class BatchView:
         leaves = {form.path for form in other.head.schema.forms if form.kind != "node"}
         fresh = set(other.order)
         kept = [path for path in self.order if not any(path[:n] in leaves for n in range(1, len(path) + 1))]
-        used = {self.head.forms[path].layout for path in kept} | {name for name, _, _ in self.head.schema.axes}
-        for name in used & other.layouts.keys():
+        names = {self.head.forms[path].layout for path in kept} | {name for name, _, _ in self.head.schema.axes}
+        for name in names & other.layouts.keys():
             if name is not None and other.layouts[name] != self.layouts[name]:
                 raise LayoutError(
                     f'BatchView.with_fields: layout "{name}" has other widths or rows of other lengths than in the '
@@ -271,11 +267,10 @@ class BatchView:
                 )
         order = [path for path in self.order if path in fresh or path in kept]
         order += [path for path in other.order if path not in order]
-        groups = [group.without(fresh | set(self.order) - set(kept)) for group in self.groups]
+        groups = [group.only(set(kept) - fresh) for group in self.groups]
         replaced = not groups[0].paths  # the fields that said which rows these are
         groups += (other.known_as(self.origins()) if replaced else other).groups
-        groups = [group for group in groups if group.paths] or groups[:1]
-        return BatchView(tuple(groups), tuple(order), self.num_rows)
+        return BatchView(used(groups), tuple(order), self.num_rows)
 
     # ---------------------------------------------------------------- data
 

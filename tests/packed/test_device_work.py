@@ -30,6 +30,7 @@ from maskpack.nesting import device_read
 from maskpack.packed import table as tables
 from maskpack.packed.cuda import decode, device_plan, encode, job_table, jobs
 from maskpack.packed.join import table_of_rows
+from maskpack.packed.rows import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 gpu_test = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
@@ -208,7 +209,9 @@ def bodies(monkeypatch: pytest.MonkeyPatch, by_kernels: Place) -> list[int]:
 @pytest.mark.skipif(IS_GPU, reason="a GPU copies pinned memory; see test_one_launch_few_copies_no_sync")
 def test_pinned_batches_are_copied_from_where_they_lie(monkeypatch: pytest.MonkeyPatch, bodies: list[int]) -> None:
     packed = small()
-    packed = replace(packed, rows=packed.table.own().moved(lambda size: torch.empty(size, dtype=torch.uint8).numpy()))
+    body = torch.empty(packed.table.body.nbytes, dtype=torch.uint8).numpy()
+    body[...] = packed.table.body
+    packed = replace(packed, rows=Rows.of(packed.table.like(body=body), packed.schema))
     memory = root_of(packed.table.body).base
     monkeypatch.setattr(Tensor, "is_pinned", lambda x: x.data_ptr() == memory.data_ptr())
     for batch, straight in (

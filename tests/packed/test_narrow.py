@@ -22,6 +22,7 @@ from torch import Tensor
 from maskpack import EDGE, PER_ROW, MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
 from maskpack.core import abi
+from maskpack.packed.rows import Rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 LENGTHS = (0, 1, 31, 32, 33, 200, 257, 300)
@@ -82,7 +83,7 @@ def test_other_columns_are_not_read() -> None:
     for at in range(int(entry["first"]), int(entry["first"]) + 48):
         for place in () if at - entry["first"] in range(12, 24) else packed.table.entry_places(at):
             body[int(place["at"]) : int(place["at"] + place["size"] * place["count"])] = 0xEE
-    spoilt = PackedBatch(packed.num_rows, packed.schema, packed.table.like(body=body), packed.objects)
+    spoilt = replace(packed, rows=Rows.of(packed.table.like(body=body), packed.schema))
     seen = decompress(spoilt.narrow("routed_experts", 12, 12), "routed_experts")["routed_experts"]
     assert_same_tensor(seen, part(batch["routed_experts"], 2, 12, 12).contiguous())
     own = packed.narrow("routed_experts", 12, 12)

@@ -18,6 +18,7 @@ from strategies import Case, batches
 from tensordict import NonTensorData, TensorDict
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
+from maskpack.packed.rows import Rows
 
 quiet = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 CODECS = [None, "zstd"]
@@ -123,8 +124,8 @@ def test_most_rows_travel_in_their_body_and_few_do_not() -> None:
 def test_a_tenth_more_is_the_most_that_a_body_brings_along(more: int, whole: bool) -> None:
     kept = compress(TensorDict({"a": torch.randn(1000)}, [1000]))
     wide = kept.table.like(body=np.concatenate([kept.table.body, np.zeros(more, np.uint8)]))
-    assert (carried(replace(kept, rows=wide)) == 4000 + more) is whole
-    assert carried(replace(kept, rows=wide)) in (4000, 4000 + more)
+    assert (carried(replace(kept, rows=Rows.of(wide, kept.schema))) == 4000 + more) is whole
+    assert carried(replace(kept, rows=Rows.of(wide, kept.schema))) in (4000, 4000 + more)
 
 
 # -------------------------------------------------------------------- slices

@@ -19,6 +19,7 @@ from tensordict import NonTensorData, TensorDict
 import maskpack as mp
 from maskpack import report
 from maskpack.packed.file.codec import as_sent
+from maskpack.packed.rows import Rows
 
 LONG = ((40, 300), (60, 700), (3, 10), (0, 0), (60, 512))
 WIDE = {"prompt": 64, "response": 768}
@@ -35,7 +36,8 @@ def naive_wire(packed):
     tensors counts for the first."""
     data = packed.to_bytes()
     pieces = Pieces.of(data)
-    plain = dataclasses.replace(packed, rows=as_sent(packed.table, packed.codec), codec=None).to_bytes()
+    sent = Rows.of(as_sent(packed.table, packed.codec), packed.schema)
+    plain = dataclasses.replace(packed, rows=sent, codec=None).to_bytes()
     (layouts, entries, fields), line = (table := Pieces.of(plain).table)[:3], table[3:]
     stored = [line[14 * at : 14 * at + 14] for at in range(layouts)]
     entries = [line[14 * layouts + 16 * at :][:16] for at in range(entries)]
@@ -200,7 +202,7 @@ def test_fields_whose_names_look_alike_are_kept_apart():
 def test_an_array_of_two_fields_counts_once():
     batch = TensorDict({"a": torch.randn(50), "b": torch.randn(50)}, [50])
     packed = pack(batch)
-    packed = dataclasses.replace(packed, rows=packed.table.select([0, 0]))
+    packed = dataclasses.replace(packed, rows=Rows.of(packed.table.select([0, 0]), packed.schema))
     found = report(packed).metrics()
     assert found["maskpack/wire_bytes"] == sum_of_parts(found) == len(packed.to_bytes())
     assert [found[f"maskpack/field/{name}/wire_bytes"] for name in "ab"] == [200, 0]

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from maskpack import PackedBatch, compress
 from maskpack.dispatch.messages import own_rows
 from maskpack.errors import LayoutError
-from maskpack.packed.segments import Segments
+from maskpack.packed.rows import Segments
 from maskpack.views.column_group import BatchMeta
 from maskpack.views.origins import UNKNOWN, Origins
 from maskpack.views.view import BatchView

@@ -27,10 +27,9 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import min_length
+from maskpack.layout.row_layout import core_layout, min_length
 from maskpack.nesting.schema import FieldForm
 from maskpack.nesting.write import with_signs
-from maskpack.packed.columns import Body
 from maskpack.packed.cuda.jobs import recipe_of
 from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
 from maskpack.packed.table import SLACK, Table
@@ -49,9 +48,14 @@ _LARGE = 1 << 20
 
 
 def decode_on_device(
-    packed: PackedBatch, forms: Iterable[FieldForm], nested: bool, device: torch.device | str | None
+    packed: PackedBatch,
+    stored: PackedBatch,
+    forms: Iterable[FieldForm],
+    nested: bool,
+    device: torch.device | str | None,
 ) -> DeviceFields:
-    """The fields of `forms` that a kernel decodes; all others are left out."""
+    """The fields of `forms` that a kernel decodes; all others are left out. `stored` has the same rows in the widths in
+    which they are stored, which may be larger."""
     out = DeviceFields()
     homes: dict[torch.device | str, list[FieldForm]] = {}
     for form in forms:
@@ -61,20 +65,27 @@ def decode_on_device(
         home = torch.device(home)
         if uses_triton(home, call="decompress"):
             _need_no_capture(home)
-            _decode(packed, own, nested, home, out)
+            _decode(packed, stored, own, nested, home, out)
     return out
 
 
 def _decode(
-    packed: PackedBatch, forms: Sequence[FieldForm], nested: bool, device: torch.device, out: DeviceFields
+    packed: PackedBatch,
+    stored: PackedBatch,
+    forms: Sequence[FieldForm],
+    nested: bool,
+    device: torch.device,
+    out: DeviceFields,
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode."""
-    source, numbers, taken = _source(packed, [form.path for form in forms])
+    source, numbers, taken = _source(packed, stored, [form.path for form in forms])
+    layouts = source.layouts if taken is not None else {**source.layouts, **packed.layouts}
+    layout_rows = native.layout_rows([core_layout(layout) for layout in layouts.values()])
     table = source if numbers == [*range(source.fields.size)] else source.select(numbers)
     table = table.own(SLACK, _FREE)
     staged, body = _sent(table.body, device)
-    table = table.like(body=body, known=source.layouts)
-    if not native.can_decode(table.entries, source.layout_rows, body, table.rows, table.dense_rows, table.fields):
+    table = table.like(body=body)
+    if not native.can_decode(table.entries, layout_rows, body, table.rows, table.dense_rows, table.fields):
         raise WireFormatError(
             "decompress: the packed bytes were written to since they were read; expected those that were checked. Load "
             "a file that others write to with mmap=False."
@@ -94,7 +105,7 @@ def _decode(
     more, rows = [kept.numel(), *(x.data_ptr() for x in (kept, *tensors))], (table.rows, table.dense_rows)
     if taken is not None:
         more, rows = [*more, begins[""], *(begins.get(name, 0) for name in table.names)], (packed.num_rows,) * 2
-    own = table, source.layout_rows, not nested, [*first.values()], more
+    own = table, layout_rows, not nested, [*first.values()], more
     line, jobs_at, programs = recipe.told(*own, *rows, pinned=staged.is_cuda)
     if programs:
         from maskpack.packed.cuda import kernel  # Triton is imported on first use
@@ -116,18 +127,18 @@ def _decode(
         out.offsets[name, str(offsets.device)] = offsets
 
 
-def _source(packed: PackedBatch, paths: Sequence[Path]) -> tuple[Table, list[int], IntArray | None]:
+def _source(
+    packed: PackedBatch, stored: PackedBatch, paths: Sequence[Path]
+) -> tuple[Table, list[int], IntArray | None]:
     """The table that has some fields, their numbers in it, and which of its rows they are; None for all. Scattered rows
     are read where they lie, in a body that is not much larger than they are; else they are encoded by themselves."""
-    picked = packed.picked
-    columns = picked.columns[0]
-    rows, body = columns.rows, columns.parts[0] if len(columns.parts) == 1 else None
-    if len(picked.columns) == 1 and isinstance(body, Body) and picked.shown is None:
-        table, scattered = body.table, rows.count.size > 1
-        alike = all(table.frames.get(name) == frame for name, frame in packed.frames.items())
-        if alike and scattered and rows.num_rows * _SPREAD >= table.rows and body.nbytes_of(paths) <= _MOST_SENT:
-            return table, [body.numbers[path] for path in paths], rows.by_row()[1]
-    return packed.table, [packed.numbers[path] for path in paths], None
+    (columns, *more), rows = packed.rows.columns, packed.rows.columns[0].rows
+    body, scattered = columns.body, not more and rows.count.size > 1
+    if body is not None and scattered and packed.rows.fits(body.table) and rows.num_rows * _SPREAD >= body.num_rows:
+        numbers = [body.numbers[path] for path in paths]
+        if body.table.select(numbers).nbytes <= _MOST_SENT:
+            return body.table, numbers, rows.by_row()[1]
+    return stored.table, [packed.numbers[path] for path in paths], None
 
 
 def _need_no_capture(device: torch.device) -> None:

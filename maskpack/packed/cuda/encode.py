@@ -341,7 +341,7 @@ class Encoder:
         left = [number for number, one in zip(recipe.tensors, fits, strict=True) if not one]
         places: Any = np.array([at_pads.get(number, _NOTHING) for number in numbers], abi.ARRAY)
         own = rows, dense_rows, tuple(layouts), stored, placed.entries, fields["entry"][kept], places, body
-        table = Table(*own, known=dict(layouts), is_compact=not left)
+        table = Table(*own, is_compact=not left)
         odd = recipe.owners[: recipe.num_units][(stats["flags"] & abi.IS_ODD).any(1)].tolist()
         done = OnDevice(table, numbers, odd, left)
         if sample.rows.size:

@@ -164,9 +164,9 @@ def recipe_of(packed: PackedBatch, table: Table, forms: Sequence[FieldForm], nes
     numbers = table.entries.view(np.int64).reshape(table.entries.size, -1)
     columns = np.where(table.entries["kind"] == abi.COLUMNS, table.entries["number"], 0)
     key = (
-        *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names, table.widths),
+        *(packed.schema, tuple([form.path for form in forms]), nested, some, table.names),
         *((table.pad_kinds == MIXED_PADS).tobytes(), table.fields.tobytes(), numbers[:, _KIND].tobytes()),
-        columns.tobytes(),
+        *(columns.tobytes(), *packed.frames.items()),
     )
     return recipes.get(key) or recipes.keep(key, _RecipeWriter(packed, table, nested, some).recipe(forms))
 

@@ -50,7 +50,7 @@ def as_sent(table: Table, codec: str | None) -> Table:
     """A table with a body of its own, and for a codec with plain words in place of blocks of bits and of pieces where a
     sample says that the codec makes fewer bytes of them."""
     if codec is None:
-        return table.compacted()
+        return table.own()
     plain: dict[int, Words] = {}
     for field in range(len(table.fields)):
         at = int(table.fields[field])
@@ -64,7 +64,7 @@ def as_sent(table: Table, codec: str | None) -> Table:
             if least < sum(_share(array) * array.nbytes for one in instead for array in table.arrays_of(one)):
                 plain |= some
                 plain |= {one: table.words_of(one) for one in own if one not in some}
-    return table.with_plain(plain).compacted()
+    return table.with_plain(plain).own()
 
 
 def compressed_arrays(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:

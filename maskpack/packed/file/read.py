@@ -33,6 +33,7 @@ from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.file.codec import CODECS, check_codec, check_records, restored_arrays, size_of
 from maskpack.packed.file.container import FREE_BYTES, MOST_PATH, Message, brief, fail, layout_bytes
+from maskpack.packed.rows import Rows
 from maskpack.packed.table import Table, side_by_side
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ class _MessageReader:
         self._check_tree(forms, layouts, rows, root)
         self._check_fields(table, [form for form in forms if form.dtype is not None])
         found = self._objects(forms, entries, rows, root)
-        return kind(rows, Schema(root, tuple(forms), tuple(axes)), table, found, name)
+        schema = Schema(root, tuple(forms), tuple(axes))
+        return kind(rows, schema, Rows.of(table, schema), found, name)
 
     def _table(self, rows: int, dense_rows: int, names: list[str], sent: int) -> Table:
         """The table, whose layouts can be read; its fields are not checked yet."""
