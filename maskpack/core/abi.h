@@ -100,15 +100,14 @@ typedef struct {
 
 /* A padded field and its packed values. `pads` are the records of its rows, `pads_size` bytes each and `pads_step` apart,
    whose signs are of positions `shift` columns before; `write` reads them. `read` verifies `mode` and `pad`, the word of a
-   constant, and writes the records of BY_ROW, BY_SIGN and BY_SIGNS, whose words lie together; it sets `stray` to 1 + the
-   first row with another value under the mask; a value stays 0 if all is well. `is_expanded` if all elements of a row are
-   the first one; `read` takes such a field. */
+   constant, and writes the records of BY_ROW, BY_SIGN and BY_SIGNS, whose words lie together. `is_expanded` if all elements
+   of a row are the first one; `read` takes such a field. */
 typedef struct {
     u8 *padded, *packed;
     i64 row_stride, outer, outer_stride, size, items, is_expanded, layout, mode;
     u64 pad[2];
     u8 *pads;
-    i64 pads_size, pads_step, shift, stray;
+    i64 pads_size, pads_step, shift;
 } Field;
 
 /* A pad that may be under the mask. */

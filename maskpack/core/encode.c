@@ -246,14 +246,10 @@ static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, En
 }
 
 /* Whether rows of bools have a byte other than 0 and 1. */
-static int has_odd_bools(const Rows *rows) {
-    u8 all = 0;
-    for (i64 row = 0; row < rows->rows; row++) {
-        i64 n = row_length(rows, row);
-        const u8 *bools = row_words(rows, row);
-        for (i64 i = 0; i < n; i++) all |= bools[i];
-    }
-    return all > 1;
+static int have_odd(const Rows *rows) {
+    for (i64 row = 0; row < rows->rows; row++)
+        if (are_odd(row_words(rows, row), row_length(rows, row))) return 1;
+    return 0;
 }
 
 /* Stores `count` records behind the entries of a job with rows; equal ones once, and then without signs if all their bytes
@@ -299,7 +295,7 @@ static int encode_kept(Work *work, i64 at) {
     if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
     int done = alone.encoded->out.memory && open_rows(&rows, &own, work->layouts, &field) ? FITS : NO_MEMORY;
     if (done == FITS) done = encode_field(&alone, 0, &rows, &alone.encoded->out, alone.slots, &job->count);
-    if (done == FITS && own.integers == BOOLS && has_odd_bools(&rows)) done = ODD;
+    if (done == FITS && own.integers == BOOLS && have_odd(&rows)) done = ODD;
     job->form = own.form;
     job->keeps = DID;
     job->pad = 0;
@@ -340,7 +336,7 @@ static void encode_job(void *context, i64 at) {
     }
     if (done == FITS && job->integers == BOOLS) {
         field.mode = NO_PAD;
-        if (has_odd_bools(&rows)) done = ODD;
+        if (have_odd(&rows)) done = ODD;
     }
     free(rows.scratch);
     free(pads);
@@ -445,11 +441,6 @@ static int settle(Work *work, i64 at, const Packed *to, i64 *used) {
     }
     to->fields[at] = number;
     return FITS;
-}
-
-static i64 elements_of(const Job *job, const Layout *layouts) {
-    const Layout *layout = layouts + job->layout;
-    return job->layout < 0 ? job->rows : layout->bounds[layout->rows];
 }
 
 /* The most bytes that a job takes in a body. */

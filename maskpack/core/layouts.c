@@ -160,14 +160,12 @@ static int new_layout(Arena *arena, Layout *out, i64 rows, i64 width, i64 spans)
 /* The layout of a mask; the pads of a job that trusts it are verified unless its valid words are equal. */
 static void scan_mask(Arena *arena, const Origin *mask, RowScan *found, Job *jobs, Layout *out, i64 threads) {
     i64 rows = mask->rows, *splits = (i64 *)(found + rows);
-    Scan scan = {mask->at, mask->size, rows, mask->width, mask->row_stride, mask->significant, found, splits, NULL, NULL, rows / (4 * threads) + 1};
+    Scan scan = {mask, found, out, parts_for(threads)};
     int alike = count_all(&scan, splits, splits + rows + 1, threads);
     for (i64 pad = 0; mask->trusts && !alike && pad < MOST_PADS; pad++) jobs[mask->trusts - 1].pads[pad].mode &= ~TRUSTED;
     if (!new_layout(arena, out, rows, mask->width, splits[rows])) return;
     memcpy((i64 *)out->splits, splits, sizeof(i64) * (size_t)(2 * rows + 2));
-    scan.starts = (i64 *)out->starts;
-    scan.counts = (i64 *)out->counts;
-    run_tasks(list_spans, &scan, (rows + scan.rows_a_task - 1) / scan.rows_a_task, threads);
+    run_tasks(list_spans, &scan, scan.parts, threads);
 }
 
 /* A layout of rows from position 0 on. `ends`: where each ends; or, if `offsets`, that of the rows before, too. */

@@ -95,8 +95,8 @@ def read(jobs: Structs, layouts: IntArray, nbytes: int) -> None:
         jobs: JOB [n]; `result` is written, and `pad`, the number of the first pad that is, -1 for fields without pads.
         layouts: the table of their layouts.
     """
-    if jobs.size and _core.maskpack_read(address(jobs), jobs.size, address(layouts), threads_for(nbytes)):
-        raise MemoryError(_NO_MEMORY)
+    if jobs.size:
+        _core.maskpack_read(address(jobs), jobs.size, address(layouts), threads_for(nbytes))
 
 
 def pack(padded: Tensor, layout: HostLayout, packed: Tensor) -> None:
@@ -136,8 +136,7 @@ def write(fields: Sequence[NewField]) -> None:
     table[:, _PADS : _PADS + 3] = [(at, size, size if count > 1 else 0) for at, size, count in places]
     nbytes = sum([field.padded.nbytes for field in fields])
     rows = layout_rows([*layouts.values()])
-    if _core.maskpack_write(address(table), len(table), address(rows), nbytes >= _CACHE, threads_for(nbytes)):
-        raise MemoryError(_NO_MEMORY)
+    _core.maskpack_write(address(table), len(table), address(rows), nbytes >= _CACHE, threads_for(nbytes))
 
 
 def described(padded: Tensor) -> tuple[Any, Tensor]:

@@ -1,11 +1,17 @@
 /* Padded fields to packed values, and back. */
 
+/* What padded fields are read to, with pad number `pad` of each that has so many; `parts` tasks a field. */
 typedef struct {
-    Field *fields;
+    Job *jobs;
     const Layout *layouts;
-    i64 *tasks; /* field, first row, row behind the last */
-    i64 stream;
-} Pass;
+    i64 pad, parts;
+} Reading;
+
+typedef struct {
+    const Field *fields;
+    const Layout *layouts;
+    i64 stream, parts;
+} Writing;
 
 /* Whether n elements at p are equal to one element. */
 static int equal_elements(const u8 *p, i64 n, const u8 *element, i64 items, i64 size) {
@@ -119,53 +125,6 @@ static void write_row(const Field *field, const Layout *layout, i64 row, const u
     }
 }
 
-static void read_task(void *context, i64 task) {
-    Pass *pass = context;
-    const i64 *rows = pass->tasks + 3 * task;
-    Field *field = pass->fields + rows[0];
-    const Layout *layout = pass->layouts + field->layout;
-    i64 step = field->outer * field->items * field->size;
-    for (i64 row = rows[1]; row < rows[2]; row++)
-        if (!read_row(field, layout, row, field->packed ? field->packed + layout->bounds[row] * step : NULL)) {
-            __atomic_store_n(&field->stray, row + 1, __ATOMIC_RELAXED);
-            return;
-        }
-}
-
-static void write_task(void *context, i64 task) {
-    Pass *pass = context;
-    const i64 *rows = pass->tasks + 3 * task;
-    const Field *field = pass->fields + rows[0];
-    const Layout *layout = pass->layouts + field->layout;
-    i64 step = field->outer * field->items * field->size;
-    for (i64 row = rows[1]; row < rows[2]; row++)
-        write_row(field, layout, row, field->pads + row * field->pads_step, field->packed + layout->bounds[row] * step, pass->stream);
-#if defined(__SSE2__)
-    _mm_sfence();
-#endif
-}
-
-/* Divides the rows of all fields into tasks: one a field for one thread, four a thread for several. */
-static i64 *divided(const Field *fields, i64 num_fields, const Layout *layouts, i64 threads, i64 *count) {
-    i64 *tasks = NULL;
-    for (int fill_in = 0; fill_in < 2; fill_in++) {
-        *count = 0;
-        for (i64 field = 0; field < num_fields; field++) {
-            const Layout *layout = layouts + fields[field].layout;
-            i64 block = threads == 1 ? layout->rows : layout->rows / (4 * threads) + 1;
-            for (i64 row = 0; row < layout->rows; row += block, ++*count)
-                if (fill_in) {
-                    i64 *task = tasks + 3 * *count, end = row + block;
-                    task[0] = field;
-                    task[1] = row;
-                    task[2] = end < layout->rows ? end : layout->rows;
-                }
-        }
-        if (!fill_in && !(tasks = malloc(sizeof(i64) * 3 * (size_t)(*count + 1)))) return NULL;
-    }
-    return tasks;
-}
-
 /* The pad that is looked for under a mask from now on. */
 static void try_pad(Field *field, const Trial *pad, const Layout *layout) {
     field->mode = pad->mode;
@@ -173,58 +132,64 @@ static void try_pad(Field *field, const Trial *pad, const Layout *layout) {
     field->pads_size = field->pads_step = 1 + field->size + ((pad->mode & ~TRUSTED) == BY_SIGNS ? (layout->width + 7) / 8 : 0);
 }
 
-/* Whether packed bools have bytes other than 0 and 1. */
-static int are_odd(const Job *job, const Layout *layouts) {
-    i64 n = job->items * (job->layout < 0 ? job->rows : layouts[job->layout].bounds[job->rows]);
-    u8 all = 0;
-    for (i64 i = 0; job->field.packed && i < n; i++) all |= job->field.packed[i];
-    return all > 1;
+static i64 elements_of(const Job *job, const Layout *layouts) {
+    const Layout *layout = layouts + job->layout;
+    return job->layout < 0 ? job->rows : layout->bounds[layout->rows];
+}
+
+static void read_task(void *context, i64 task) {
+    const Reading *own = context;
+    Job *job = own->jobs + task / own->parts;
+    if (!job->padded || job->pad != own->pad) return;
+    Field field = job->field;
+    const Layout *layout = own->layouts + job->layout;
+    i64 part = task % own->parts, end = first_row(layout->rows, part + 1, own->parts), step = field.outer * field.items * field.size;
+    if (job->num_pads) try_pad(&field, job->pads + job->pad, layout);
+    for (i64 row = first_row(layout->rows, part, own->parts); row < end; row++)
+        if (!read_row(&field, layout, row, field.packed ? field.packed + layout->bounds[row] * step : NULL)) {
+            __atomic_store_n(&job->result, STRAY, __ATOMIC_RELAXED);
+            return;
+        }
 }
 
 /* Gathers the packed values of padded fields and finds the first pad of each that is under its mask: `pad`, and `result` FITS
-   or STRAY; without pads it is FITS. Bools, also packed ones, may be ODD. Returns 0, or -1 without memory for its tasks. */
-API i64 maskpack_read(Job *jobs, i64 n, const Layout *layouts, i64 threads) {
-    Field *fields = malloc(sizeof(Field) * (size_t)(n + 1));
-    i64 *owners = malloc(sizeof(i64) * (size_t)(n + 1)), left = 1, fine = fields && owners;
-    for (i64 at = 0; at < n; at++) {
-        jobs[at].pad = -1;
-        jobs[at].result = jobs[at].padded ? STRAY : FITS;
-    }
-    for (i64 pad = 0; left && fine; pad++) {
+   or STRAY; without pads it is FITS. Bools, also packed ones, may be ODD. */
+API void maskpack_read(Job *jobs, i64 n, const Layout *layouts, i64 threads) {
+    Reading own = {jobs, layouts, 0, parts_for(threads)};
+    for (i64 at = 0; at < n; at++) jobs[at].result = jobs[at].padded ? STRAY : FITS;
+    for (i64 left = 1; left; own.pad++) {
         left = 0;
         for (i64 at = 0; at < n; at++) {
             Job *job = jobs + at;
-            if (job->result != STRAY || (pad && pad >= job->num_pads)) continue;
-            fields[left] = job->field;
-            fields[left].layout = job->layout;
-            if (job->num_pads) try_pad(fields + left, job->pads + pad, layouts + job->layout);
-            owners[left++] = at;
-        }
-        i64 count;
-        Pass pass = {fields, layouts, divided(fields, left, layouts, threads, &count), 0};
-        fine = pass.tasks != NULL;
-        if (fine) run_tasks(read_task, &pass, count, threads);
-        free(pass.tasks);
-        for (i64 at = 0; at < left; at++) {
-            Job *job = jobs + owners[at];
-            if (fields[at].stray) continue;
+            if (job->result != STRAY || (own.pad && own.pad >= job->num_pads)) continue;
+            job->pad = own.pad;
             job->result = FITS;
-            job->pad = job->num_pads ? pad : -1;
+            left++;
         }
+        if (left) run_tasks(read_task, &own, n * own.parts, threads);
     }
-    for (i64 at = 0; at < n && fine; at++)
-        if (jobs[at].integers == BOOLS && jobs[at].result == FITS && are_odd(jobs + at, layouts)) jobs[at].result = ODD;
-    free(fields);
-    free(owners);
-    return fine ? 0 : -1;
+    for (i64 at = 0; at < n; at++) {
+        Job *job = jobs + at;
+        if (job->result != FITS || !job->padded || !job->num_pads) job->pad = -1;
+        if (job->result != FITS || job->integers != BOOLS || !job->field.packed) continue;
+        if (are_odd(job->field.packed, job->items * elements_of(job, layouts))) job->result = ODD;
+    }
+}
+
+static void write_task(void *context, i64 task) {
+    const Writing *own = context;
+    const Field *field = own->fields + task / own->parts;
+    const Layout *layout = own->layouts + field->layout;
+    i64 part = task % own->parts, end = first_row(layout->rows, part + 1, own->parts), step = field->outer * field->items * field->size;
+    for (i64 row = first_row(layout->rows, part, own->parts); row < end; row++)
+        write_row(field, layout, row, field->pads + row * field->pads_step, field->packed + layout->bounds[row] * step, own->stream);
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 /* The inverse of `maskpack_read`. `stream`: whether pads are written past the cache. */
-API i64 maskpack_write(Field *fields, i64 num_fields, const Layout *layouts, i64 stream, i64 threads) {
-    i64 count;
-    Pass pass = {fields, layouts, divided(fields, num_fields, layouts, threads, &count), stream};
-    if (!pass.tasks) return -1;
-    run_tasks(write_task, &pass, count, threads);
-    free(pass.tasks);
-    return 0;
+API void maskpack_write(const Field *fields, i64 num_fields, const Layout *layouts, i64 stream, i64 threads) {
+    Writing own = {fields, layouts, stream, parts_for(threads)};
+    run_tasks(write_task, &own, num_fields * own.parts, threads);
 }

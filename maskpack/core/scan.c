@@ -1,64 +1,58 @@
 /* A mask to its spans. */
 
+/* A mask that is scanned in `parts` tasks: what is found in each row, and its layout. */
 typedef struct {
-    const u8 *mask;
-    i64 size, rows, width, row_stride;
-    u64 significant;
+    const Origin *mask;
     RowScan *found;
-    const i64 *splits;
-    i64 *starts, *counts, rows_a_task;
+    const Layout *layout;
+    i64 parts;
 } Scan;
 
 /* Lists the spans of a row, at most `room` of them; a word is valid if it has one of the significant bits. */
-static RowScan scan_row(const Scan *scan, i64 row, i64 *starts, i64 *counts, i64 room) {
-    const u8 *words = scan->mask + row * scan->row_stride;
-    i64 size = scan->size, width = scan->width, at = 0;
-    RowScan found = {0, 0, 1, 0, {0}, {0}};
+static void scan_row(const Origin *mask, i64 row, RowScan *found, i64 *starts, i64 *counts, i64 room) {
+    const u8 *words = (const u8 *)mask->at + row * mask->row_stride;
+    i64 size = mask->size, width = mask->width, at = 0;
+    *found = (RowScan){.alike = 1};
     while ((at += equal_bytes(words + at * size, (width - at) * size, ZEROS) / size) < width) {
         u64 word = word_at(words + at * size, size);
         i64 start = at;
-        if (!(word & scan->significant)) { /* -0.0 */
-            found.alike = 0;
+        if (!(word & mask->significant)) { /* -0.0 */
+            found->alike = 0;
             at++;
             continue;
         }
-        if (!found.spans) found.value = word;
-        for (; at < width && (word = word_at(words + at * size, size)) & scan->significant;) {
-            found.alike &= word == found.value;
+        if (!found->spans) found->value = word;
+        for (; at < width && (word = word_at(words + at * size, size)) & mask->significant;) {
+            found->alike &= word == found->value;
             at += equal_bytes(words + at * size, (width - at) * size, repeated((const u8 *)&word, size)) / size;
         }
-        if (found.spans < room) {
-            starts[found.spans] = start;
-            counts[found.spans] = at - start;
+        if (found->spans < room) {
+            starts[found->spans] = start;
+            counts[found->spans] = at - start;
         }
-        found.spans++;
-        found.tokens += at - start;
-    }
-    return found;
-}
-
-static i64 last_row(const Scan *scan, i64 task) {
-    i64 end = (task + 1) * scan->rows_a_task;
-    return end < scan->rows ? end : scan->rows;
-}
-
-static void count_spans(void *context, i64 task) {
-    Scan *scan = context;
-    for (i64 row = task * scan->rows_a_task; row < last_row(scan, task); row++) {
-        i64 starts[FEW_SPANS] = {0}, counts[FEW_SPANS] = {0};
-        RowScan found = scan_row(scan, row, starts, counts, FEW_SPANS);
-        memcpy(found.starts, starts, sizeof starts);
-        memcpy(found.counts, counts, sizeof counts);
-        scan->found[row] = found;
+        found->spans++;
+        found->tokens += at - start;
     }
 }
 
-static void list_spans(void *context, i64 task) {
-    Scan *scan = context;
-    for (i64 row = task * scan->rows_a_task; row < last_row(scan, task); row++) {
-        const RowScan *found = &scan->found[row];
-        i64 *starts = scan->starts + scan->splits[row], *counts = scan->counts + scan->splits[row];
-        if (found->spans > FEW_SPANS) scan_row(scan, row, starts, counts, found->spans);
+static void count_spans(void *context, i64 part) {
+    const Scan *scan = context;
+    i64 rows = scan->mask->rows, end = first_row(rows, part + 1, scan->parts);
+    for (i64 row = first_row(rows, part, scan->parts); row < end; row++) {
+        RowScan *found = scan->found + row;
+        scan_row(scan->mask, row, found, found->starts, found->counts, FEW_SPANS);
+    }
+}
+
+static void list_spans(void *context, i64 part) {
+    const Scan *scan = context;
+    i64 rows = scan->mask->rows, end = first_row(rows, part + 1, scan->parts);
+    for (i64 row = first_row(rows, part, scan->parts); row < end; row++) {
+        const RowScan *found = scan->found + row;
+        RowScan again;
+        i64 first = scan->layout->splits[row];
+        i64 *starts = (i64 *)scan->layout->starts + first, *counts = (i64 *)scan->layout->counts + first;
+        if (found->spans > FEW_SPANS) scan_row(scan->mask, row, &again, starts, counts, found->spans);
         else
             for (i64 i = 0; i < found->spans; i++) {
                 starts[i] = found->starts[i];
@@ -70,19 +64,16 @@ static void list_spans(void *context, i64 task) {
 /* Counts the spans of a mask [rows, width]: splits and bounds [rows + 1] are the cumulated spans and tokens of the rows,
    `scan->found` keeps a RowScan each. Returns whether all valid words are equal and all other bits 0. */
 static int count_all(Scan *scan, i64 *splits, i64 *bounds, i64 threads) {
-    run_tasks(count_spans, scan, (scan->rows + scan->rows_a_task - 1) / scan->rows_a_task, threads);
-    u64 value = 0;
-    i64 seen = 0, equal = 1;
+    run_tasks(count_spans, scan, scan->parts, threads);
+    const RowScan *first = NULL; /* with a valid word */
+    int equal = 1;
     splits[0] = bounds[0] = 0;
-    for (i64 row = 0; row < scan->rows; row++) {
+    for (i64 row = 0; row < scan->mask->rows; row++) {
         const RowScan *found = scan->found + row;
         splits[row + 1] = splits[row] + found->spans;
         bounds[row + 1] = bounds[row] + found->tokens;
-        equal &= found->alike && (!found->spans || !seen || found->value == value);
-        if (found->spans) {
-            value = found->value;
-            seen = 1;
-        }
+        if (found->spans && !first) first = found;
+        equal &= found->alike && (!found->spans || found->value == first->value);
     }
-    return equal && seen;
+    return equal && first;
 }

@@ -75,6 +75,11 @@ static void share(Crew *crew, void (*run)(void *, i64), void *context, i64 count
     pthread_mutex_unlock(&crew->lock);
 }
 
+/* Tasks for rows: one for one thread, four a thread for several. The rows of a task begin where those of the one before end. */
+static i64 parts_for(i64 threads) { return threads == 1 ? 1 : 4 * threads; }
+
+static i64 first_row(i64 rows, i64 part, i64 parts) { return rows * part / parts; }
+
 static void run_tasks(void (*run)(void *, i64), void *context, i64 tasks, i64 threads) {
     Crew crew;
     crew_open(&crew, threads < tasks ? threads : tasks);

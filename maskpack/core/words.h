@@ -101,6 +101,13 @@ static void add_words(u8 *to, const u8 *words, const u8 *others, u64 times, i64 
     else add_words_of(to, words, others, times, n, size);
 }
 
+/* Whether bytes of bools are other than 0 and 1. */
+static int are_odd(const u8 *bools, i64 n) {
+    u8 all = 0;
+    for (i64 i = 0; i < n; i++) all |= bools[i];
+    return all > 1;
+}
+
 static u64 hash_words(const u8 *p, i64 nbytes) {
     u64 hash = (u64)nbytes * 0x9E3779B97F4A7C15ull;
     for (; nbytes >= 8; p += 8, nbytes -= 8) hash = (hash ^ load(p)) * 0x9E3779B97F4A7C15ull, hash ^= hash >> 29;

@@ -55,7 +55,7 @@ def test_a_core_of_another_version_says_what_to_do(package: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "other"),
     [
-        ("Field", '("stray", np.int64)', '("stray", np.int64), ("more", np.int64)'),
+        ("Field", '("shift", np.int64)', '("shift", np.int64), ("more", np.int64)'),
         ("Entry", '("number", np.int64), ("first", np.int64), ("second", np.int64)', '("first", np.int64)'),
         ("Form", '("age", np.int64)', '("age", np.int64), ("more", ARRAY)'),
         ("Source", '("sums", np.int64)', '("sums", np.int64), ("last", np.int64)'),

@@ -156,7 +156,7 @@ class Core:
             if job["padded"]:
                 job["field"]["packed"], job["field"]["pads"] = address(out[:nbytes]), address(records)
             held.append((out, records, want))
-        assert self.call("read", address(jobs), jobs.size, address(mask.line), threads) == 0
+        self.call("read", address(jobs), jobs.size, address(mask.line), threads)
         for job, (out, records, want) in zip(jobs, held, strict=True):
             assert (out[-MARGIN:] == 0x55).all()
             assert (records[-MARGIN:] == 0x55).all()

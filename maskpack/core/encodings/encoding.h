@@ -467,11 +467,7 @@ static int entry_is_odd(Check *check, i64 index, const Array *lengths, i64 rows)
 }
 
 /* Whether bytes of an array are other than 0 and 1. */
-static int array_is_odd(const u8 *body, const Array *array) {
-    u8 any = 0;
-    for (i64 i = 0; i < array->count; i++) any |= body[array->at + i];
-    return any > 1;
-}
+static int array_is_odd(const u8 *body, const Array *array) { return are_odd(body + array->at, array->count); }
 
 /* The rows that are worth a look: one, if all say the same. */
 static i64 rows_that_differ(const Entry *entry, const Array *lengths, i64 rows) {
