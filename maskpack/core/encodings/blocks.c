@@ -43,6 +43,7 @@ static i64 coded_numbers(const u8 *from, i64 n, const Codes *codes, i64 left) {
 /* The widths of codes for which rows take fewest bits, 0 if codes take no fewer bits by far. */
 static i64 blocks_fit(const Rows *rows) {
     i64 counts[34] = {0}, below[34], most = 0, total = 0, number = 0, best, step = rows->rows / FIT_ROWS + 1;
+    const WordLoops *loops = word_loops(block_loops(), rows->size);
     if (rows->items != 1) return 0; /* words of an element are not of one kind */
     for (i64 row = 0; row < rows->rows; row += step) {
         i64 n = row_length(rows, row);
@@ -50,7 +51,7 @@ static i64 blocks_fit(const Rows *rows) {
         for (i64 at = 0; words && at + FEW_WORDS <= n && at < FIT_WORDS; at += BLOCK) {
             u32 numbers[BLOCK];
             i64 count = n - at < BLOCK ? n - at : BLOCK, least;
-            i64 bits = bits_for(block_loops()->above_least(rows->size, words + at * rows->size, count, &least, numbers));
+            i64 bits = bits_for(loops->above_least(words + at * rows->size, count, &least, numbers));
             if (bits > MOST_CODED) return 0;
             most = bits > most ? bits : most;
             for (i64 i = 0; i < count; i++) counts[bits_for(numbers[i])]++;
@@ -106,8 +107,8 @@ static int block_encode(const u8 *words, const u8 *others, i64 n, i64 size, cons
     const BlockLoops *loops = block_loops();
     u32 above[BLOCK], apart[BLOCK];
     u8 coded[4 * (BLOCK / CODES + BLOCK) + 8];
-    i64 counts[5] = {0}, apart_bits = 65, bits = bits_for(loops->above_least(size, words, n, least, above));
-    if (others) apart_bits = bits_for(loops->distances(size, words, others, n, apart));
+    i64 counts[5] = {0}, apart_bits = 65, bits = bits_for(word_loops(loops, size)->above_least(words, n, least, above));
+    if (others) apart_bits = bits_for(word_loops(loops, size)->distances(words, others, n, apart));
     int by_distance = apart_bits < bits;
     if (by_distance) bits = apart_bits;
     if (bits > 32) return MISFIT;
@@ -172,13 +173,14 @@ static const u8 *near_row(Cursor *cursor) {
 static void blocks_decode(Cursor *cursor, i64 n, u8 *out) {
     const u8 *near = near_row(cursor);
     i64 size = cursor->entry->size;
+    const WordLoops *loops = word_loops(cursor->loops, size);
     for (i64 at = 0; at < n; at += BLOCK) {
         u32 words[BLOCK];
         i64 count = n - at < BLOCK ? n - at : BLOCK;
         Block block = block_next(cursor, count);
         block_words(cursor, &block, count, words);
-        if (block.near) cursor->loops->add_distances(size, words, near + at * size, count, out + at * size);
-        else cursor->loops->add_least(size, words, block.base, count, out + at * size);
+        if (block.near) loops->add_distances(words, near + at * size, count, out + at * size);
+        else loops->add_least(words, block.base, count, out + at * size);
     }
 }
 

@@ -51,7 +51,7 @@ typedef struct {
 
 /* The blocks of one column in n tokens of a row, which lie at `from`; the first of them is number `index`. False if its words are too far apart. */
 static int column_encode(const Tiles *tiles, i64 column, const u8 *from, i64 n, i64 index) {
-    const BlockLoops *loops = tiles->loops;
+    const WordLoops *loops = word_loops(tiles->loops, tiles->rows->size);
     Entry *own = tiles->slots + column;
     Out *out = tiles->out;
     i64 size = tiles->rows->size, items = tiles->items, element = tiles->rows->items * size, fits = 1;
@@ -63,10 +63,10 @@ static int column_encode(const Tiles *tiles, i64 column, const u8 *from, i64 n, 
         i64 *base = tiles->bases + column * tiles->blocks + index;
         u32 numbers[BLOCK];
         u64 most = 0;
-        if (!direct) most = loops->above_least(size, tiles->line + word * size, count, &least, numbers);
-        else if (tiles->way) loops->less(size, from + column * items * size, element, n, *base, numbers);
-        else most = loops->range(size, tiles->low + column * items * size, tiles->high + column * items * size, items, &least);
-        if (tiles->way) pack_block(loops, numbers, count, *width, out->memory + (own->c.at - out->base) + 4 * own->c.count);
+        if (!direct) most = loops->above_least(tiles->line + word * size, count, &least, numbers);
+        else if (tiles->way) loops->less(from + column * items * size, element, n, *base, numbers);
+        else most = loops->range(tiles->low + column * items * size, tiles->high + column * items * size, items, &least);
+        if (tiles->way) pack_block(tiles->loops, numbers, count, *width, out->memory + (own->c.at - out->base) + 4 * own->c.count);
         else {
             fits &= bits_for(most) <= 32;
             *width = (u8)bits_for(most);
@@ -89,7 +89,7 @@ static int tiles_encode(const Tiles *tiles) {
         for (i64 at = 0; at < tokens; at += tile) {
             i64 n = tokens - at < tile ? tokens - at : tile;
             const u8 *from = words + at * element;
-            if (tiles->whole && !tiles->way) tiles->loops->ends(rows->size, from, n, rows->items, tiles->low, tiles->high);
+            if (tiles->whole && !tiles->way) word_loops(tiles->loops, rows->size)->ends(from, n, rows->items, tiles->low, tiles->high);
             for (i64 column = 0; column < tiles->columns; column++) {
                 if (tiles->way && tokens - at >= 2 * tile) prefetch(from, tile * element, column, tiles->columns);
                 fits &= column_encode(tiles, column, from, n, block + at * tiles->items / BLOCK);
@@ -144,7 +144,7 @@ static void next_eights(Cursor *cursor, i64 n, u8 *out, i64 step) {
     Block block = block_next(cursor, n * EIGHT);
     if (n * EIGHT == BLOCK) prefetch(block.from, 4 * block.numbers, 0, 1); /* as the next one is likely as long */
     block_words(cursor, &block, n * EIGHT, words);
-    cursor->loops->more(cursor->entry->size, words, block.base, n, out, step);
+    word_loops(cursor->loops, cursor->entry->size)->more(words, block.base, n, out, step);
 }
 
 static int columns_open(Cursor *cursor) { return cursor_reserve(cursor); }

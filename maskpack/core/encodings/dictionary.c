@@ -20,7 +20,7 @@ static i64 entry_rows(const Table *table, const Entry *entry) { return entry->la
 
 static i64 dictionary_count(const Table *table, const Entry *entry) {
     i64 rows = entry_rows(table, entry), most = most_stored(table->entries, entry, rows) - 1, stored = 0;
-    for (i64 row = 0; row < rows; row++) {
+    for (i64 row = 0; row < rows && row < entry->a.count; row++) {
         i64 index = cut_to(stored_row(table->body, entry, row), most);
         stored = index + 1 > stored ? index + 1 : stored;
     }
@@ -45,28 +45,28 @@ static const i64 *stored_marks(const Table *table, i64 index) {
     return table->marks + table->marks[index] + (ENCODINGS[entry->kind]->marked ? 3 * (entry_rows(table, entry) / MARKED + 1) : 0);
 }
 
-/* The bounds of the rows that the entry of a cursor stores, which are counted if they are not marked; NULL without memory. */
-static const i64 *stored_bounds(Cursor *cursor, i64 **counted) {
-    const i64 *marks = cursor->marks ? stored_marks(cursor->table, cursor->entry - cursor->table->entries) : NULL;
-    cursor->stored = marks ? *marks : stored_rows(cursor->table, cursor->entry, counted);
-    if (cursor->stored >= 0) cursor->own = calloc((size_t)cursor->stored + 1, sizeof(i64));
-    return !cursor->own ? NULL : marks ? marks + 1 : *counted;
-}
-
-/* Decodes the stored rows that rows use, whose number `cursor->own` has at 1 more; others take no memory. */
-static int open_stored(Cursor *cursor, const i64 *bounds) {
+/* Decodes the stored rows that rows need; others take no memory. */
+static int stored_open(Cursor *cursor) {
     const Table *table = cursor->table;
-    i64 *own = cursor->own, stored = cursor->stored, element = table->entries[cursor->entry->first].items * cursor->entry->size;
-    for (i64 i = 0; i < stored; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
-    if (!(cursor->rows = malloc((size_t)(own[stored] * element + 8)))) return 0;
-    Cursor inner = cursor_of(table, cursor->entry->first, bounds); /* its rows are in arrays of its own */
-    for (i64 i = 0; i < stored; i++) {
+    const Entry *entry = cursor->entry;
+    const i64 *marks = cursor->marks ? stored_marks(table, entry - table->entries) : NULL;
+    i64 *counted = NULL, stored = cursor->stored = marks ? *marks : stored_rows(table, entry, &counted);
+    const i64 *bounds = marks ? marks + 1 : counted;
+    i64 *own = cursor->own = stored < 0 ? NULL : calloc((size_t)stored + 1, sizeof(i64));
+    i64 element = table->entries[entry->first].items * entry->size;
+    for (i64 i = 0; i < cursor->part->count && own; i++) ENCODINGS[entry->kind]->need(cursor, taken_row(cursor->part, i));
+    cursor->row = cursor->c = 0;
+    for (i64 i = 0; i < stored && own; i++) own[i + 1] = own[i] + (own[i + 1] ? bounds[i + 1] - bounds[i] : 0);
+    int fine = own && (cursor->rows = malloc((size_t)(own[stored] * element + 8))) && (!cursor->num_parts || cursor_reserve(cursor));
+    Cursor inner = cursor_of(table, entry->first, bounds); /* its rows are in arrays of its own */
+    for (i64 i = 0; i < stored && fine; i++) {
         if (own[i + 1] == own[i] && table->marks) continue;
         if (table->marks) row_seek(&inner, i);
         if (own[i + 1] > own[i]) row_decode(&inner, cursor->rows + own[i] * element);
         else row_skip(&inner);
     }
-    return 1;
+    free(counted);
+    return fine;
 }
 
 /* The number of the first row that each row equals, among the rows that differ; `firsts` are these rows. The count of
@@ -135,16 +135,8 @@ static int dictionary_encode(const Rows *rows, const Rows *near, i64 hints, int 
     return done;
 }
 
-static int dictionary_open(Cursor *cursor) {
-    i64 *counted = NULL;
-    const i64 *bounds = stored_bounds(cursor, &counted);
-    for (i64 i = 0; i < cursor->part->count && bounds; i++) {
-        i64 row = stored_row(cursor->table->body, cursor->entry, taken_row(cursor->part, i));
-        cursor->own[1 + cut_to(row, cursor->stored - 1)] = 1;
-    }
-    int fine = bounds && open_stored(cursor, bounds);
-    free(counted);
-    return fine;
+static void dictionary_need(Cursor *cursor, i64 row) {
+    cursor->own[1 + cut_to(stored_row(cursor->table->body, cursor->entry, row), cursor->stored - 1)] = 1;
 }
 
 static void dictionary_decode(Cursor *cursor, i64 n, u8 *out) {
@@ -177,16 +169,6 @@ static void dictionary_split(const Table *table, i64 index, const i64 *cuts, i64
     }
 }
 
-/* The rows that a dictionary stores. */
-static i64 count_stored(const u8 *body, const Entry *entry, i64 rows) {
-    i64 stored = 0;
-    for (i64 row = 0; row < rows && row < entry->a.count; row++) {
-        i64 number = cut_to(stored_row(body, entry, row), MANY);
-        stored = number + 1 > stored ? number + 1 : stored;
-    }
-    return stored;
-}
-
 static int dictionary_check(Check *check, i64 index, const Array *lengths, i64 rows, i64 total) {
     const Table *table = check->table;
     const Entry *entry = table->entries + index, *inner = table->entries + entry->first;
@@ -197,7 +179,7 @@ static int dictionary_check(Check *check, i64 index, const Array *lengths, i64 r
         i64 number = stored_row(body, entry, row);
         if (number_at(body, &entry->a, row) < entry->number || number >= (entry->a.count == 1 ? 1 : most)) return 0; /* or 2^63 and more */
     }
-    most = count_stored(body, entry, rows);
+    most = dictionary_count(table, entry);
     if (most > rows) { /* of some rows of a larger batch; each row takes a bound */
         if (most - rows > check->left / 8) return 0;
         check->left -= 8 * (most - rows);
@@ -221,7 +203,7 @@ static int dictionary_check(Check *check, i64 index, const Array *lengths, i64 r
 
 static int dictionary_is_odd(Check *check, i64 index, const Array *lengths, i64 rows) {
     const Entry *entry = check->table->entries + index;
-    return entry_is_odd(check, entry->first, &entry->b, count_stored(check->table->body, entry, rows));
+    return entry_is_odd(check, entry->first, &entry->b, dictionary_count(check->table, entry));
 }
 
 /* Stages the rows that an entry stores. */
@@ -253,7 +235,7 @@ static int dictionary_stage(Stage *stage, const Entry *entry, const Extent *exte
 }
 
 static const Encoding DICTIONARY_ENCODING = {
-    .encode_stored = dictionary_encode, .count_stored = dictionary_count, .split = dictionary_split,
-    .open = dictionary_open, .decode = dictionary_decode, .check = dictionary_check, .is_odd = dictionary_is_odd,
+    .encode_stored = dictionary_encode, .count_stored = dictionary_count, .split = dictionary_split, .open = stored_open,
+    .need = dictionary_need, .decode = dictionary_decode, .check = dictionary_check, .is_odd = dictionary_is_odd,
     .stage = dictionary_stage,
 };

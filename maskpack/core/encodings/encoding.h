@@ -90,6 +90,8 @@ typedef struct {
     void (*split)(const Table *table, i64 index, const i64 *cuts, i64 parts, Entry *out, i64 n);
     /* Gets what a cursor needs to decode; false without memory. NULL if it needs no more than its parts. */
     int (*open)(Cursor *cursor);
+    /* Of an encoding that stores rows: marks those that a row needs, in `own` from 1 on; rows come as they are decoded. */
+    void (*need)(Cursor *cursor, i64 row);
     /* Decodes the row at the cursor, of n words; moves a, b and c over it, not `row`. */
     void (*decode)(Cursor *cursor, i64 n, u8 *out);
     /* Moves a, b and c over that row. NULL if there is nothing to move, or if only parts have arrays. */

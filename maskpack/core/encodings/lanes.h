@@ -63,12 +63,6 @@ ALWAYS void unpack_lanes(const u32 *from, u32 *words, const int bits) {
 #define EXPANDED(name, size, isa) PASTE(name, size, isa)
 #define LOOP(name) EXPANDED(name, SIZE, ISA)
 #define OF_ISA(name) EXPANDED(name, any, ISA)
-#define BY_SIZE(name, size, ...)                                \
-    ((size) == 1   ? EXPANDED(name, 1, ISA)(__VA_ARGS__)        \
-     : (size) == 2 ? EXPANDED(name, 2, ISA)(__VA_ARGS__)        \
-     : (size) == 4 ? EXPANDED(name, 4, ISA)(__VA_ARGS__)        \
-                   : EXPANDED(name, 8, ISA)(__VA_ARGS__))
-
 /* The widths of the four codes of words; each code stands for the words from its first on. */
 typedef struct {
     u32 widths[4], firsts[4];
@@ -77,15 +71,20 @@ typedef struct {
 
 enum { MOST_CODED = 28 }; /* bits of a coded word: two of them are read at once */
 
+/* The loops over words of a size (word_loops.h). */
+typedef struct {
+    u64 (*above_least)(const u8 *, i64, i64 *, u32 *), (*distances)(const u8 *, const u8 *, i64, u32 *);
+    void (*ends)(const u8 *, i64, i64, u8 *, u8 *);
+    u64 (*range)(const u8 *, const u8 *, i64, i64 *);
+    void (*less)(const u8 *, i64, i64, i64, u32 *), (*more)(const u32 *, i64, i64, u8 *, i64);
+    void (*add_least)(const u32 *, i64, i64, u8 *), (*add_distances)(const u32 *, const u8 *, i64, u8 *);
+} WordLoops;
+
 typedef struct {
     void (*pack)(const u32 *, u32 *, i64), (*unpack)(const u32 *, u32 *, i64);
-    u64 (*above_least)(i64, const u8 *, i64, i64 *, u32 *), (*distances)(i64, const u8 *, const u8 *, i64, u32 *);
-    void (*ends)(i64, const u8 *, i64, i64, u8 *, u8 *);
-    u64 (*range)(i64, const u8 *, const u8 *, i64, i64 *);
-    void (*less)(i64, const u8 *, i64, i64, i64, u32 *), (*more)(i64, const u32 *, i64, i64, u8 *, i64);
     void (*count_codes)(const Codes *, const u32 *, i64 *), (*pack_codes)(const Codes *, const u32 *, i64, u8 *);
     void (*unpack_codes)(const Codes *, const u8 *, i64, i64, u32 *);
-    void (*add_least)(i64, const u32 *, i64, i64, u8 *), (*add_distances)(i64, const u32 *, const u8 *, i64, u8 *);
+    const WordLoops *words[4]; /* of 1, 2, 4 and 8 bytes */
 } BlockLoops;
 
 #define ISA plain
@@ -104,6 +103,8 @@ static const BlockLoops *block_loops(void) {
 #endif
     return &loops_any_plain;
 }
+
+static const WordLoops *word_loops(const BlockLoops *loops, i64 size) { return loops->words[__builtin_ctzll((u64)size)]; }
 
 /* Writes a block to `out`, which has room for 4 * (BLOCK + LANES) bytes; `words` has BLOCK of them, 0 from n on. */
 static void pack_block(const BlockLoops *loops, const u32 *words, i64 n, i64 bits, u8 *out) {

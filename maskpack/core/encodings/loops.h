@@ -23,31 +23,6 @@ TARGET static void OF_ISA(pack)(const u32 *words, u32 *out, i64 bits) {
 TARGET static void OF_ISA(unpack)(const u32 *from, u32 *words, i64 bits) {
     switch (bits) { EACH_WIDTH(UNPACK_CASE) default: memset(words, 0, 4 * BLOCK); }
 }
-static u64 OF_ISA(above_least)(i64 size, const u8 *from, i64 n, i64 *least, u32 *out) {
-    return BY_SIZE(above_least, size, from, n, least, out);
-}
-static void OF_ISA(ends)(i64 size, const u8 *from, i64 n, i64 items, u8 *low, u8 *high) {
-    BY_SIZE(ends, size, from, n, items, low, high);
-}
-static u64 OF_ISA(range)(i64 size, const u8 *low, const u8 *high, i64 n, i64 *least) {
-    return BY_SIZE(range, size, low, high, n, least);
-}
-static void OF_ISA(less)(i64 size, const u8 *from, i64 step, i64 n, i64 least, u32 *out) {
-    BY_SIZE(less, size, from, step, n, least, out);
-}
-static void OF_ISA(more)(i64 size, const u32 *numbers, i64 least, i64 n, u8 *to, i64 step) {
-    BY_SIZE(more, size, numbers, least, n, to, step);
-}
-static u64 OF_ISA(distances)(i64 size, const u8 *from, const u8 *near, i64 n, u32 *out) {
-    return BY_SIZE(distances, size, from, near, n, out);
-}
-static void OF_ISA(add_least)(i64 size, const u32 *numbers, i64 least, i64 n, u8 *to) {
-    BY_SIZE(add_least, size, numbers, least, n, to);
-}
-static void OF_ISA(add_distances)(i64 size, const u32 *numbers, const u8 *near, i64 n, u8 *to) {
-    BY_SIZE(add_distances, size, numbers, near, n, to);
-}
-
 /* How many of BLOCK words have each code; the fifth number is 1 if some word has none. */
 TARGET static void OF_ISA(count_codes)(const Codes *codes, const u32 *words, i64 *counts) {
     u32 second = codes->firsts[1], third = codes->firsts[2], fourth = codes->firsts[3], most = 0, from[4] = {BLOCK, 0, 0, 0};
@@ -104,8 +79,10 @@ TARGET static void OF_ISA(unpack_codes)(const Codes *codes, const u8 *from, i64 
     }
 }
 
-static const BlockLoops OF_ISA(loops) = {OF_ISA(pack),      OF_ISA(unpack),    OF_ISA(above_least),
-                                       OF_ISA(distances), OF_ISA(ends), OF_ISA(range), OF_ISA(less), OF_ISA(more), OF_ISA(count_codes), OF_ISA(pack_codes), OF_ISA(unpack_codes), OF_ISA(add_least), OF_ISA(add_distances)};
+static const BlockLoops OF_ISA(loops) = {
+    OF_ISA(pack), OF_ISA(unpack), OF_ISA(count_codes), OF_ISA(pack_codes), OF_ISA(unpack_codes),
+    {&EXPANDED(words, 1, ISA), &EXPANDED(words, 2, ISA), &EXPANDED(words, 4, ISA), &EXPANDED(words, 8, ISA)},
+};
 
 #undef ISA
 #undef TARGET

@@ -215,18 +215,10 @@ static void pieces_skip(Cursor *cursor, i64 n) {
     cursor->c += COPY * copies_of(cursor);
 }
 
-static int pieces_open(Cursor *cursor) {
-    i64 *counted = NULL;
-    const i64 *bounds = stored_bounds(cursor, &counted);
-    for (i64 i = 0; i < cursor->part->count && bounds; i++) {
-        if (cursor->part->taken) row_seek(cursor, cursor->part->taken[i]);
-        first_needed(cursor, cursor->own + 1);
-        if (!cursor->part->taken) row_skip(cursor);
-    }
-    cursor->row = cursor->c = 0;
-    int fine = bounds && open_stored(cursor, bounds);
-    free(counted);
-    return fine;
+static void pieces_need(Cursor *cursor, i64 row) {
+    if (cursor->part->taken) row_seek(cursor, row);
+    first_needed(cursor, cursor->own + 1);
+    if (!cursor->part->taken) row_skip(cursor);
 }
 
 /* Copies n words of a stored row from one of them on; zeros where it has none. */
@@ -328,6 +320,6 @@ static int pieces_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
 }
 
 static const Encoding PIECES_ENCODING = {
-    .marked = 1, .encode_stored = pieces_encode, .count_stored = pieces_count, .split = pieces_split, .open = pieces_open,
-    .decode = pieces_decode, .skip = pieces_skip, .check = pieces_check, .is_odd = pieces_is_odd,
+    .marked = 1, .encode_stored = pieces_encode, .count_stored = pieces_count, .split = pieces_split, .open = stored_open,
+    .need = pieces_need, .decode = pieces_decode, .skip = pieces_skip, .check = pieces_check, .is_odd = pieces_is_odd,
 };

@@ -58,14 +58,7 @@ static i64 stretch_next(Cursor *cursor, i64 left, i64 *zeros) {
     return 1 + cut_to((i64)((u64)number_at(body, &entry->c, cursor->c++) - 1), left - 1);
 }
 
-static int sparse_open(Cursor *cursor) {
-    i64 *counted = NULL;
-    const i64 *bounds = stored_bounds(cursor, &counted);
-    for (i64 i = 0; i < cursor->part->count && bounds; i++) cursor->own[1 + taken_row(cursor->part, i)] = 1;
-    int fine = bounds && open_stored(cursor, bounds) && (!cursor->num_parts || cursor_reserve(cursor));
-    free(counted);
-    return fine;
-}
+static void sparse_need(Cursor *cursor, i64 row) { cursor->own[1 + row] = 1; }
 
 static void sparse_decode(Cursor *cursor, i64 n, u8 *out) {
     const i64 *own = cursor->own + cursor->row;
@@ -159,7 +152,7 @@ static int sparse_stage(Stage *stage, const Entry *entry, const Extent *extent, 
 }
 
 static const Encoding SPARSE_ENCODING = {
-    .marked = 1, .encode_stored = sparse_encode, .count_stored = entry_rows, .split = sparse_split, .open = sparse_open,
-    .decode = sparse_decode, .skip = sparse_skip, .cut = sparse_cut, .check = sparse_check, .is_odd = sparse_is_odd,
-    .stage = sparse_stage,
+    .marked = 1, .encode_stored = sparse_encode, .count_stored = entry_rows, .split = sparse_split, .open = stored_open,
+    .need = sparse_need, .decode = sparse_decode, .skip = sparse_skip, .cut = sparse_cut, .check = sparse_check,
+    .is_odd = sparse_is_odd, .stage = sparse_stage,
 };

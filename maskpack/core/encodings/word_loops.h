@@ -83,6 +83,10 @@ TARGET static void LOOP(add_distances)(const u32 *numbers, const u8 *near, i64 n
     memcpy(to, words, (size_t)n * SIZE);
 }
 
+static const WordLoops LOOP(words) = {
+    LOOP(above_least), LOOP(distances), LOOP(ends), LOOP(range), LOOP(less), LOOP(more), LOOP(add_least), LOOP(add_distances),
+};
+
 #undef SIZE
 #undef S
 #undef T
