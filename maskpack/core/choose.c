@@ -46,7 +46,7 @@ static i64 try_sample(const Rows *rows, const Rows *near, int integers, const Fo
         Out out = {memory, 0, 0, sizeof memory, 0};
         Entry entry = {0};
         sizes[kind] = MOST;
-        if (!integers && ENCODINGS[kind]->integers) continue;
+        if (!is_single(kind) || (!integers && ENCODINGS[kind]->integers)) continue;
         i64 number = kind == form->kind ? form->number : 0; /* to fit one takes longer than a sample may */
         if (encode_as(kind, number, &sample, near ? &beside : NULL, &out, &entry) == FITS) sizes[kind] = bytes_of(&entry);
         least = sizes[kind] < least ? sizes[kind] : least;
@@ -73,7 +73,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
     Entry header = *entry;
     for (i64 kind = PLAIN + 1; kind < NUM_KINDS && plain; kind++) {
         int likely = sizes[kind] < MOST && 2 * sizes[kind] <= 3 * least + 64;
-        if (!ENCODINGS[kind]->encode || (!likely && !(hints >> kind & 1))) continue;
+        if (!is_single(kind) || (!likely && !(hints >> kind & 1))) continue;
         if (!memory && !(memory = malloc((size_t)room))) return NO_MEMORY;
         Out spare = {memory, out->base + ((start + 7) & ~(i64)7), 0, best < room ? best : room, 0};
         Entry tried = header;
@@ -99,7 +99,7 @@ static int choose(const Rows *rows, const Rows *near, i64 hints, int integers, O
 static int is_better(const Rows *rows, const Rows *near, int integers, const Form *form, i64 bytes, i64 words) {
     i64 sizes[NUM_KINDS], kind = form->kind == COLUMNS ? BLOCKS : form->kind, sampled;
     i64 least = try_sample(rows, near, integers, form, sizes, &sampled, GLANCE_WORDS, FEW_WORDS);
-    i64 own = !ENCODINGS[kind]->encode && words ? bytes * sampled / words : sizes[kind];
+    i64 own = !is_single(kind) && words ? bytes * sampled / words : sizes[kind];
     return own < MOST && 100 * least + 1600 < 97 * own;
 }
 

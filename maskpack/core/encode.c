@@ -1,5 +1,6 @@
 /* A batch to a table and a body: jobs, one a field. */
 
+static const Form NO_FORM = {.kind = -1, .inner_kind = -1};
 enum { NO_GAIN = -2 }; /* as `inner_kind`: rows look alike or have copies, but a dictionary or pieces take no fewer bytes */
 /* Another form is looked for in one of some batches: of FEW_BYTES, and of SMALL_BYTES whose form did for NEW_BATCHES; of more
    bytes in each. */
@@ -67,7 +68,8 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
     i64 best = bytes_of(slots), room = plain + 8 * rows->rows + 4096;
     int columns = job->columns > 1 && total, repeats = job->hints >> DICTIONARY & 1 || (8 * best > plain && look_alike(rows, NULL));
     int copies = !job->by_kernels && job->integers == INTEGERS && (job->hints >> PIECES & 1 || may_copy(rows, job, best, 4));
-    int ways[] = {columns, repeats, copies, !job->by_kernels, 0}; /* columns, a dictionary, pieces, SPARSE, and if it fits, with `near` */
+    static const i64 KIND_OF[] = {COLUMNS, DICTIONARY, PIECES, SPARSE, SPARSE}; /* the last, if it fits, with `near` */
+    int ways[] = {columns, repeats, copies, !job->by_kernels, 0}, integers = (int)job->integers;
     Entry *tried = calloc((size_t)(job->columns > 1 ? job->columns : 1) + 2, sizeof(Entry));
     int many = job->columns > FEW_COLUMNS;
     u8 *memory = malloc((size_t)room * (size_t)(columns && !many ? job->columns : 1));
@@ -79,15 +81,13 @@ static int encode_anew(const Rows *rows, const Rows *near, const Job *job, Out *
         Form found = {COLUMNS, 0, -1, 0, 0, 0};
         int fits;
         tried[0] = tried[1] = entry_of(PLAIN, layout, rows->items, rows->size);
-        if (way == 1) fits = dictionary_encode(rows, NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
-        else if (way == 2) fits = pieces_encode(rows, NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
-        else if (way) fits = sparse_encode(rows, way == 4 ? near : NULL, job->hints, (int)job->integers, &spare, tried, &found, 0);
-        else if (many) fits = columns_encode(rows, job->columns, &spare, tried);
-        else fits = columns_choose(rows, job->columns, (int)job->integers, &spare, tried);
+        if (way) fits = ENCODINGS[KIND_OF[way]]->encode_stored(rows, way == 4 ? near : NULL, job->hints, integers, &spare, tried, &found, 0);
+        else if (many) fits = encode_as(COLUMNS, job->columns, rows, NULL, &spare, tried);
+        else fits = columns_choose(rows, job->columns, integers, &spare, tried);
         /* some more bytes pay: many columns are taken without the others, and a codec makes fewer bytes of them */
         if (!way && many) limit = best + best / 32 - (i64)sizeof(Entry) * entries;
         /* fewer bytes pay less: kernels do not read pieces, and do not write SPARSE */
-        if (way >= 2 && form->kind != SPARSE && !(job->hints >> (way == 2 ? PIECES : SPARSE) & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
+        if (way >= 2 && form->kind != SPARSE && !(job->hints >> KIND_OF[way] & 1)) limit = best - best / 16 - (i64)sizeof(Entry);
         for (i64 i = 0; i < entries; i++) bytes += bytes_of(tried + i);
         if (fits == NO_MEMORY) done = fits;
         if (way == 3) ways[4] = near && fits == FITS;
@@ -121,127 +121,109 @@ static int looks_for_another(Form *form, i64 bytes) {
     return ++form->age % SOME_BATCHES == 0 || bytes >= SMALL_BYTES || (fresh && !few);
 }
 
+/* Whether another form may be smaller than the entries in the form of the last time. `rows` were verified; `ends` are those of
+   each, NULL if they are not known. */
+static int may_shrink(const Task *task, const Rows *rows, const u64 *ends) {
+    const Job *job = task->job;
+    Form *form = &task->job->form;
+    const Rows *near = form->kind == COLUMNS ? NULL : task->near;
+    i64 bytes = 0, total = task->total, plain = total * rows->size;
+    for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
+    int looks = looks_for_another(form, plain), due = form->age % SOME_BATCHES == 0;
+    if (is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total) return 1; /* of another kind of data */
+    if (!looks) return 0;
+    int tries = form->inner_kind != NO_GAIN && !ENCODINGS[form->kind]->encode_stored;
+    if (tries && 8 * bytes > plain && look_alike(rows, ends)) return 1;
+    if (tries && due && may_copy(rows, job, bytes, 16)) return 1;
+    if (form->kind != SPARSE && may_be_sparse(rows, job, bytes, total)) return 1;
+    return is_better(rows, near, (int)job->integers, form, bytes, total);
+}
+
+/* Encodes rows to slices in a form, with those of other fields. */
+static int encode_sliced(const Task *task, const Rows *rows, const Rows *others, i64 num_others, i64 kind, i64 number) {
+    *task->count = kind == COLUMNS ? number + 1 : 1;
+    *task->slices = (Slices){rows, others, num_others, kind, number, *task->count, 0, NULL, NULL, NULL};
+    return encode_slices(task->slices, task->work->crew, task->work->slice_bytes, task->out, task->slots);
+}
+
 /* Encodes in the form of the last time, of one entry or of many columns; MISFIT if another may be smaller. */
 static int encode_again(const Task *task) {
-    Job *job = task->job;
-    Form *form = &job->form;
+    const Form *form = &task->job->form;
     Rows rows = *task->rows;
-    int many = form->kind == COLUMNS && job->columns > FEW_COLUMNS;
-    if (!many && !(has_kind(form->kind) && ENCODINGS[form->kind]->encode)) return MISFIT;
+    Field unverified;
+    int many = form->kind == COLUMNS && task->job->columns > FEW_COLUMNS;
+    if (!many && !is_single(form->kind)) return MISFIT;
     u64 *ends = rows.ends = form->inner_kind == NO_GAIN || !rows.field ? NULL : calloc((size_t)rows.rows + 1, sizeof(u64));
-    if (many) *task->count = job->columns + 1;
-    *task->slices = (Slices){.rows = &rows, .near = task->near, .form = form, .num_entries = *task->count};
-    int done = encode_slices(task->slices, task->work->crew, task->work->slice_bytes, task->out, task->slots);
-    if (done == FITS) {
-        Field unverified;
-        Rows quick = rows_verified(&rows, &unverified);
-        i64 bytes = 0, total = task->total;
-        for (i64 i = 0; i < *task->count; i++) bytes += bytes_of(task->slots + i);
-        int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total; /* of another kind of data */
-        int looks = looks_for_another(form, total * rows.size), due = form->age % SOME_BATCHES == 0;
-        int tried = !looks || form->inner_kind == NO_GAIN;
-        int repeats = !tried && 8 * bytes > total * rows.size && look_alike(&quick, ends);
-        repeats = repeats || (!tried && due && may_copy(&quick, job, bytes, 16));
-        repeats = repeats || (looks && may_be_sparse(&quick, job, bytes, total));
-        if (other || repeats || (looks && is_better(&quick, many ? NULL : task->near, (int)job->integers, form, bytes, total))) done = MISFIT;
-    }
+    int done = encode_sliced(task, &rows, task->near, task->near != NULL, form->kind, many ? task->job->columns : form->number);
+    rows = rows_verified(&rows, &unverified);
+    if (done == FITS && may_shrink(task, &rows, ends)) done = MISFIT;
     free(ends);
     return done;
 }
 
-/* All values of a padded field, packed; NULL without memory or, with `*done` STRAY, for a pad that is none. */
-static u8 *gathered(const Rows *rows, i64 *bounds, int *done) {
-    u8 *values = malloc((size_t)(total_words(rows) * rows->size + 8)), *to = values;
-    *done = values && bounds ? FITS : NO_MEMORY;
-    for (i64 row = 0, end = 0; row < rows->rows && *done == FITS; row++) {
-        i64 n = row_length(rows, row);
-        const u8 *words = row_words(rows, row);
-        if (words) memcpy(to, words, (size_t)(n * rows->size));
-        else *done = STRAY;
-        to += n * rows->size;
-        bounds[row] = end;
-        bounds[row + 1] = end += n / rows->items;
-    }
-    return values;
-}
-
-/* Whether another form may be smaller than two entries in the form of the last time. */
-static int may_shrink(const Task *task, const Rows *flat) {
-    Form *form = &task->job->form;
-    i64 bytes = bytes_of(task->slots) + bytes_of(task->slots + 1), total = task->total;
-    int looks = looks_for_another(form, total * flat->size);
-    int other = is_larger(bytes, form, total) || 2 * bytes * COST_WORDS < form->cost * total;
-    if (looks && form->kind != SPARSE && may_be_sparse(flat, task->job, bytes, total)) return 1;
-    return other || (looks && is_better(flat, task->near, (int)task->job->integers, form, bytes, total));
-}
-
-/* Encodes from packed values: a dictionary or pieces as the last time, or whichever form is best. */
+/* Encodes from packed values: rows that are stored as the last time, or whichever form is best. */
 static int encode_packed(const Task *task) {
     Job *job = task->job;
     Form *form = &job->form;
     Rows flat = *task->rows;
-    i64 start = task->out->used, *bounds = NULL;
-    u8 *values = NULL;
+    i64 room = task->total * flat.size, *bounds = NULL;
+    Out values = {NULL, 0, 0, room, 0};
+    Entry unused;
     int done = FITS;
-    if (flat.field || flat.index) {
+    if (flat.field) {
         bounds = calloc((size_t)flat.rows + 1, sizeof(i64));
-        values = gathered(task->rows, bounds, &done);
-        flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values, NULL, NULL, NULL, NULL, 0};
+        values.memory = malloc((size_t)room + 8);
+        done = bounds && values.memory ? plain_encode(&flat, NULL, &values, &unused) : NO_MEMORY;
+        for (i64 row = 0; row < flat.rows && bounds; row++) bounds[row + 1] = bounds[row] + row_length(&flat, row) / flat.items;
+        flat = (Rows){flat.rows, flat.size, flat.items, bounds, NULL, values.memory, NULL, NULL, NULL, NULL, 0};
     }
     if (done == FITS && has_kind(form->kind) && ENCODINGS[form->kind]->encode_stored) {
         done = ENCODINGS[form->kind]->encode_stored(&flat, task->near, job->hints, (int)job->integers, task->out, task->slots, form, 1);
         *task->count = 2;
-        if (done == FITS && may_shrink(task, &flat)) done = MISFIT;
-        if (done != FITS) task->out->used = start;
+        if (done == FITS && may_shrink(task, &flat, NULL)) done = MISFIT;
+        if (done != FITS) task->out->used = 0;
     } else if (done == FITS) done = MISFIT;
     if (done == MISFIT || done == FULL) {
         *task->slots = entry_of(PLAIN, job->layout, job->items, job->size);
         done = encode_anew(&flat, task->near, job, task->out, task->slots, task->count, form);
     }
     free(bounds);
-    free(values);
+    free(values.memory);
     return done;
 }
 
 /* Whether a job may refer to another one: one before it that did not stay padded. */
 static int may_refer(const Work *work, i64 at, i64 other) { return other >= 0 && other < at && !work->encoded[other].stays_padded; }
 
-static int encode_field(const Work *work, i64 at, const Rows *rows, Out *out, Entry *slots, i64 *count) {
-    Job *jobs = work->jobs, *job = jobs + at;
-    const Layout *layouts = work->layouts;
-    Rows near = {0}, head = {0}, tail = {0};
+/* Encodes the rows of a job: as those of two others together, in the form of the last time, or in the one that is best. */
+static int encode_field(const Work *work, i64 at, const Rows *rows) {
+    Job *job = work->jobs + at;
+    Out *out = &work->encoded[at].out;
+    Entry *slots = work->slots + job->first, plain = entry_of(PLAIN, job->layout, job->items, job->size);
+    Task task = {work, job, rows, NULL, out, slots, &work->encoded[at].slices, &job->count, total_words(rows)};
+    i64 others[] = {job->head, job->tail, job->near};
+    Rows beside[3] = {0};
     Field fields[3];
-    Slices *slices = &work->encoded[at].slices;
-    int has_near = may_refer(work, at, job->near), done;
-    *slots = entry_of(PLAIN, job->layout, job->items, job->size);
-    *count = 1;
-    if (!total_words(rows)) return encode_as(PLAIN, 0, rows, NULL, out, slots); /* the pads are verified all the same */
-    if (may_refer(work, at, job->head) && may_refer(work, at, job->tail)) {
-        int opened = open_rows(&head, jobs + job->head, layouts, fields) & open_rows(&tail, jobs + job->tail, layouts, fields + 1);
-        Form concat = {.kind = CONCAT};
-        *slices = (Slices){.rows = rows, .near = &head, .tail = &tail, .form = &concat, .num_entries = 1};
-        done = opened ? encode_slices(slices, work->crew, work->slice_bytes, out, slots) : NO_MEMORY;
-        free(head.scratch);
-        free(tail.scratch);
-        if (done == FITS) {
-            slots->kind = CONCAT;
-            slots->first = OF_JOB_HEAD;
-            slots->second = OF_JOB_TAIL;
+    int done = MISFIT, refers[3], opened = 1;
+    *slots = plain;
+    job->count = 1;
+    if (!task.total) return encode_as(PLAIN, 0, rows, NULL, out, slots); /* the pads are verified all the same */
+    for (int i = 0; i < 3 && opened; i++)
+        if ((refers[i] = may_refer(work, at, others[i]))) opened = open_rows(beside + i, work->jobs + others[i], work->layouts, fields + i);
+    if (!opened) done = NO_MEMORY;
+    else if (refers[0] && refers[1]) done = encode_sliced(&task, rows, beside, 2, CONCAT, 0);
+    if (done == MISFIT) {
+        *slots = plain;
+        task.near = refers[2] ? beside + 2 : NULL;
+        done = encode_again(&task);
+        if (done == MISFIT || done == FULL) {
+            free_slices(task.slices);
+            out->used = 0;
+            *slots = plain;
+            done = encode_packed(&task);
         }
-        if (done != MISFIT) return done;
     }
-    if (has_near && !open_rows(&near, jobs + job->near, layouts, fields + 2)) return NO_MEMORY;
-    Task task = {work, job, rows, has_near ? &near : NULL, out, slots, slices, count, total_words(rows)};
-    i64 start = out->used;
-    done = encode_again(&task);
-    if (done == MISFIT || done == FULL) {
-        free_slices(slices);
-        out->used = start;
-        *count = 1;
-        *slots = entry_of(PLAIN, job->layout, job->items, job->size);
-        done = encode_packed(&task);
-    }
-    free(near.scratch);
+    for (int i = 0; i < 3; i++) free(beside[i].scratch);
     return done;
 }
 
@@ -279,30 +261,6 @@ static int is_stray(const Job *job, const Rows *rows, Field *field) {
     return 1;
 }
 
-/* Encodes a field that stays padded: rows of one element, all its words. It refers to no other. */
-static int encode_kept(Work *work, i64 at) {
-    Job *job = work->jobs + at, own = *job;
-    Work alone = *work;
-    alone.jobs = &own;
-    alone.slots += job->first;
-    alone.encoded += at;
-    Field field;
-    Rows rows;
-    own.padded = own.hints = own.columns = 0;
-    own.layout = own.near = own.head = own.tail = -1;
-    own.items *= work->layouts[job->layout].width;
-    own.field.packed = job->field.padded;
-    if (job->keeps != DID) own.form = (Form){.kind = -1, .inner_kind = -1};
-    int done = alone.encoded->out.memory && open_rows(&rows, &own, work->layouts, &field) ? FITS : NO_MEMORY;
-    if (done == FITS) done = encode_field(&alone, 0, &rows, &alone.encoded->out, alone.slots, &job->count);
-    if (done == FITS && own.integers == BOOLS && have_odd(&rows)) done = ODD;
-    job->form = own.form;
-    job->keeps = DID;
-    job->pad = 0;
-    job->result = done == FITS ? KEPT : done;
-    return done;
-}
-
 /* Encodes a job with the first of its pads that is under its mask. */
 static void encode_job(void *context, i64 at) {
     Work *work = context;
@@ -317,12 +275,12 @@ static void encode_job(void *context, i64 at) {
     field.pads = pads;
     if (done == STRAY && job->keeps == DID && job->padded && !is_stray(job, &rows, &field)) {
         job->keeps = MAY;
-        job->form = (Form){.kind = -1, .inner_kind = -1};
+        job->form = NO_FORM;
     }
     for (job->pad = 0; done == STRAY && job->keeps != DID && job->pad < (job->padded ? job->num_pads : 1); job->pad++) {
         out->used = 0;
         if (job->padded) try_pad(&field, job->pads + job->pad, rows.layout);
-        done = encode_field(work, at, &rows, out, work->slots + job->first, &job->count);
+        done = encode_field(work, at, &rows);
     }
     job->pad--;
     if (done == FITS && job->given_count) done = store_pads(job, job->given, job->given_size, job->given_count, job->given_size, out);
@@ -341,6 +299,25 @@ static void encode_job(void *context, i64 at) {
     free(rows.scratch);
     free(pads);
     job->result = done;
+}
+
+/* Encodes a field that stays padded: rows of one element, all its words. It refers to no other. */
+static int encode_kept(Work *work, i64 at) {
+    Job *job = work->jobs + at, given = *job;
+    job->padded = job->keeps = job->hints = job->columns = 0;
+    job->layout = job->near = job->head = job->tail = -1;
+    job->items *= work->layouts[given.layout].width;
+    job->field.packed = given.field.padded;
+    if (given.keeps != DID) job->form = NO_FORM;
+    encode_job(work, at);
+    given.form = job->form;
+    given.count = job->count;
+    given.pad = 0;
+    given.keeps = DID;
+    given.result = job->result == FITS ? KEPT : job->result;
+    int done = (int)job->result;
+    *job = given;
+    return done;
 }
 
 static int same_bytes(const u8 *body, const Array *one, const Array *other) {
@@ -382,7 +359,6 @@ typedef struct {
     u8 *body;
     i64 room;
 } Packed;
-
 
 /* Writes the arrays of a job to a body, where they begin at `begin`; its entries say where they are. What is between arrays
    is 0. */
@@ -479,7 +455,11 @@ static int refers_to_padded(const Work *work, const Job *job) {
     return refers;
 }
 
-static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Packed to, i64 threads) {
+/* Encodes layouts, and fields of these layouts. A job must come after those that it refers to. Returns the bytes of the body
+   in use; FAILED if a job failed, whose result tells how; or NO_ROOM less the bytes that are enough in any case. */
+API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Entry *slots, Entry *entries,
+                        i64 *num_entries, i64 *fields, u8 *body, i64 there, i64 threads) {
+    Packed to = {slots, entries, num_entries, fields, body, there};
     i64 room = 64, bytes = 0;
     for (i64 at = 0; at < m; at++) room += (24 * layouts[at].splits[layouts[at].rows] + 8 * layouts[at].rows + 64) & ~(i64)7;
     for (i64 at = 0; at < n; at++) {
@@ -521,11 +501,4 @@ static i64 encode_batch(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *
     }
     free(work.encoded);
     return done == FITS ? used : done == FULL ? NO_ROOM - room : FAILED;
-}
-
-/* Encodes layouts, and fields of these layouts. A job must come after those that it refers to. Returns the bytes of the body
-   in use; FAILED if a job failed, whose result tells how; or NO_ROOM less the bytes that are enough in any case. */
-API i64 maskpack_encode(Job *jobs, i64 n, const Layout *layouts, i64 m, Stored *stored, Entry *slots, Entry *entries,
-                        i64 *num_entries, i64 *fields, u8 *body, i64 room, i64 threads) {
-    return encode_batch(jobs, n, layouts, m, stored, (Packed){slots, entries, num_entries, fields, body, room}, threads);
 }

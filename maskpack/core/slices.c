@@ -10,45 +10,34 @@ typedef struct {
     int done;
 } Slice;
 
-/* The slices of `rows` in a form, with the rows of two other fields, or NULL; `num_entries` each. `entries` are those of
-   all rows, and `body` is where their arrays are written to. */
+/* The slices of `rows` in a form, with the rows of `num_others` other fields; `num_entries` each. `entries` are those of all
+   rows, and `body` is where their arrays are written to. */
 typedef struct {
-    const Rows *rows, *near, *tail;
-    const Form *form;
-    i64 num_entries, count;
+    const Rows *rows, *others;
+    i64 num_others, kind, number, num_entries, count;
     Slice *each;
     Entry *entries;
     u8 *body;
 } Slices;
 
-/* Encodes rows in a form of one entry, of `num_entries` - 1 columns, or as those of two other fields together. */
-static int encode_form(const Slices *own, Out *out, Entry *entries) {
-    if (own->form->kind == CONCAT) return concat_encode(own->rows, own->near, own->tail);
-    if (own->form->kind == COLUMNS) return columns_encode(own->rows, own->num_entries - 1, out, entries);
-    return encode_as(own->form->kind, own->form->number, own->rows, own->near, out, entries);
-}
-
 static void encode_slice(void *context, i64 at) {
-    Slices own = *(Slices *)context;
-    Slice *slice = own.each + at;
-    const Rows **fields[] = {&own.rows, &own.near, &own.tail};
-    Rows rows[3] = {0};
+    const Slices *own = context;
+    Slice *slice = own->each + at;
+    Rows rows[3];
     int fine = 1;
-    for (int i = 0; i < 3; i++) {
-        if (!*fields[i]) continue;
-        rows[i] = **fields[i];
+    for (i64 i = 0; i <= own->num_others; i++) {
+        rows[i] = i ? own->others[i - 1] : *own->rows;
         rows[i].first = slice->first;
         rows[i].rows = slice->rows;
-        rows[i].scratch = NULL;
         fine &= rows_open(rows + i);
-        *fields[i] = rows + i;
     }
     i64 room = total_words(rows) * rows->size + 16 * slice->rows + 4096;
-    Out out = {fine && own.form->kind != CONCAT ? malloc((size_t)room) : NULL, 0, 0, room, 1};
-    slice->done = fine && (out.memory || own.form->kind == CONCAT) ? encode_form(&own, &out, slice->entries) : NO_MEMORY;
-    u8 *fitted = out.memory ? realloc(out.memory, (size_t)out.used + 1) : NULL; /* the others can take the rest */
+    Out out = {fine ? malloc((size_t)room) : NULL, 0, 0, room, 1};
+    const Rows *others = own->num_others ? rows + 1 : NULL;
+    slice->done = out.memory ? encode_as(own->kind, own->number, rows, others, &out, slice->entries) : NO_MEMORY;
+    u8 *fitted = realloc(out.memory, (size_t)out.used + 1); /* the others can take the rest */
     slice->memory = fitted ? fitted : out.memory;
-    for (int i = 0; i < 3; i++) free(rows[i].scratch);
+    for (i64 i = 0; i <= own->num_others; i++) free(rows[i].scratch);
 }
 
 static void free_slices(Slices *slices) {
@@ -112,7 +101,7 @@ static int join_slices(const Slices *slices, Out *out, Entry *entries) {
     for (int rest = 0; rest < 2; rest++)
         for (i64 i = 0; i < slices->num_entries; i++) {
             const Encoding *encoding = ENCODINGS[entries[i].kind];
-            for (const char *letter = encoding->arrays; letter && *letter; letter++) {
+            for (const char *letter = encoding->arrays; *letter; letter++) {
                 int once = has_array(encoding->once, *letter);
                 if (rest == (*letter != 'a') && !join_array(slices, i, *letter, once, out, entries + i)) return FULL;
             }
@@ -125,7 +114,7 @@ static void write_slice(void *context, i64 at) {
     const Slices *own = context;
     for (i64 i = 0; i < own->num_entries; i++) {
         const Encoding *encoding = ENCODINGS[own->entries[i].kind];
-        for (const char *letter = encoding->arrays; letter && *letter; letter++) {
+        for (const char *letter = encoding->arrays; *letter; letter++) {
             const Array *part = array_of(own->each[at].entries + i, *letter), *all = array_of(own->entries + i, *letter);
             const u8 *from = own->each[at].memory + part->at;
             int is_signed = has_array(encoding->is_signed, *letter);
@@ -141,22 +130,24 @@ static void write_slice(void *context, i64 at) {
     }
 }
 
-/* Encodes rows in slices of a form, for which `out` has room reserved then; or at once, if they are few, or if the
-   slices take too much memory. */
+/* Encodes rows in slices, for which `out` has room reserved then; or at once, if they are few, or if the slices take too much
+   memory. */
 static int encode_slices(Slices *slices, Crew *crew, i64 slice_bytes, Out *out, Entry *entries) {
     const Rows *rows = slices->rows;
     i64 words = rows->field ? rows->layout->width * rows->items * rows->rows : total_words(rows), start = out->used;
-    int done = FITS, cut = crew->started && words * rows->size >= 2 * slice_bytes;
-    if (!cut || !cut_slices(slices, words * rows->size, slice_bytes, entries)) return encode_form(slices, out, entries);
-    share(crew, encode_slice, slices, slices->count);
-    for (i64 at = 0; at < slices->count; at++) {
-        int own = slices->each[at].done;
-        if (own == STRAY || (own != FITS && done != STRAY)) done = own;
+    int done = NO_MEMORY, cut = crew->started && words * rows->size >= 2 * slice_bytes;
+    if (cut && cut_slices(slices, words * rows->size, slice_bytes, entries)) {
+        share(crew, encode_slice, slices, slices->count);
+        done = FITS;
+        for (i64 at = 0; at < slices->count; at++) {
+            int own = slices->each[at].done;
+            if (own == STRAY || (own != FITS && done != STRAY)) done = own;
+        }
+        if (done == FITS) done = join_slices(slices, out, entries);
+        if (done == FITS) return FITS;
+        free_slices(slices);
+        out->used = start;
     }
-    int joins = done == FITS && slices->form->kind != CONCAT;
-    if (joins) done = join_slices(slices, out, entries);
-    if (joins && done == FITS) return FITS;
-    free_slices(slices);
-    out->used = start;
-    return done == FULL || done == NO_MEMORY ? encode_form(slices, out, entries) : done;
+    if (done != FULL && done != NO_MEMORY) return done;
+    return encode_as(slices->kind, slices->number, rows, slices->others, out, entries);
 }

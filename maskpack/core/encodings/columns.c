@@ -101,10 +101,11 @@ static int tiles_encode(const Tiles *tiles) {
     return FITS;
 }
 
-/* In `columns` columns of blocks each: columns + 1 entries. Rows are read twice, some tokens at a time, for the bits of all
-   blocks and then for their words: what is packed goes to its place at once. */
-static int columns_encode(const Rows *rows, i64 columns, Out *out, Entry *slots) {
-    i64 size = rows->size, items = rows->items / columns, element = rows->items * size, blocks = 0, layout = slots->layout;
+/* In `number` columns of blocks each: an entry more than columns. Rows are read twice, some tokens at a time, for the bits of
+   all blocks and then for their words: what is packed goes to its place at once. */
+static int columns_encode(const Rows *rows, const Rows *near, Out *out, Entry *slots) {
+    i64 columns = slots->number, layout = slots->layout, blocks = 0;
+    i64 size = rows->size, items = rows->items / columns, element = rows->items * size;
     for (i64 row = 0; row < rows->rows; row++) blocks += (row_length(rows, row) / columns + BLOCK - 1) / BLOCK;
     for (i64 column = 0; column < columns; column++) {
         Entry *own = slots + column;
@@ -189,5 +190,6 @@ static int columns_is_odd(Check *check, i64 index, const Array *lengths, i64 row
 }
 
 static const Encoding COLUMNS_ENCODING = {
-    .open = columns_open, .decode = columns_decode, .check = columns_check, .is_odd = columns_is_odd,
+    .arrays = "", .once = "", .is_signed = "", .encode = columns_encode, .open = columns_open, .decode = columns_decode,
+    .check = columns_check, .is_odd = columns_is_odd,
 };

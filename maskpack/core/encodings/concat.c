@@ -1,16 +1,18 @@
 /* CONCAT     the rows of the entry `first`, each followed by the row of the entry `second` */
 
-/* Whether each row is the row of one job and then that of another: FITS, MISFIT or STRAY. */
-static int concat_encode(const Rows *rows, const Rows *head, const Rows *tail) {
+/* As the rows of two fields together, if they are. */
+static int concat_encode(const Rows *rows, const Rows *parts, Out *out, Entry *entry) {
     for (i64 row = 0; row < rows->rows; row++) {
-        i64 n = row_length(rows, row), first = row_length(head, row);
+        i64 n = row_length(rows, row), first = row_length(parts, row);
         const u8 *words = row_words(rows, row);
         if (!words) return STRAY;
-        if (n != first + row_length(tail, row)) return MISFIT;
-        const u8 *begin = row_words(head, row), *end = row_words(tail, row);
+        if (n != first + row_length(parts + 1, row)) return MISFIT;
+        const u8 *begin = row_words(parts, row), *end = row_words(parts + 1, row);
         if (memcmp(words, begin, (size_t)(first * rows->size))) return MISFIT;
         if (memcmp(words + first * rows->size, end, (size_t)((n - first) * rows->size))) return MISFIT;
     }
+    entry->first = OF_JOB_HEAD;
+    entry->second = OF_JOB_TAIL;
     return FITS;
 }
 
@@ -42,4 +44,6 @@ static int concat_is_odd(Check *check, i64 index, const Array *lengths, i64 rows
     return entry_is_odd(check, entry->first, NULL, rows) || entry_is_odd(check, entry->second, NULL, rows);
 }
 
-static const Encoding CONCAT_ENCODING = {.decode = concat_decode, .check = concat_check, .is_odd = concat_is_odd};
+static const Encoding CONCAT_ENCODING = {
+    .arrays = "", .once = "", .is_signed = "", .encode = concat_encode, .decode = concat_decode, .check = concat_check, .is_odd = concat_is_odd,
+};

@@ -76,12 +76,13 @@ typedef struct {
 typedef struct {
     int integers; /* whether it is for integers only */
     int marked;   /* whether marks say where rows begin; else this follows from their bounds */
-    /* Which of the arrays a, b and c `encode` writes, in this order; those in which equal numbers are stored once; those of
-       signed numbers. Of rows that are encoded slice by slice, these arrays are joined (slices.c). */
+    /* Which of the arrays a, b and c of an entry `encode` writes, in this order; those in which equal numbers are stored once;
+       those of signed numbers. Of rows that are encoded slice by slice, these arrays are joined (slices.c). */
     const char *arrays, *once, *is_signed;
     /* The `number` for rows of packed values; NULL if there is nothing to find. */
     i64 (*fit)(const Rows *rows);
-    /* Encodes rows in one entry, with `near` rows of another field; NULL if encode.c makes it of several. */
+    /* Encodes rows in an entry, or `number` columns and theirs; `near` are rows of the field that it may refer to, or of the
+       two that it does. NULL for an encoding that stores rows. */
     int (*encode)(const Rows *rows, const Rows *near, Out *out, Entry *entry);
     /* Of an encoding that stores rows (OF_ROWS): packed values as two entries, `again` in the form of the last time; how many
        rows an entry stores; the parts of a table's rows between `cuts`, of which part p goes to out[p * n]. NULL for others. */
@@ -126,8 +127,11 @@ static Entry entry_of(i64 kind, i64 layout, i64 items, i64 size) {
     return (Entry){kind, layout, items, size, 0, -1, -1, {0, 1, 0}, {0, 1, 0}, {0, 1, 0}};
 }
 
+/* Whether an encoding has one entry, but for a field that its words are near to. */
+static int is_single(i64 kind) { return has_kind(kind) && REFERENCES[kind][0] == NONE; }
+
 /* Whether an entry refers to no other. */
-static int is_leaf(const Entry *entry) { return REFERENCES[entry->kind][0] == NONE && entry->second < 0; }
+static int is_leaf(const Entry *entry) { return is_single(entry->kind) && entry->second < 0; }
 
 /* The entries that one refers to: `count` from `first` on, and `second`; -1 for none. */
 typedef struct {
