@@ -86,12 +86,6 @@ COLUMNS = {
     "padded, no columns": lambda: torch.zeros(ROWS, 0),
     "padded, not contiguous": lambda: drawn(1, 4, ROWS).T,
     "strings": lambda: stack([f"é{place}" * place for place in range(ROWS)]),
-    "numbers": lambda: stack([place - 3 for place in range(ROWS)]),
-    "floats": lambda: stack([0.1 * place - 0.0 for place in range(ROWS)]),
-    "booleans": lambda: stack([place % 2 == 0 for place in range(ROWS)]),
-    "nothing": lambda: stack([None] * ROWS),
-    "some nothing": lambda: stack([None if place % 2 else place for place in range(ROWS)]),
-    "lists": lambda: stack([[place] * place for place in range(ROWS)]),
     "messages": lambda: stack([[{"role": "user", "content": "x" * place}] * (1 + place % 2) for place in range(ROWS)]),
     "dicts with tensors": lambda: stack(
         [{"pixel_values": drawn(place, place % 3, 5), "n": place} if place % 2 else {} for place in range(ROWS)]

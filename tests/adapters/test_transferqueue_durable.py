@@ -29,10 +29,10 @@ from test_transferqueue_manager import Direct, asked
 from maskpack.adapters.transferqueue import durable, manager
 from maskpack.adapters.transferqueue.chunk import packed
 from maskpack.adapters.transferqueue.durable import SampleLog
-from maskpack.adapters.transferqueue.large import LARGE, Large, parted
+from maskpack.adapters.transferqueue.large import LARGE, Large, joined, parted
 from maskpack.adapters.transferqueue.library import ServerInfo
 from maskpack.adapters.transferqueue.unit import Samples
-from maskpack.errors import MaskpackError, StorageError
+from maskpack.errors import StorageError
 from maskpack.store import RolloutLog, disk
 
 PARTITION = "durable"
@@ -68,9 +68,8 @@ def opened(folder, run="run"):
 
 def again(unit, run="run"):
     """The unit, started again, as after a kill."""
-    log = unit.log._log
-    log.close()
-    return opened(log.path, run)
+    unit.log.close()
+    return opened(unit.log.path, run)
 
 
 def picture(seed):
@@ -135,11 +134,11 @@ def test_a_put_that_is_repeated_changes_nothing(tmp_path):
     unit = opened(tmp_path)
     put(unit, [0, 1], x=torch.arange(2), o=NonTensorStack(picture(0), picture(0)))
     chunk, large = parted(packed(TensorDict({"o": NonTensorStack(picture(1))}, [1]), 1, "put")[0])
-    given = {digest: Large.of(digest, held, None) for digest, held in large.items()}
-    for sent in ({}, given, given):  # again after a kill: the answer was lost
-        assert asked(unit, "put", [0], chunk, sent) == (set() if sent else {*large})
+    whole, _ = joined(chunk, {digest: Large.of(digest, held, None) for digest, held in large.items()})
+    for sent in (chunk, whole, whole):  # again after a kill: the answer was lost
+        assert asked(unit, "put", [0], sent) == (set() if sent is whole else {*large})
         unit = again(unit)
-        assert contents(unit)[0]["o"] == freeze(TensorDict({"o": NonTensorStack(picture(len(sent)))}, [1]))
+        assert contents(unit)[0]["o"] == freeze(TensorDict({"o": NonTensorStack(picture(int(sent is whole)))}, [1]))
     assert unit.figures()["large_tensors"] == 2
     clear(unit, [0, 1])
     assert not unit.rows
@@ -332,7 +331,8 @@ def test_units_that_are_killed_at_any_moment_lose_nothing(queue, monkeypatch):
     figures = tq.get_client()._run_coroutine(storage.figures())
     assert sum(unit["samples"] for unit in figures) == len(model)
     mine, other = storage._units.infos
-    storage._units.infos[0] = ServerInfo(mine.role, "one that was killed", other.ip, other.ports)  # its port is reused
+    killed = f"{mine.id.rpartition('-')[0]}-killed"  # the process before, whose port is reused
+    storage._units.infos[0] = ServerInfo(mine.role, killed, other.ip, other.ports)
     assert_model(model)
     assert [info.id for info in storage._units.infos] == [mine.id, other.id]
 
@@ -358,9 +358,3 @@ def test_a_new_run_goes_on_with_the_log(queue):
     assert tq.get_client().get_data(of_units(["80"], "later"))["later"].tolist() == [1]
     put_keys([*range(95, 120)], 6, model)
     assert_model(model)
-
-
-def test_options_that_are_wrong():
-    for options in ({"log": 3}, {"log": None, "fsync": "never"}):
-        with pytest.raises(MaskpackError, match=r"has .*'log': .*'fsync': .*; expected"):
-            manager.start(OmegaConf.create({"backend": {"Maskpack": options}}))

@@ -16,13 +16,12 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 needs("transfer_queue")
 
 import zmq
-from transfer_queue import StorageKeyNotFoundError
 
 from maskpack.adapters.transferqueue.chunk import packed
-from maskpack.adapters.transferqueue.large import LARGE
+from maskpack.adapters.transferqueue.large import LARGE, Large
 from maskpack.adapters.transferqueue.manager import MaskpackStorageManager, StorageUnits
 from maskpack.adapters.transferqueue.server import ANSWER, REQUEST, SOCKET, Seal, StorageUnit, message
-from maskpack.adapters.transferqueue.unit import NoSampleError, Samples
+from maskpack.adapters.transferqueue.unit import Samples
 from maskpack.errors import LayoutError, StorageError
 
 _nonces = itertools.count(1)
@@ -43,10 +42,7 @@ class Direct(MaskpackStorageManager):
     async def _ask(self, unit, request, *given):
         if self.before is not None:
             await self.before(unit, request, given)
-        try:
-            return asked(self.units[unit], request, *given)
-        except NoSampleError as error:
-            raise StorageKeyNotFoundError(str(error)) from error
+        return asked(self.units[unit], request, *given)
 
     async def notify_data_update(self, *_):
         pass
@@ -61,7 +57,7 @@ def units(count=2):
 
 @pytest.mark.parametrize("name", ["__init__", "_loaded", "rows", "__class__", "_put", ["put"], None])
 def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
-    unit, secret = StorageUnit(b"secret"), b"secret"
+    unit, secret = StorageUnit(b"secret", "alone"), b"secret"
     unit._samples.put([3], packed(TensorDict({"x": torch.tensor([5])}, [1]), 1, "put")[0])
     before = dict(vars(unit._samples))
     with zmq.Context.instance().socket(zmq.DEALER) as member:
@@ -70,13 +66,13 @@ def test_a_member_of_the_run_calls_what_is_a_request_and_nothing_else(name):
 
         def said(request):
             nonce = next(_nonces).to_bytes(16, "little")
-            member.send_multipart(Seal(secret, REQUEST).frames((request, (), unit.address().id), nonce))
+            member.send_multipart(Seal(secret).frames(REQUEST, (request, (), unit.address().id), nonce))
             received = member.recv_multipart(copy=False)
-            assert Seal(secret, ANSWER).nonce(received) == nonce
+            assert Seal(secret).nonce(ANSWER, received) == nonce
             return message(received)
 
         kind, error = said(name)
-        assert kind == "failed"
+        assert kind is StorageError
         assert "expected one of ['clear', 'figures', 'get', 'load'," in error
         assert vars(unit._samples) == before
         assert said("figures")[1]["samples"] == 1
@@ -105,29 +101,27 @@ def pictures(*seeds):
 
 
 def test_of_a_sample_that_is_named_twice_the_last_row_stays():
-    async def slow_first(unit, request, given):
-        await asyncio.sleep(0.05 if request == "put" and given[0][0] == 0 else 0.1 if request == "put" else 0)
-
-    for samples in ([0, 64, 0], [0, 1, 0], [0, 0], [5, 6, 7, 6]):
-        manager = Direct(units(1), slow_first)
+    for samples in ([0, 64, 0], [0, 1, 0], [0, 0], [5, 6, 7, 6], [0, 1, 70, 0]):
+        manager = Direct(units())
         asyncio.run(put(manager, samples, {"x": torch.arange(len(samples))}))
         last = {sample: row for row, sample in enumerate(samples)}
         got = asyncio.run(get(manager, list(last), "x"))["x"]
         assert got.tolist() == list(last.values())
 
-    async def late(unit, request, given):
-        await asyncio.sleep(0.1 if request == "put" and given[0] == [0, 1] else 0)
 
-    manager = Direct(units(1), late)
-    asyncio.run(put(manager, [0, 1, 70, 0], {"x": torch.arange(4)}))
-    assert asyncio.run(get(manager, [0, 1, 70], "x"))["x"].tolist() == [3, 1, 2]
-
-
-def test_fields_of_another_number_of_rows_are_refused():
-    manager = Direct(units())
-    for data in (TensorDict({"x": torch.zeros(1)}, [1]), TensorDict({"x": torch.zeros(1)})):
-        with pytest.raises(LayoutError, match=r'put_data: field "x" has 1 rows; expected 2, one for each sample'):
+def test_fields_that_are_not_one_value_a_sample_are_refused():
+    manager, for_all = Direct(units()), TensorDict(batch_size=[2])
+    for_all.set_non_tensor("x", "one for all")
+    for data, seen in (
+        (TensorDict({"x": torch.zeros(1)}, [1]), "1 rows"),
+        (TensorDict({"x": torch.zeros(1)}), "1 rows"),
+        (TensorDict({"x": NonTensorStack(1, 2, 3)}, [3]), "3 rows"),
+        (for_all, "a NonTensorData"),
+    ):
+        with pytest.raises(LayoutError, match=f'put_data: field "x" has {seen}; expected 2, one for each sample'):
             asyncio.run(put(manager, [0, 1], data))
+    with pytest.raises(NotImplementedError, match="to which it cannot apply a data_parser"):
+        asyncio.run(manager.put_data(for_all, None, lambda rows: rows))
     assert not any(unit.rows for unit in manager.units)
 
 
@@ -177,7 +171,8 @@ def test_a_picture_is_sent_to_each_unit_of_its_samples_once():
     sent = Counter()
 
     async def count(unit, request, given):
-        sent[unit] += len(given[2]) if request == "put" else 0
+        if request == "put":
+            sent[unit] += len({row["p"] for row in given[1].objects["o",].data if isinstance(row["p"], Large)})
 
     manager = Direct(units(4), count)
     samples = [0, 1, 64, 65, 128, 300]

@@ -21,6 +21,7 @@ from transfer_queue.metadata import extract_field_schema
 from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
 from transfer_queue.storage.simple_storage import StorageUnitData
 
+from maskpack.adapters.transferqueue import manager
 from maskpack.adapters.transferqueue.chunk import stacked
 from maskpack.errors import LayoutError
 
@@ -73,11 +74,13 @@ class Ours(Direct):
     def clear(self, samples: list[int]) -> None:
         asyncio.run(clear(self, samples))
 
-    def _by_unit(self, samples: Any) -> dict[int, list[int]]:
-        return routed(samples)
-
     async def notify_data_update(self, partition: str, samples: list[int], schema: dict[str, Any]) -> None:
         self.schema = schema
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "_BLOCK", 1)
 
 
 def routed(samples: list[int]) -> dict[int, list[int]]:

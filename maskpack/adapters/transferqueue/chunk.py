@@ -11,6 +11,7 @@ batch, one with an attention mask that has zeros, stay as they are: the mask say
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from maskpack.core.arguments import said
@@ -32,7 +33,6 @@ from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import held_by, is_regular, jagged_all
-from maskpack.nesting.schema import Schema
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
 from maskpack.packed.values import Values, packed_rows
@@ -48,20 +48,10 @@ _PADDED = MaskNestingRegistry(
 _HINTS = {str(name): spec.hints for name, spec in RL_FIELDS.items()}
 
 
-@lru_cache(256)
-def fields_of(schema: Schema) -> frozenset[str]:
-    """The names of the fields of a chunk."""
-    return frozenset(form.path[0] for form in schema.forms)
-
-
 def kind_of(chunk: PackedBatch) -> Any:
     """Chunks of one kind have rows that `PackedBatch.cat` takes together as they are: padded ones are of one width."""
-    return chunk.schema, tuple(chunk.frames.items()) if _has_padding(chunk.schema) else None
-
-
-@lru_cache(256)
-def _has_padding(schema: Schema) -> bool:
-    return any(form.kind == "padded" or form.reason is not None for form in schema.forms)
+    has_padding = any(form.kind == "padded" or form.reason is not None for form in chunk.schema.forms)
+    return chunk.schema, tuple(chunk.frames.items()) if has_padding else None
 
 
 # -------------------------------------------------------------------- put: rows into a chunk
@@ -73,11 +63,12 @@ def packed(data: TensorDictBase, rows: int, call: str) -> tuple[PackedBatch, dic
     Raises LayoutError for a field that is not one value for each sample, and for a lazy stack of rows that differ in
     their shapes or dtypes.
     """
-    fields = {name: _field(name, value, rows, call) for name, value in dense_stack(data, call).items()}
-    chunk = _padded(fields, rows)
+    given = {name: _given(name, value, rows, call) for name, value in dense_stack(data, call).items()}
+    columns = {name: _column(name, value) for name, value in given.items()}
+    chunk = _padded(given, rows)
     if chunk is None:
-        chunk = packed_rows({name: field.column for name, field in fields.items()}, rows, _HINTS, call)
-    return chunk, {name: field.told for name, field in fields.items()}
+        chunk = packed_rows(columns, rows, _HINTS, call)
+    return chunk, {name: _told(value, columns[name]) for name, value in given.items()}
 
 
 @lru_cache(256)
@@ -86,101 +77,97 @@ def _registry_of(names: frozenset[str]) -> MaskNestingRegistry:
     return _PADDED | {name: MaskNestingSpec(None) for name in names if _PADDED.find((name,)) is None}
 
 
-def _padded(fields: Mapping[str, _Field], rows: int) -> PackedBatch | None:
+def _padded(given: Mapping[str, Tensor | list[Any]], rows: int) -> PackedBatch | None:
     """The chunk of a padded batch; None for other samples."""
-    mask = fields["attention_mask"].given if "attention_mask" in fields else None
+    mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2 or bool(mask.all()):
         return None
-    given = {name: field.given for name, field in fields.items()}
-    if any(isinstance(value, Tensor) and value.is_nested and not is_regular(value) for value in given.values()):
-        return None
-    entries = {name: value if isinstance(value, Tensor) else stack_of(value) for name, value in given.items()}
+    entries: dict[str, Any] = {
+        name: value if isinstance(value, Tensor) and (not value.is_nested or is_regular(value)) else stack_of(value)
+        for name, value in given.items()
+    }
     try:
         with not_strict():
-            return compress(TensorDict(entries, batch_size=[rows]), registry=_registry_of(frozenset(fields)))
+            return compress(TensorDict(entries, batch_size=[rows]), registry=_registry_of(frozenset(given)))
     except LayoutError:  # widths that do not fit the mask: the rows are stored as they are
         return None
 
 
-class _Field(NamedTuple):
-    """One value for each row.
-
-    Attributes:
-        given: the tensor as it was put, on the host; or a list of objects.
-        column: its rows.
-        told: its schema, as TransferQueue tells it to its controller.
-    """
-
-    given: Any
-    column: Values | Objects
-    told: dict[str, Any]
-
-
-def _field(name: str, value: Any, rows: int, call: str) -> _Field:
-    told: dict[str, Any] = {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
-    if not isinstance(value, Tensor):
-        items = _objects(name, value, rows, call)
-        return _Field(items, Objects(items, 1).stowed(), told)
-    if value.size(0) != rows:
-        raise LayoutError(
-            f'{call}: field "{name}" has {value.size(0)} rows; expected {rows}, one for each sample. Give as many rows '
-            "of each field as there are samples."
-        )
-    value = value.detach().cpu()
-    if value.is_nested:
-        return _nested(value)
-    if value.layout != torch.strided:
-        items = list(value.unbind())
-        return _Field(items, Objects(items, 1).stowed(), told)
-    told |= {"dtype": value.dtype, "shape": value.shape[1:] or torch.Size([1]), "is_non_tensor": False}
-    if value.dim() == 1:
-        return _Field(value, Values(value), told)
-    turned = value.dim() == 3 and (spec := _PADDED.find((name,))) is not None and spec.ragged_dim == -1
-    line = value.transpose(1, 2) if turned else value
-    return _Field(value, Values.of_equal(line, 2 if turned else 1), told)
-
-
-def _nested(value: Any) -> _Field:
-    given, told = value, {"dtype": value.dtype, "is_nested": True, "is_non_tensor": False}
-    values, offsets = held_by(value) or (None, None)
-    bounds = None if offsets is None else offsets.to(torch.int64).numpy()
-    if values is not None and bounds is not None and (bounds[0], bounds[-1]) == (0, values.shape[0]):
-        column, more = Values(values, np.diff(bounds)), tuple(values.shape[1:])
-        shapes = [(length, *more) for length in np.diff(bounds).tolist()]
-    else:
-        rows: list[Tensor] = list(value.unbind())
-        shapes = [tuple(row.shape) for row in rows]
-        if len(shapes[0]) == 2 and len({shape[0] for shape in shapes}) == 1:
-            lengths = np.array([length for _, length in shapes], np.int64)
-            column = Values(torch.cat([row.T for row in rows]), lengths, 2)
-        else:
-            given, column = rows, Objects(rows, 1).stowed()
-    return _Field(given, column, told | {"shape": torch.Size(shapes[0]), "per_sample_shapes": shapes})
-
-
-def _objects(name: str, value: Any, rows: int, call: str) -> list[Any]:
-    if type(value) is NonTensorStack and len(value) == rows:
-        return items_of(value)
+def _given(name: str, value: Any, rows: int, call: str) -> Tensor | list[Any]:
+    """One value for each row: a tensor on the host, or a list of objects."""
     if isinstance(value, NonTensorData) and isinstance(value.data, list | np.ndarray):
         value = cast("Any", value.data)
-    elif isinstance(value, NonTensorData) or not is_tensor_collection(value):
-        value = None
-    if value is None or len(value) != rows:
+    one_for_all = isinstance(value, NonTensorData)
+    count = None if one_for_all else value.size(0) if isinstance(value, Tensor) else len(value)
+    if count != rows:
+        seen = said(value) if one_for_all else f"{count} rows"
         raise LayoutError(
-            f'{call}: field "{name}" is {said(value)}; expected {rows} values, one for each sample. Pass a list or a '
+            f'{call}: field "{name}" has {seen}; expected {rows}, one for each sample. Pass a tensor, a list or a '
             "NonTensorStack of them."
         )
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        return value if value.layout in (torch.strided, torch.jagged) else list(value.unbind())
     return items_of(value) if isinstance(value, NonTensorStack) else [value[row] for row in range(rows)]
+
+
+def _column(name: str, value: Tensor | list[Any]) -> Values | Objects:
+    """The rows of a field."""
+    if isinstance(value, list):
+        return Objects(value, 1).stowed()
+    if value.is_nested:
+        if (held := held_by(value)) is not None:
+            bounds = held[1].to(torch.int64).numpy()
+            return Values(held[0][bounds[0] : bounds[-1]], np.diff(bounds))
+        rows = value.unbind()
+        if rows[0].dim() == 2 and len({row.shape[0] for row in rows}) == 1:  # [F, L]
+            lengths = np.array([row.shape[1] for row in rows], np.int64)
+            return Values(torch.cat([row.T for row in rows]), lengths, 2)
+        return Objects(list(rows), 1).stowed()
+    if value.dim() == 1:
+        return Values(value)
+    turned = value.dim() == 3 and (spec := _PADDED.find((name,))) is not None and spec.ragged_dim == -1
+    return Values.of_equal(value.transpose(1, 2) if turned else value, 2 if turned else 1)
+
+
+def _told(value: Tensor | list[Any], column: Values | Objects) -> dict[str, Any]:
+    """The schema of a field as TransferQueue tells it to its controller."""
+    if isinstance(value, list):
+        return {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
+    told: dict[str, Any] = {"dtype": value.dtype, "is_nested": value.is_nested, "is_non_tensor": False}
+    if not value.is_nested:
+        return told | {"shape": value.shape[1:] or torch.Size([1])}
+    rows = column.data if isinstance(column, Objects) else _rows(column)
+    shapes = [tuple(row.shape) for row in rows]
+    return told | {"shape": torch.Size(shapes[0]), "per_sample_shapes": shapes}
+
+
+def _rows(column: Values | list[Any]) -> Sequence[Any]:
+    """The rows of a field, in the shapes in which they were put."""
+    if isinstance(column, list):
+        return column
+    return [row.T.contiguous() for row in column.rows()] if column.ragged_dim == 2 else column.rows()
 
 
 # -------------------------------------------------------------------- get: pieces into fields
 
 
 class Piece(NamedTuple):
-    """Rows of a chunk, and their places among the rows of the call."""
+    """Rows of a chunk, and their places among the rows of the call, int64 [n]."""
 
     chunk: PackedBatch
-    places: Sequence[int] | IntArray
+    places: IntArray
+
+
+def by_kind(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces, those of one kind as one."""
+    alike: defaultdict[Any, list[Piece]] = defaultdict(list[Piece])
+    for piece in pieces:
+        alike[kind_of(piece.chunk)].append(piece)
+    return [
+        Piece(PackedBatch.cat([piece.chunk for piece in own]), np.concatenate([piece.places for piece in own]))
+        for own in alike.values()
+    ]
 
 
 def assembled(pieces: Iterable[Piece], fields: Sequence[str], rows: int) -> TensorDict:
@@ -189,33 +176,26 @@ def assembled(pieces: Iterable[Piece], fields: Sequence[str], rows: int) -> Tens
     Rows of one dim or more are a jagged tensor, if torch can hold them in one; fields of equal row lengths share their
     offsets. Scalars are a tensor [B]. All others are a NonTensorStack.
     """
-    alike: dict[Any, list[Piece]] = {}
-    for piece in pieces:
-        alike.setdefault(kind_of(piece.chunk), []).append(piece)
     parts: dict[str, list[tuple[Values | list[Any], IntArray]]] = {name: [] for name in fields}
-    for own in alike.values():
-        places = np.concatenate([np.asarray(piece.places, np.int64) for piece in own])
+    for chunk, places in by_kind(pieces):
         order = np.argsort(places)
-        chunk = PackedBatch.cat([piece.chunk for piece in own])
-        columns = _columns(chunk if (np.diff(places) > 0).all() else chunk.take(order))
-        for name, column in columns.items():
+        for name, column in _columns(chunk if (np.diff(places) > 0).all() else chunk.take(order)).items():
             parts[name].append((column, places[order]))
     out: dict[str, Any] = {}
-    jagged: dict[bytes, list[tuple[str, Tensor]]] = {}
+    jagged: defaultdict[bytes, list[str]] = defaultdict(list[str])
     for name, having in parts.items():
         column = having[0][0] if len(having) == 1 else _merged(having, rows)
-        if not isinstance(column, Values):
-            out[name] = stacked(column)
+        if isinstance(column, list) or column.ragged_dim == 2:
+            out[name] = stacked(_rows(column))
             continue
         out[name] = column.values
         if column.lengths is not None:
-            jagged.setdefault(column.lengths.tobytes(), []).append((name, column.values))
-    for lengths_of, same in jagged.items():
-        lengths = np.frombuffer(lengths_of, np.int64)
+            jagged[column.lengths.tobytes()].append(name)
+    for line, names in jagged.items():
+        lengths = np.frombuffer(line, np.int64)
         bounds = torch.from_numpy(cumulated(lengths))
         low, high = int(lengths.min(initial=0)), int(lengths.max(initial=0))
-        names, values = [name for name, _ in same], [value for _, value in same]
-        out |= dict(zip(names, jagged_all(values, bounds, low, high), strict=True))
+        out |= dict(zip(names, jagged_all([out[name] for name in names], bounds, low, high), strict=True))
     return unflatten(Node((), None), [((name,), value) for name, value in out.items()], rows)
 
 
@@ -228,23 +208,21 @@ def stacked(rows: Sequence[Any]) -> Any:
     for layout in (torch.jagged, torch.strided):
         try:
             return torch.nested.as_nested_tensor(list(rows), layout=layout)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError) as error:  # rows of different dims
             if out_of_memory(error) is not None:
                 raise
-            continue  # rows of different dims
     return stack_of(rows)
 
 
 def _columns(chunk: PackedBatch) -> dict[str, Values | list[Any]]:
-    """The rows of each field; of one whose ragged dim is not the first, and of objects, as a list."""
+    """The rows of each field."""
     columns: dict[str, Values | list[Any]] = {}
     for form, values in zip(chunk.tensors, decoded(chunk, chunk.tensors, False).values(), strict=True):
         if form.layout is not None and form.kind == "jagged":
-            column = Values(values, chunk.layouts[form.layout].lengths)
+            column = Values(values, chunk.layouts[form.layout].lengths, form.ragged_dim)
         else:
             column = Values.of_equal(values) if values.dim() > 1 else Values(values)
-        turned = form.kind == "jagged" and form.ragged_dim == 2
-        columns[form.path[0]] = [row.T.contiguous() for row in column.rows()] if turned else column
+        columns[form.path[0]] = column
     for path, objects in chunk.objects.items():
         columns[path[0]] = objects.data if objects.bare else objects.restored()
     return columns
@@ -254,10 +232,9 @@ def _merged(parts: Sequence[tuple[Values | list[Any], IntArray]], rows: int) -> 
     """The rows of a field in the order of the call, from chunks of several kinds."""
     line: list[Any] = [None] * rows
     for column, places in parts:
-        for place, row in zip(places.tolist(), column.rows() if isinstance(column, Values) else column, strict=True):
+        for place, row in zip(places.tolist(), _rows(column), strict=True):
             line[place] = row
-    tensors = [column for column, _ in parts if isinstance(column, Values)]
-    forms = {(column.values.dtype, column.values.shape[1:], column.lengths is None) for column in tensors}
-    if len(tensors) < len(parts) or len(forms) > 1 or tensors[0].lengths is None:
+    ragged = [own for own, _ in parts if isinstance(own, Values) and own.lengths is not None and own.ragged_dim == 1]
+    if len(ragged) < len(parts) or len({(own.values.dtype, own.values.shape[1:]) for own in ragged}) > 1:
         return line
-    return Values(torch.cat(line), np.array([row.shape[0] for row in line], np.int64))
+    return Values(torch.cat(line), np.array([len(row) for row in line], np.int64))

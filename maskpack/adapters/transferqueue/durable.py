@@ -29,7 +29,7 @@ _LEAST = 1024
 _TURNED = "turned "
 
 
-class SampleLog:
+class SampleLog(RolloutLog):
     """The samples of a storage unit in a log.
 
     Args:
@@ -42,8 +42,8 @@ class SampleLog:
     """
 
     def __init__(self, path: str, run: str, fsync: Literal["always", "interval"]) -> None:
+        super().__init__(path, fsync=fsync, segment_bytes=_SEGMENT, allow_pickle=True)
         self._run = run
-        self._log = RolloutLog(path, fsync=fsync, segment_bytes=_SEGMENT, allow_pickle=True)
         self.mark: list[int] = []
         self._hidden: list[int] = []
         self._deleted = 0
@@ -52,11 +52,13 @@ class SampleLog:
         """The chunks that are in the log, in their order: rows, their samples, the lives of these, and the numbers of
         the rows."""
         empty = True
-        for rows in self._log.chunks():
-            tags = self._log.tags(rows)
+        for rows in self.chunks():
+            tags = self.tags(rows)
             if "sample" in tags:
-                empty = False
-                yield _with_turned(self._log.take(rows).own(), tags), tags["sample"], tags["life"], rows.tolist()
+                empty, packed = False, self.take(rows).own()
+                forms = [replace(f, ragged_dim=2) if _TURNED + f.path[0] in tags else f for f in packed.schema.forms]
+                packed = replace(packed, schema=replace(packed.schema, forms=tuple(forms)))
+                yield packed, tags["sample"], tags["life"], rows.tolist()
             elif tags["run"][-1] == self._run:
                 self.mark = rows.tolist()
             else:
@@ -64,27 +66,27 @@ class SampleLog:
         if not self.mark and empty:
             self.adopt()
 
-    def append(self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int]) -> range:
+    def add(self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int]) -> range:
         """Appends rows of samples; returns their numbers."""
-        tags: dict[str, Any] = {_TURNED + form.path[0]: True for form in packed.tensors if _is_turned(form)}
+        turned = [form.path[0] for form in packed.tensors if (form.kind, form.ragged_dim) == ("jagged", 2)]
         life = lives[0] if len(set(lives)) == 1 else list(lives)
-        return self._log.append(packed, {**tags, "sample": list(samples), "life": life})
+        tags: dict[str, Any] = {_TURNED + name: True for name in turned}
+        return self.append(packed, {**tags, "sample": list(samples), "life": life})
 
     def hide(self, rows: Iterable[int]) -> None:
         """Deletes rows with others, later: newer ones hide them."""
         self._hidden += rows
         if len(self._hidden) >= _LEAST:
             with contextlib.suppress(StorageError):
-                self.delete([])
+                self.remove([])
 
-    def delete(self, rows: Sequence[int]) -> None:
+    def remove(self, rows: Sequence[int]) -> None:
         """Deletes rows and those that are hidden; where more were deleted than there are, the log becomes smaller."""
-        if rows or self._hidden:
-            self._deleted += self._log.delete([*rows, *self._hidden])
-            self._hidden.clear()
-        if self._deleted >= max(_LEAST, len(self._log)) and self._log.segments > 1:
+        self._deleted += self.delete([*rows, *self._hidden])
+        self._hidden.clear()
+        if self._deleted >= max(_LEAST, len(self)) and self.segments > 1:
             try:
-                freed = self._log.compact(segments=1)  # the next ones with the next requests
+                freed = self.compact(segments=1)  # the next ones with the next requests
             except StorageError as error:
                 _log.warning("%s", error)
                 freed = 0
@@ -96,32 +98,11 @@ class SampleLog:
         """Raises StorageError if the samples are those of an earlier run."""
         if not self.mark:
             raise StorageError(
-                f"{call}: {self._log.path} has {len(self._log)} rows of samples of an earlier run; expected an empty "
+                f"{call}: {self.path} has {len(self)} rows of samples of an earlier run; expected an empty "
                 "log, or those of a checkpoint. Call transfer_queue.load_checkpoint first, or name another folder in "
                 "backend.Maskpack.log."
             )
 
     def adopt(self) -> None:
         """Says that the samples are those of the run."""
-        self.mark = [*self._log.append(packed_rows({}, 1, {}, "RolloutLog.append"), {"run": self._run})]
-
-    # ---------------------------------------------------------------- the disk
-
-    def sync(self) -> None:
-        """Returns when all of it is on the disk."""
-        self._log.sync()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the log."""
-        return self._log.nbytes
-
-
-def _is_turned(form: Any) -> bool:
-    return form.kind == "jagged" and form.ragged_dim == 2
-
-
-def _with_turned(packed: PackedBatch, tags: dict[str, Any]) -> PackedBatch:
-    """Rows with the fields that are turned."""
-    forms = [replace(f, ragged_dim=2) if _TURNED + f.path[0] in tags else f for f in packed.schema.forms]
-    return replace(packed, schema=replace(packed.schema, forms=tuple(forms)))
+        self.mark = [*self.append(packed_rows({}, 1, {}, "RolloutLog.append"), {"run": self._run})]

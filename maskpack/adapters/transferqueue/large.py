@@ -1,7 +1,7 @@
 """Large tensors inside Python objects: a storage unit has each of them once, for all samples that it holds.
 
     put: objects --parted--> objects with References, tensors by digest; the unit says which of these it lacks
-                                 --Large.of--> with the put again --joined--> objects with the unit's own Large tensors
+                     --Large.of, joined--> put again, with these --joined--> objects with the unit's own Large tensors
     get: objects with Large tensors, each once in a message, which are restored as all tensors in objects are
 
 A unit refers to its large tensors weakly, so a tensor lives as long as a row of a chunk that holds it.
@@ -24,7 +24,6 @@ from maskpack.packed.file.codec import compressed_arrays, restored_arrays
 
 LARGE = 1 << 16
 """Bytes from which on a tensor inside a Python object is large."""
-_PALETTE_WORD = 4
 
 
 class Reference(NamedTuple):
@@ -55,21 +54,17 @@ class Large(Stowed):
 
     @classmethod
     def of(cls, digest: bytes, held: Stowed, codec: str | None) -> Large:
-        found = native.palette(held.words) if held.words.itemsize == _PALETTE_WORD else None
+        found = native.palette(held.words) if held.words.itemsize == 4 else None
         arrays, records = [*(found or [held.words])], list[Any]()
         if codec is not None:
             arrays, records = compressed_arrays(arrays)
         words, *distinct = arrays
         return cls(words, held.dtype, held.shape, held.tensor, tuple(distinct), tuple(records), digest)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in (self.words, *self.distinct))
-
     def restored(self) -> Any:
         """A copy of the tensor or array."""
         arrays = [self.words, *self.distinct]
-        if any(record is not None for record in self.records):
+        if any(self.records):
             arrays = restored_arrays(arrays, self.records, "get_data")
         words = arrays[0] if len(arrays) == 1 else arrays[1].take(arrays[0])
         return Stowed(words, self.dtype, self.shape, self.tensor).restored()
@@ -82,6 +77,8 @@ def parted(batch: PackedBatch) -> tuple[PackedBatch, dict[bytes, Stowed]]:
     known: dict[tuple[Any, ...], Reference] = {}
 
     def leaf(item: Any) -> Any:
+        if isinstance(item, Large):
+            return Reference(item.digest)
         if not isinstance(item, Stowed) or item.words.nbytes < LARGE:
             return item
         form = item.dtype, item.shape, item.tensor
@@ -96,19 +93,17 @@ def parted(batch: PackedBatch) -> tuple[PackedBatch, dict[bytes, Stowed]]:
 
 
 def joined(batch: PackedBatch, known: MutableMapping[bytes, Large]) -> tuple[PackedBatch, set[bytes]]:
-    """The batch with the large tensors of a storage unit, and the digests of those that are not known. A large tensor
-    in the batch becomes known, if there is none of its digest."""
+    """The batch with known large tensors in place of their References, and the digests of those that are not known. A
+    large tensor in the batch becomes known, if there is none of its digest."""
     missing: set[bytes] = set()
 
     def leaf(item: Any) -> Any:
         if isinstance(item, Large):
             return known.setdefault(item.digest, item)
-        if not isinstance(item, Reference):
-            return item
-        found = known.get(item.digest)
+        found = known.get(item.digest) if isinstance(item, Reference) else item
         if found is None:
             missing.add(item.digest)
-        return found
+        return item if found is None else found
 
     return _with_leaves(batch, leaf), missing
 

@@ -14,9 +14,10 @@ import contextlib
 import json
 import multiprocessing
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from secrets import token_bytes
+from secrets import token_bytes, token_hex
 from typing import Any, cast
 
 import numpy as np
@@ -26,18 +27,18 @@ from tensordict import TensorDict
 
 from maskpack.adapters.transferqueue import library, server
 from maskpack.adapters.transferqueue.chunk import Piece, assembled, packed
-from maskpack.adapters.transferqueue.large import Large, parted
+from maskpack.adapters.transferqueue.large import Large, joined, parted
 from maskpack.adapters.transferqueue.unit import check_digest, digest_of
+from maskpack.core.index import IntArray
 from maskpack.core.objects import Stowed
 from maskpack.errors import MaskpackError, StorageError
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.file.codec import check_codec
 
 NAME = "Maskpack"
+_NAMESPACE = "transfer_queue"
 _BLOCK = 64
 """Consecutive global indexes that live in one storage unit."""
-_RUNS = 8
-"""Runs of consecutive rows that are sent as chunks of their own; rows in more pieces are taken into one."""
 _PATIENCE, _TIMEOUT = 5, 200
 """Seconds after which a silent storage unit is looked for, and after which it is given up."""
 _FILE, _CONTROLLER = "maskpack.json", "../controller_state.pkl"
@@ -67,12 +68,17 @@ def start(conf: Any) -> list[Any]:
             'unit or more, a folder or null as log, and "always" or "interval" as fsync. Correct the configuration.'
         )
     check_codec(codec, "transfer_queue.init")
-    secret = token_bytes(32)
-    strategies = library.strategies_of_nodes(count, required_node_resource=resource)
-    units, names = server.start_units(strategies, secret, None if log is None else os.path.abspath(log), fsync)
+    secret, run, units = token_bytes(32), token_hex(16), list[Any]()
+    again: dict[str, Any] = {} if log is None else {"max_restarts": -1, "max_task_retries": -1}
+    actor: Any = ray.remote(num_cpus=1, **again)(server.StorageUnit)
+    for number, strategy in enumerate(library.strategies_of_nodes(count, required_node_resource=resource)):
+        name = f"MaskpackStorageUnit-{run}-{number}"
+        own = None if log is None else (f"{os.path.abspath(log)}/unit-{number}", run, fsync)
+        started = actor.options(scheduling_strategy=strategy, name=name, namespace=_NAMESPACE)
+        units.append(started.remote(secret, name, own))
     infos = ray.get([unit.address.remote() for unit in units])
     with library.open_dict(conf):
-        conf.backend[NAME] = {**options, "units": StorageUnits(infos, secret, names)}
+        conf.backend[NAME] = {**options, "units": StorageUnits(infos, secret)}
     return units
 
 
@@ -83,15 +89,10 @@ class StorageUnits:
     Attributes:
         infos: where they are reached.
         secret: what the processes of the run prove to each other that they know.
-        names: of their actors, if they have logs and are started again.
     """
 
-    def __init__(self, infos: Sequence[Any], secret: bytes, names: Sequence[str] = ()) -> None:
-        self.infos, self.secret, self.names = list(infos), secret, names
-
-
-class _GoneError(StorageError):
-    """A storage unit cannot be reached."""
+    def __init__(self, infos: Sequence[Any], secret: bytes) -> None:
+        self.infos, self.secret = list(infos), secret
 
 
 class MaskpackStorageManager(library.StorageManager):
@@ -99,8 +100,7 @@ class MaskpackStorageManager(library.StorageManager):
 
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         self._units: StorageUnits = config["units"]
-        self._requests = server.Seal(self._units.secret, server.REQUEST)
-        self._answers = server.Seal(self._units.secret, server.ANSWER)
+        self._seal = server.Seal(self._units.secret)
         self._codec: str | None = config.get("codec")
         super().__init__(controller_info, config, zmq_context=zmq_context)
         # without a timeout, which `_received` has
@@ -126,19 +126,18 @@ class MaskpackStorageManager(library.StorageManager):
             return
         chunk, schema = packed(data, len(samples), "put_data")
         chunk, large = parted(chunk)
-        most = _RUNS if len(set(samples)) == len(samples) else 1  # the last row of a sample stays
         await _all_of(
-            self._put(unit, [samples[row] for row in rows], part, large)
-            for unit, places in self._by_unit(samples).items()
-            for rows, part in _divided(chunk, places, most)
+            self._put(unit, own, chunk if len(own) == len(samples) else chunk.take(places), large)
+            for unit, places, own in self._by_unit(samples)
         )
         await self.notify_data_update(metadata.partition_ids[0], samples, schema)
 
     async def _put(self, unit: int, samples: Sequence[int], chunk: PackedBatch, large: dict[bytes, Stowed]) -> None:
         """Puts rows into a storage unit; large tensors that it lacks are put with the rows again."""
-        given: dict[bytes, Large] | None = {} if large else None
-        while missing := await self._ask(unit, "put", samples, chunk, given):
-            given = {digest: Large.of(digest, large[digest], self._codec) for digest in missing} | (given or {})
+        known: dict[bytes, Large] = {}
+        while missing := await self._ask(unit, "put", samples, chunk):
+            known |= {digest: Large.of(digest, large[digest], self._codec) for digest in missing}
+            chunk, _ = joined(chunk, known)
 
     async def get_data(self, metadata: Any) -> TensorDict:
         """The fields of samples, in the order of `metadata`.
@@ -155,31 +154,24 @@ class MaskpackStorageManager(library.StorageManager):
         if not samples or not fields:
             return TensorDict({}, batch_size=len(samples))
         asked = self._by_unit(samples)
-        answers = await _all_of(
-            self._ask(unit, "get", [samples[place] for place in places], fields) for unit, places in asked.items()
-        )
+        answers = await _all_of(self._ask(unit, "get", own, fields) for unit, _, own in asked)
         pieces = [
-            Piece(piece.chunk, [places[place] for place in piece.places])
-            for places, found in zip(asked.values(), answers, strict=True)
+            Piece(piece.chunk, places[piece.places])
+            for (_, places, _), found in zip(asked, answers, strict=True)
             for piece in found
         ]
         return assembled(pieces, fields, len(samples))
 
     async def clear_data(self, metadata: Any) -> None:
         """Forgets samples. Raises StorageError if a storage unit did not answer."""
-        samples = metadata.global_indexes
-        await _all_of(
-            self._ask(unit, "clear", [samples[place] for place in places])
-            for unit, places in self._by_unit(samples).items()
-        )
+        await _all_of(self._ask(unit, "clear", own) for unit, _, own in self._by_unit(metadata.global_indexes))
 
-    def _by_unit(self, samples: Sequence[int]) -> dict[int, list[int]]:
-        """The places of samples among `samples`, by storage unit."""
-        count = len(self._units.infos)
-        out: dict[int, list[int]] = {}
+    def _by_unit(self, samples: Sequence[int]) -> list[tuple[int, IntArray, list[int]]]:
+        """Of each storage unit that has some samples: its number, their places among `samples`, and these."""
+        places: defaultdict[int, list[int]] = defaultdict(list[int])
         for place, sample in enumerate(samples):
-            out.setdefault(sample // _BLOCK % count, []).append(place)
-        return out
+            places[sample // _BLOCK % len(self._units.infos)].append(place)
+        return [(unit, np.array(own), [samples[place] for place in own]) for unit, own in places.items()]
 
     # ---------------------------------------------------------------- checkpoints and sizes
 
@@ -236,8 +228,7 @@ class MaskpackStorageManager(library.StorageManager):
         return [str(folder / f"{unit}.pickle") for unit in range(len(self._units.infos))]
 
     async def figures(self) -> list[dict[str, int]]:
-        """For each storage unit: samples, chunks, the bytes it holds in chunks and in large tensors, and the bytes that
-        it received and sent."""
+        """For each storage unit: samples, chunks, large tensors, and the bytes of chunks, large tensors and the log."""
         return await self._each("figures")
 
     async def _each(self, request: str, *given: Sequence[Any]) -> list[Any]:
@@ -248,46 +239,44 @@ class MaskpackStorageManager(library.StorageManager):
     # ---------------------------------------------------------------- messages
 
     async def _ask(self, unit: int, request: str, *given: Any) -> Any:
-        nonce = token_bytes(server.NONCE)
-        while True:
-            info = self._units.infos[unit]
-            try:
-                return await self._asked(info, request, given, nonce)
-            except _GoneError as error:
-                if not self._units.names or request in _ONCE or not await self._restarted(unit, info):
-                    raise StorageError(*error.args) from error
+        """The answer of a storage unit. One that was started again meanwhile is asked again."""
+        info, nonce = self._units.infos[unit], token_bytes(server.NONCE)
+        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[server.SOCKET]}"
+        try:
+            async with self._sockets.alease(info) as socket:
+                await socket.send_multipart(
+                    self._seal.frames(server.REQUEST, (request, given, info.id), nonce), copy=False
+                )
+                received = await self._received(socket, info, where)
+            if self._seal.nonce(server.ANSWER, received) != nonce:
+                raise ConnectionError(
+                    f"{where} did not prove that it knows the secret of the run; expected that of the run. Another "
+                    "process may have its port: restart the run from its last checkpoint."
+                )
+        except ConnectionError as error:
+            if request in _ONCE or not await self._restarted(unit, info):
+                raise StorageError(*error.args) from error
+            return await self._ask(unit, request, *given)
+        failed, answer = server.message(received)
+        if failed is not None:
+            raise failed(f"{where}: {answer}")
+        return answer
 
     async def _restarted(self, unit: int, info: Any) -> bool:
         """Whether Ray has started a storage unit again; waits for it, and asks where it is."""
-        if self._units.infos[unit] is not info:  # known meanwhile
+        if self._units.infos[unit].id != info.id:  # known meanwhile
             return True
-        if not ray.is_initialized() or multiprocessing.parent_process() is not None:  # a fork cannot ask Ray
+        no_ray = not ray.is_initialized() or multiprocessing.parent_process() is not None  # a fork cannot ask Ray
+        if no_ray or self.config["log"] is None:
             return False
-        get_actor: Callable[..., Any] = cast("Any", ray).get_actor
         try:
-            actor = await asyncio.to_thread(get_actor, self._units.names[unit], namespace=server.NAMESPACE)
+            get_actor: Callable[..., Any] = cast("Any", ray).get_actor
+            actor = await asyncio.to_thread(get_actor, info.id.rpartition("-")[0], namespace=_NAMESPACE)
             found = await asyncio.wait_for(actor.address.remote(), _TIMEOUT)
         except (RayError, ValueError, asyncio.TimeoutError):
             return False
-        if found.id == info.id:
-            return False
         self._units.infos[unit] = found
-        return True
-
-    async def _asked(self, info: Any, request: str, given: Any, nonce: bytes) -> Any:
-        where = f"{request}: storage unit {info.id} at {info.ip}:{info.ports[server.SOCKET]}"
-        async with self._sockets.alease(info) as socket:
-            await socket.send_multipart(self._requests.frames((request, given, info.id), nonce), copy=False)
-            received = await self._received(socket, info, where)
-        if self._answers.nonce(received) != nonce:
-            raise _GoneError(
-                f"{where} did not prove that it knows the secret of the run; expected that of the run. Another process "
-                "may have its port: restart the run from its last checkpoint."
-            )
-        kind, answer = server.message(received)
-        if kind == server.DONE:
-            return answer
-        raise (library.StorageKeyNotFoundError if kind == server.NO_SAMPLE else StorageError)(f"{where}: {answer}")
+        return found.id != info.id
 
     async def _received(self, socket: Any, info: Any, where: str) -> Any:
         """The frames of an answer. A storage unit that is silent for a while must at least be reached."""
@@ -300,9 +289,9 @@ class MaskpackStorageManager(library.StorageManager):
                 _, writer = await asyncio.wait_for(reached, _PATIENCE)
                 writer.close()
         except (OSError, asyncio.TimeoutError) as error:
-            lost = "did not start again" if self._units.names else "its samples are lost"
-            raise _GoneError(
-                f"{where} is gone ({error}), and {lost}; expected an answer. Restart the run from its last checkpoint."
+            raise ConnectionError(
+                f"{where} is gone ({error}), with its samples; expected an answer. Restart the run from its last "
+                "checkpoint."
             ) from error
         finally:
             answer.cancel()  # does nothing if it is there
@@ -312,9 +301,8 @@ class MaskpackStorageManager(library.StorageManager):
 
     def close(self) -> None:
         """Closes the sockets."""
-        sockets = getattr(self, "_sockets", None)
-        if sockets is not None:
-            sockets.close()
+        if hasattr(self, "_sockets"):  # else its start failed
+            self._sockets.close()
         super().close()
 
 
@@ -325,20 +313,8 @@ library.InMemoryStorageManager.register(MaskpackStorageManager)  # so include_st
 
 async def _all_of(asked: Iterable[Awaitable[Any]]) -> list[Any]:
     """All answers. If some of them fail, the first error, once all others are there."""
-    waiting = [*asked]
-    if len(waiting) == 1:
-        return [await waiting[0]]  # without a task of its own
-    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
     return answers
-
-
-def _divided(chunk: PackedBatch, places: Sequence[int], most: int) -> list[tuple[list[int], PackedBatch]]:
-    """The rows at some places, in chunks: those of each run of places, or all together if there are more runs than
-    `most`."""
-    line = np.asarray(places)
-    cuts = np.flatnonzero(np.diff(line) != 1) + 1
-    runs = np.split(line, cuts) if cuts.size < most else [line]
-    return [(run.tolist(), chunk if runs[0].size == len(chunk) and not cuts.size else chunk.take(run)) for run in runs]

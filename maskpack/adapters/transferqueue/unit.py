@@ -10,33 +10,30 @@ them, are joined once there are SMALL of them. A chunk lives as long as a sample
 
 from __future__ import annotations
 
-import copyreg
 import gc
 import hashlib
-import io
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from secrets import randbits
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 from weakref import WeakValueDictionary
 
-from maskpack.adapters.transferqueue.chunk import Piece, fields_of, kind_of
+import numpy as np
+
+from maskpack.adapters.transferqueue.chunk import Piece, by_kind, kind_of
 from maskpack.adapters.transferqueue.durable import SampleLog
-from maskpack.adapters.transferqueue.large import Large, Reference, joined
+from maskpack.adapters.transferqueue.large import Large, joined, parted
+from maskpack.adapters.transferqueue.library import StorageKeyNotFoundError
+from maskpack.core.index import IntArray
 from maskpack.packed.batch import PackedBatch
 
 SMALL = 32
 """Rows below which a chunk is joined with others of its kind; and how many of these wait for each other at most."""
 _ALONE = 8
 """Rows that follow each other in a chunk from which on a get sends them as they lie; fewer are sent with others."""
-
-
-class NoSampleError(KeyError):
-    """A sample is not in the storage unit, or has not all of the fields."""
 
 
 @dataclass(eq=False)
@@ -47,23 +44,15 @@ class Chunk:
         packed: its rows.
         samples: the sample of each row that is still reached from it.
         logged: the number of each row in the log; nothing without one.
+        fields: the names of its fields.
+        kind: what chunks that are joined have in common.
     """
 
     packed: PackedBatch
     samples: dict[int, int]
     logged: Sequence[int]
-
-    @cached_property
-    def fields(self) -> frozenset[str]:
-        return fields_of(self.packed.schema)
-
-    @cached_property
-    def kind(self) -> Any:
-        return kind_of(self.packed)
-
-    def rows_left(self) -> PackedBatch:
-        """The rows that are reached."""
-        return self.packed if len(self.samples) == len(self.packed) else self.packed.take([*self.samples])
+    fields: frozenset[str]
+    kind: Any
 
 
 Place = tuple[Chunk, int]
@@ -91,57 +80,48 @@ class Samples:
         """Chunks of each kind that are to be joined."""
         self._loaded: Any = None
         for packed, *more in () if log is None else log.opened():
-            self._put(joined(packed, self.large)[0], *more)
+            self._put(packed, *more)
 
     # ---------------------------------------------------------------- samples
 
-    def put(self, samples: Sequence[int], packed: PackedBatch, large: dict[bytes, Large] | None = None) -> set[bytes]:
+    def put(self, samples: Sequence[int], packed: PackedBatch) -> set[bytes]:
         """Adds rows of samples. Returns the digests of large tensors that the rows refer to, and that are neither here
-        nor in `large`: if there are some, nothing was added. `large` is None for rows without any.
+        nor in the rows: if there are some, nothing was added.
 
         Raises StorageError for a log that cannot be written to, or that has samples of another run.
         """
         if self.log is not None:
             self.log.require("put")
-        if large is not None:
-            self.large.update({digest: one for digest, one in large.items() if digest not in self.large})
-            packed, missing = joined(packed, self.large)
-            if missing:
-                return missing
         life = randbits(60)
-        self._put(packed, samples, [self.lives.get(sample, life) for sample in samples])
-        return set()
+        return self._put(packed, samples, [self.lives.get(sample, life) for sample in samples])
 
     def get(self, samples: Sequence[int], fields: Iterable[str]) -> list[Piece]:
-        """The fields of samples, as pieces whose places are those in `samples`. Raises NoSampleError for a sample that
-        is not here or lacks a field."""
+        """The fields of samples, as pieces whose places are those in `samples`. Raises StorageKeyNotFoundError
+        for a sample that is not here or lacks a field."""
         wanted = frozenset(fields)
         taken: dict[tuple[Chunk, frozenset[str]], list[tuple[int, int]]] = {}
         for place, sample in enumerate(samples):
             if sample not in self.rows:
-                raise NoSampleError(f"sample {sample} is not stored; it was cleared, or never put")
+                raise StorageKeyNotFoundError(f"sample {sample} is not stored; it was cleared, or never put")
             lying = self.rows[sample]
             layers = tuple([chunk.fields for chunk, _ in lying])
             cover, missing = _cover(layers, wanted)
             if missing:
                 seen = sorted(frozenset[str]().union(*layers))
-                raise NoSampleError(f"sample {sample} has no {sorted(missing)}, but {seen}. Put them, or select others")
+                raise StorageKeyNotFoundError(
+                    f"sample {sample} has no {sorted(missing)}, but {seen}. Put them, or select others"
+                )
             for at, own in cover:
                 chunk, row = lying[at]
                 taken.setdefault((chunk, own), []).append((row, place))
-        pieces: list[Piece] = []
-        scattered: defaultdict[Any, list[Piece]] = defaultdict(list[Piece])
+        whole, scattered = list[Piece](), list[Piece]()
         for (chunk, own), pairs in taken.items():
-            rows, places = map(list, zip(*sorted(pairs), strict=True))
+            index: IntArray = np.array(sorted(pairs), np.int64)
+            rows, places = index[:, 0], index[:, 1]
             packed = chunk.packed if own == chunk.fields else chunk.packed.select(*own)
-            if len(rows) >= _ALONE and rows == [*range(rows[0], rows[0] + len(rows))]:
-                pieces.append(Piece(packed.take(slice(rows[0], rows[0] + len(rows))), places))  # not encoded again
-            else:
-                scattered[kind_of(packed)].append(Piece(packed.take(rows), places))
-        for parts in scattered.values():
-            packed = PackedBatch.cat([part.chunk for part in parts])
-            pieces.append(Piece(packed, [place for part in parts for place in part.places]))
-        return pieces
+            is_run = rows.size >= _ALONE and bool((np.diff(rows) == 1).all())  # not encoded again
+            (whole if is_run else scattered).append(Piece(packed.take(rows), places))
+        return whole + by_kind(scattered)
 
     def clear(self, samples: Iterable[int]) -> None:
         """Forgets samples, known or not. Raises StorageError as `put`."""
@@ -153,11 +133,14 @@ class Samples:
 
     def _put(
         self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int], logged: Sequence[int] | None = None
-    ) -> None:
-        """Adds rows of samples, in the log first, where they are not in it."""
+    ) -> set[bytes]:
+        """Adds rows of samples as `put`, in the log first, where they are not in it."""
+        packed, missing = joined(packed, self.large)
+        if missing:
+            return missing
         if logged is None:
-            logged = () if self.log is None else self.log.append(packed, samples, lives)
-        chunk, hidden = Chunk(packed, dict(enumerate(samples)), logged), list[Place]()
+            logged = () if self.log is None else self.log.add(packed, samples, lives)
+        chunk, hidden = self._chunk(packed, samples, logged), list[Place]()
         for row, (sample, life) in enumerate(zip(samples, lives, strict=True)):
             kept = [(chunk, row)]
             for place in self.rows.get(sample, ()):
@@ -165,24 +148,28 @@ class Samples:
             self.rows[sample], self.lives[sample] = kept, life
         if self.log is not None:
             self.log.hide([own.logged[row] for own, row in hidden])
-        self._wait(chunk)
         self._drop(hidden)
         if len(self._small[chunk.kind]) >= SMALL:
             self._rewrite([*self._small[chunk.kind]])
+        return missing
+
+    def _chunk(self, packed: PackedBatch, samples: Sequence[int], logged: Sequence[int]) -> Chunk:
+        """A new chunk, which is to be joined if it is small."""
+        fields = frozenset([form.path[0] for form in packed.schema.forms])
+        chunk = Chunk(packed, dict(enumerate(samples)), logged, fields, kind_of(packed))
+        if len(packed) < SMALL:
+            self._small[chunk.kind][chunk] = None
+        return chunk
 
     def _forget(self, samples: Iterable[int], also: Iterable[int] = ()) -> None:
         """Forgets samples, and other rows of the log."""
         places = [place for sample in samples for place in self.rows.get(sample, ())]
         if self.log is not None:
-            self.log.delete([*also, *(chunk.logged[row] for chunk, row in places)])
+            self.log.remove([*also, *(chunk.logged[row] for chunk, row in places)])
         for sample in samples:
             self.rows.pop(sample, None)
             self.lives.pop(sample, None)
         self._drop(places)
-
-    def _wait(self, chunk: Chunk) -> None:
-        if len(chunk.packed) < SMALL:
-            self._small[chunk.kind][chunk] = None
 
     def _drop(self, places: Iterable[Place]) -> None:
         """Takes rows off their chunks."""
@@ -199,13 +186,15 @@ class Samples:
         places = [(chunk, row) for chunk in chunks for row in chunk.samples]
         if not places:
             return
-        packed = PackedBatch.cat([chunk.rows_left() for chunk in chunks]).own()
+        left = [
+            own.packed if len(own.samples) == len(own.packed) else own.packed.take([*own.samples]) for own in chunks
+        ]
+        packed = PackedBatch.cat(left).own()
         samples = [chunk.samples[row] for chunk, row in places]
-        new = Chunk(packed, dict(enumerate(samples)), [chunk.logged[row] for chunk, row in places if chunk.logged])
+        new = self._chunk(packed, samples, [chunk.logged[row] for chunk, row in places if chunk.logged])
         for row, (sample, place) in enumerate(zip(samples, places, strict=True)):
             lying = self.rows[sample]
             lying[lying.index(place)] = new, row
-        self._wait(new)
 
     # ---------------------------------------------------------------- sizes and checkpoints
 
@@ -217,24 +206,19 @@ class Samples:
         return {
             "samples": len(self.rows),
             "chunks": len(chunks),
-            "chunk_bytes": sum(_nbytes(chunk.packed) for chunk in chunks),
+            "chunk_bytes": sum(len(pickle.dumps(parted(chunk.packed)[0], 5)) for chunk in chunks),
             "large_tensors": len(large),
-            "large_bytes": sum(one.nbytes for one in large),
+            "large_bytes": sum(array.nbytes for one in large for array in (one.words, *one.distinct)),
             "log_bytes": 0 if self.log is None else self.log.nbytes,
         }
 
     def save(self, path: str) -> str:
-        """Writes all of it to a file, which appears once it is whole; returns `digest_of` the file. A log is not older
-        than the file."""
+        """Writes all of it to a file; returns `digest_of` the file. A log is not older than the file."""
         if self.log is not None:
             self.log.sync()
-        target = Path(path)
-        partial = target.with_name(f"{target.name}.partial")
-        with open(partial, "wb+") as file:
+        with open(path, "wb+") as file:
             pickle.dump((self.rows, self.lives), file, protocol=5)
-            digest = digest_of(file)
-        partial.replace(target)
-        return digest
+            return digest_of(file)
 
     def load(self, path: str, digest: str) -> None:
         """Reads what `save` wrote, beside what is here; raises ValueError for other bytes than that."""
@@ -249,8 +233,7 @@ class Samples:
         found, self._loaded = self._loaded, None
         if not loaded:
             return
-        rows: dict[int, list[Place]] = found[0]
-        lives: dict[int, int] = found[1]
+        rows, lives = cast("tuple[dict[int, list[Place]], dict[int, int]]", found)
         same, mark = set[int](), list[int]()
         if self.log is not None:
             mark, self.log.mark = self.log.mark, []
@@ -264,7 +247,7 @@ class Samples:
             samples = [chunk.samples[row] for row in own]
             # after a kill, a sample that is not whole is not the same
             own_lives = [lives[sample] if depth + 1 == len(rows[sample]) else 0 for sample in samples]
-            self._put(joined(chunk.packed.take(own).own(), self.large)[0], samples, own_lives)
+            self._put(chunk.packed.take(own).own(), samples, own_lives)
         if self.log is not None:
             self.log.adopt()
 
@@ -280,19 +263,6 @@ def _cover(
             cover.append((at, fields & own))
             fields -= own
     return cover, fields
-
-
-def _reference(large: Large) -> tuple[Any, ...]:
-    return Reference, (large.digest,)
-
-
-def _nbytes(packed: PackedBatch) -> int:
-    """Bytes of the pickle of a chunk without its large tensors."""
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, 5)
-    pickler.dispatch_table = copyreg.dispatch_table | {Large: _reference}
-    pickler.dump(packed)
-    return file.tell()
 
 
 def digest_of(file: BinaryIO) -> str:
