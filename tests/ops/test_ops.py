@@ -30,12 +30,13 @@ BACKENDS: list[Any] = ["auto", pytest.param("triton", marks=kernel_marks)]
 
 
 def there(x: Any, backend: Any) -> Any:
-    """On the device of a backend, with the same strides."""
+    """On the device of a backend, with the same strides, which may name a cell twice: its storage is copied."""
     if backend == "auto" or DEVICE.type == "cpu" or not isinstance(x, torch.Tensor):
         return x
     if x.is_conj() or x.is_neg():
         return x.to(DEVICE)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+    storage = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(DEVICE)
+    return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def layout_of(mask: oracle.Mask, width: int, backend: Any = "auto") -> RowLayout:
