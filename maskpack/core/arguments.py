@@ -51,6 +51,7 @@ def list_of(values: Any, kind: type[_T], call: str, remedy: str) -> list[_T]:
     if isinstance(values, kind):
         raise LayoutError(f"{call}: got one {kind.__name__}; expected a list. Put it into one: [...].")
     several = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
+    several = several and getattr(cast("Any", values), "ndim", 1) != 0  # an array without dims cannot be iterated over
     items: list[Any] = list(cast("Iterable[Any]", values)) if several else []
     odd = sorted({type(item).__name__ for item in items if not isinstance(item, kind)})
     if odd or not items:

@@ -76,7 +76,7 @@ def threads_for(nbytes: int) -> int:
 
 
 class HostLayout(NamedTuple):
-    """The layout of rows, as arrays: `table` and `bounds` as `scan` returns them; `places` are the addresses of starts,
+    """The layout of rows, as arrays: `places` are the addresses of starts,
     counts, splits and bounds, if they are known."""
 
     width: int

@@ -91,6 +91,8 @@ def pad_tensor(pad: complex, dtype: torch.dtype) -> Tensor | None:
         return None
     if dtype.is_floating_point:
         value = torch.tensor(float(pad), dtype=torch.float64, device="cpu").to(dtype)
+        if dtype.itemsize == 1 and math.isfinite(pad) and abs(pad) > torch.finfo(dtype).max:  # the cast may saturate
+            return None
         return value if math.isfinite(value.to(torch.float64).item()) == math.isfinite(pad) else None
     if pad != int(pad) if math.isfinite(pad) else True:
         return None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 
@@ -290,7 +290,7 @@ def is_hint(hint: object) -> bool:
         return False
     name, colon, rest = hint.partition(":")
     fields = rest.split(",") if colon else []
-    return hint in HINTS or (name == "near" and len(fields) == 1) or (name == "concat" and len(fields) == 2)
+    return hint in HINTS or (all(fields) and (name, len(fields)) in (("near", 1), ("concat", 2)))
 
 
 def _one_of(call: str, name: str, seen: object, allowed: tuple[str, ...]) -> None:
@@ -309,6 +309,15 @@ def _known(call: str, data: Any, allowed: tuple[str, ...]) -> None:
 # -------------------------------------------------------------------- plain forms
 
 _AXIS_PARTS = tuple(part.name for part in fields(MaskAxis))
+_Part = TypeVar("_Part", MaskAxis, MaskNestingSpec)
+
+
+def _made(call: str, kind: type[_Part], **given: Any) -> _Part:
+    """A part of a registry, whose errors name where it stands."""
+    try:
+        return kind(**given)
+    except RegistryError as error:
+        raise RegistryError(f"{call}: {error}") from error
 
 
 def _is_list(value: Any) -> bool:
@@ -339,7 +348,7 @@ def _axis_from_dict(name: str, data: Mapping[str, Any]) -> MaskAxis:
     given: dict[str, Any] = {**data, "source": _split(data["source"], "source", call)}
     for side in {"head", "tail"} & {*data}:
         given[side] = tuple(_split(key, side, call) for key in _items(data[side], side, call))
-    return MaskAxis(**given)
+    return _made(call, MaskAxis, **given)
 
 
 def _spec_to_dict(spec: MaskNestingSpec) -> dict[str, Any]:
@@ -376,4 +385,5 @@ def _spec_from_dict(key: str, data: Mapping[str, Any]) -> MaskNestingSpec:
 
     masks = None if data["mask"] is None else listed(data["mask"], lambda mask: _split(mask, "mask", call))
     hints = tuple(_items(data.get("hints", ()), "hints", call))
-    return MaskNestingSpec(masks, listed(data.get("pad", 0), pad), data.get("ragged_dim", 1), hints)
+    pads, ragged_dim = listed(data.get("pad", 0), pad), data.get("ragged_dim", 1)
+    return _made(call, MaskNestingSpec, mask=masks, pad=pads, ragged_dim=ragged_dim, hints=hints)

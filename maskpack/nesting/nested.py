@@ -207,7 +207,8 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     tensors: dict[Any, Tensor] = {key: values for key, (values, _) in parts.items()} | offsets
     read = host_words(tensors, tensors)
     lines = {key: _bytes(read[key], values.dtype, key, call) for key, (values, _) in parts.items()}
-    rows = batch.batch_size[0] if batch.batch_dims else max(map(len, lines.values()), default=0)
+    of_rows = [len(line) for key, line in lines.items() if not key.startswith("signs ")]
+    rows = batch.batch_size[0] if batch.batch_dims else max(of_rows, default=0)
     nodes = {(): root} | {path: form.node for path, form in forms.items() if form.node is not None}
     for path, node in nodes.items():
         if node.more_dims is not None:

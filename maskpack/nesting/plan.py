@@ -268,7 +268,7 @@ class _Planner:
                 f'{self.options.call}: field "{show(path)}" is {value.dtype} on {value.device}, without plain bits; '
                 "expected numbers in memory. Dequantize it, or leave it out."
             )
-        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, self._spec(path))
+        return self._jagged(path, value, spec) if value.is_nested else self._dense(path, value, spec)
 
     def _check_kind(self, path: Path, node: Node) -> None:
         """Raises LayoutError for a tensorclass with values outside its TensorDict, from which it is rebuilt."""
@@ -308,7 +308,7 @@ class _Planner:
         out = {path: {axis.name: axis.source for axis in axes} for path, axes in self._lines.items()}
         jagged: list[tuple[FieldForm, dict[str, Source], set[Key]]] = []
         for form in [form for form in forms if form.kind == "jagged"]:
-            spec = self._spec(form.path)
+            spec = self.options.registry.find(form.path)
             axes = {mask: looked.find(mask, form.path) for mask in (() if spec is None else spec.masks)}
             found = {axis.name: axis.source for axis in axes.values() if axis is not None}
             jagged.append((form, found, {mask for mask, axis in axes.items() if axis is None}))
@@ -320,12 +320,9 @@ class _Planner:
 
     # ---------------------------------------------------------------- tensors
 
-    def _spec(self, path: Path) -> MaskNestingSpec | None:
-        return self.options.registry.find(path)
-
     def _dense(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         dense = FieldForm(path, "dense", dtype=value.dtype)
-        if value.is_sparse or value.layout != torch.strided:
+        if value.layout != torch.strided:
             return replace(dense, reason=f"its memory layout is {value.layout}")
         if spec is None:
             return dense if value.dim() <= 1 else replace(dense, reason="the registry does not know it")
@@ -334,7 +331,7 @@ class _Planner:
         axes: list[Axis] = []
         for axis in self._candidates(path, spec):
             axes.append(axis)
-            is_flat = axis.tokens is not None and (not self.batch.batch_dims or axis.rows == self.batch.batch_size[0])
+            is_flat = axis.tokens is not None and not self.batch.batch_dims
             if is_flat and value.dim() >= 1 and value.shape[0] == axis.tokens:
                 return FieldForm(path, "flat", self._use(axis), dtype=value.dtype)
             dim, shape = spec.dim_of(value), (axis.rows, axis.width)

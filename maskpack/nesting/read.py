@@ -415,7 +415,8 @@ def _first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[i
     """Index and value of one element of a field on the host that is not the pad."""
     mask, rows = layout.to_mask().int(), torch.arange(layout.num_rows, device="cpu")[:, None]
     plain = words(cast("Tensor", pad_tensor(0 if isinstance(pad, Pad) else pad, x.dtype))).view(1, 1, -1)
-    minus = words(cast("Tensor", pad_tensor(-0.0, x.dtype))).view(-1)[-1] if pad in (SIGNED_ZERO, ANY_ZERO) else 0
+    signed = pad in (SIGNED_ZERO, ANY_ZERO) and x.dtype.is_floating_point and x.dtype.itemsize > 1
+    minus = words(cast("Tensor", pad_tensor(-0.0, x.dtype))).view(-1)[-1] if signed else 0
     bits, size = words(x).reshape(*x.shape[:2], -1), plain.shape[2]
     held = plain.repeat(1, 1, bits.shape[2] // size)
     if pad is EDGE:  # the token before, or the first one of the row; 0 in an empty row

@@ -24,7 +24,7 @@ from torch import Tensor
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.keys import Key, Path, path_of, show
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, Pads, PadValue, pad_tensor
+from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, Pads, PadValue, holds, pad_tensor
 from maskpack.core.tensors import need_gradients, need_tensor
 from maskpack.core.tree import Node, flatten, has, need_batch, number_at, select_entries
 from maskpack.errors import LayoutError
@@ -35,6 +35,7 @@ from maskpack.layout.jagged import host_offsets, is_regular, jagged
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, read_nested
+from maskpack.nesting.read import fitting_pad
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.nesting.write import PackedField, write
 from maskpack.ops import pack_torch
@@ -317,7 +318,8 @@ class ResponseAxis:
         spec = registry.find(path)
         if spec is None or RESPONSE not in spec.masks:
             return False
-        return tuple(value.shape[:2]) == (self.response.num_rows, self.response.width)
+        dim, shape = spec.dim_of(value), (self.response.num_rows, self.response.width)
+        return 1 <= dim < value.dim() and (value.shape[0], value.shape[dim]) == shape
 
     def padded(self, path: Path, value: Tensor, width: int, registry: MaskNestingRegistry, call: str) -> Tensor:
         """The response columns of a field, at a width."""
@@ -328,10 +330,15 @@ class ResponseAxis:
                 "response or the sequence axis. Name one of these."
             )
         if not value.is_nested:
-            dim, pad = (1, 0) if spec is None else (spec.dim_of(value), spec.pads[0])
+            dim, pads = (1, (0,)) if spec is None else (spec.dim_of(value), spec.pads)
             axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
-            columns = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
-            return self._at_width(path, columns, dim, width, pad, call)
+            columns, layout = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
+            pad = pads[0]
+            if len(pads) > 1 and columns.dim() > 1 and width > columns.shape[dim]:
+                tried = [own for own in pads if own is not PAD_TOKEN_ID and holds(own, value.dtype)]
+                found = fitting_pad(value.detach().movedim(dim, 1).cpu(), layout.to("cpu"), tried)
+                pad = pad if found is None else found
+            return self._at_width(path, columns, layout, dim, width, pad, call)
         if not is_regular(value):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
@@ -339,7 +346,8 @@ class ResponseAxis:
             )
         need_gradients(value, f'field "{show(path)}"', call)
         values, known = value.values(), path in self.nested.pads
-        name, dim = (form.layout, form.ragged_dim) if known and form is not None else (self._axis_of_new(values), 1)
+        dim = 1 if spec is None else spec.dim_of(value)
+        name, dim = (form.layout, form.ragged_dim) if known and form is not None else (self._axis_of_new(values), dim)
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if name == SEQUENCE and self.sequence is not None else self.response
         lengths = np.diff(offsets)
@@ -360,24 +368,26 @@ class ResponseAxis:
         else:
             pads = self._pads_of_new(path, value.dtype, registry, call)
         (padded,) = write([PackedField(values, pads, layout, dim)])
-        columns = self._columns(path, padded, dim, call, whole=name == SEQUENCE)
-        return self._at_width(path, columns, dim, width, pads, call)
+        columns, layout = self._columns(path, padded, dim, call, whole=name == SEQUENCE)
+        return self._at_width(path, columns, layout, dim, width, pads, call)
 
-    def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> Tensor:
-        """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`."""
+    def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> tuple[Tensor, RowLayout]:
+        """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`; and the
+        layout of the field, which ends with these columns."""
         rows, width = self.response.num_rows, self.response.width
+        own = self.sequence if whole and self.sequence is not None else self.response
         if value.dim() <= 1:
-            return value
+            return value, own
         if value.shape[0] == rows and dim < value.dim():
             if value.shape[dim] == width and not (whole and self.counted and self.sequence is not None):
-                return value
+                return value, own
             if self.sequence is not None and value.shape[dim] == self.sequence.width:
                 if self.counted and not np.array_equal(self._by_columns(self.sequence), self.tokens(call)):
                     raise LayoutError(
                         f'{call}: field "{show(path)}" is on the sequence axis, whose last {width} columns are not '
                         "the response axis, which tells only lengths. Name fields on the response axis."
                     )
-                return value.narrow(dim, self.sequence.width - width, width)
+                return value.narrow(dim, self.sequence.width - width, width), self.sequence
         raise LayoutError(
             f'{call}: field "{show(path)}" is {tuple(value.shape)}; the response axis is ({rows}, {width}). '
             "Name fields on the response or the sequence axis."
@@ -407,15 +417,17 @@ class ResponseAxis:
                 f"{call}: width is {width}; the longest response ends at column {longest}. Pass at least {longest}."
             )
 
-    def _at_width(self, path: Path, columns: Tensor, dim: int, width: int, pad: PadValue | Pads, call: str) -> Tensor:
-        """Response columns cut or padded to a width. A row whose last column is no token goes on with its value, which
-        is the pad; others go on with the pad of the field."""
+    def _at_width(
+        self, path: Path, columns: Tensor, layout: RowLayout, dim: int, width: int, pad: PadValue | Pads, call: str
+    ) -> Tensor:
+        """Response columns of a field under `layout` cut or padded to a width. A row whose last column is no token goes
+        on with its value, which is the pad; others go on with the pad of the field."""
         if columns.dim() <= 1:
             return columns
         if width <= columns.shape[dim]:
             return columns.narrow(dim, 0, width)
-        table, rows = host_spans(self.response), np.arange(self.response.num_rows)
-        ends = table.starts + table.counts == self.response.width
+        table, rows = host_spans(layout), np.arange(layout.num_rows)
+        ends = table.starts + table.counts == layout.width
         full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
         last = columns.narrow(dim, -1, 1).expand(shape) if columns.shape[dim] else columns.new_empty(shape)

@@ -171,7 +171,7 @@ def jagged_joined(batches: Sequence[Jagged], order: IntArray, caller: Caller) ->
     if not batches[0]:
         return {}
     flat = {(str(at), *path): value for at, fields in enumerate(batches) for path, value in fields.items()}
-    read = _bounds(flat, caller)
+    read = _bounds(flat, caller, 1)
     whole: Jagged = {}
     bounds: dict[Path, IntArray] = {}
     for path in batches[0]:
@@ -231,18 +231,26 @@ def _said(tensor: Any) -> str:
     return f"{kind} {tensor.dtype} [..., {', '.join(map(str, shape))}] on {tensor.device}"
 
 
-def _bounds(fields: Jagged, caller: Caller) -> dict[Path, IntArray]:
-    """The row bounds of jagged fields on the host. One synchronisation on CUDA."""
+def _bounds(fields: Jagged, caller: Caller, skipped: int = 0) -> dict[Path, IntArray]:
+    """The row bounds of jagged fields on the host; messages leave out the first names of their paths. One
+    synchronisation on CUDA."""
+    named = {path: f'field "{show(path[skipped:])}"' if path[skipped:] else "the tensor" for path in fields}
     for path, value in fields.items():
         if not is_regular(value):
-            what = f'field "{show(path)}"' if path else "the tensor"
             raise caller.fault(
-                f"{what} is nested, but not jagged along dim 1 without gaps; expected such a tensor. "
+                f"{named[path]} is nested, but not jagged along dim 1 without gaps; expected such a tensor. "
                 "Build it with maskpack, or with nested_tensor_from_jagged."
             )
     own = {id(offsets_of(value)): offsets_of(value) for value in fields.values()}
     read = dict(zip(own, to_host(list(own.values())), strict=True)) if own else {}
-    return {path: read[id(offsets_of(value))] for path, value in fields.items()}
+    bounds = {path: read[id(offsets_of(value))] for path, value in fields.items()}
+    for path, value in fields.items():
+        if not 0 <= bounds[path][0] <= bounds[path][-1] <= len(value.values()):
+            raise caller.fault(
+                f"{named[path]} has {len(value.values())} values, and offsets from {int(bounds[path][0])} to "
+                f"{int(bounds[path][-1])}; expected offsets of its values. Build it with nested_tensor_from_jagged."
+            )
+    return bounds
 
 
 def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -> Jagged:
@@ -258,7 +266,7 @@ def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -
         index = torch.from_numpy(ranges(offsets[rows], lengths)).to(device, non_blocking=True)
         values = [picked(fields[path].values(), index) for path in paths]
         ends = torch.from_numpy(cumulated(lengths)).to(device, non_blocking=True)
-        least, most = int(lengths.min(initial=0 if not lengths.size else lengths[0])), int(lengths.max(initial=0))
+        least, most = int(lengths.min()) if lengths.size else 0, int(lengths.max(initial=0))
         out |= dict(zip(paths, jagged_all(values, ends, least, most), strict=True))
     return out
 

@@ -85,4 +85,8 @@ class Schema(_Hashed):
     def by_path(self) -> Mapping[Path, FieldForm]:
         return {form.path: form for form in self.forms}
 
+    def dense_rows(self, rows: int) -> int:
+        """The rows of tensors without a layout in a batch of `rows`: 1 if rows are no batch dim."""
+        return 1 if self.root.more_dims is None else rows
+
     __hash__ = _Hashed.__hash__

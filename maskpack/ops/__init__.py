@@ -187,6 +187,11 @@ def _words(pad: Any, dtype: torch.dtype, layout: RowLayout | None = None) -> tup
                 f"unpack: pad_value is a tensor {tuple(pad.shape)} on {pad.device}; expected one pad for each row, "
                 f"({layout.num_rows},) on {layout.device}. Pass the pads of this layout's rows, on its device."
             )
+        if pad.dtype != dtype:
+            raise RegistryError(
+                f"unpack: pad_value is a tensor of {pad.dtype}; expected {dtype}, as the values are. Cast it: "
+                "pad_value.to(values.dtype)."
+            )
         return ()
     if pad is EDGE:
         return ()

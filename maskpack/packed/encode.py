@@ -82,7 +82,7 @@ def _by_core(opened: Opened) -> tuple[Table, Schema] | None:
         check_memory(jobs["result"])
         return None
     done_jobs.keep(key, Done(host, line, jobs, found.body.nbytes + found.body.nbytes // 4 + _SPARE, made.room))
-    done, dense_rows = lines[host.table.order], 1 if opened.plan.root.more_dims is None else rows
+    done, dense_rows = lines[host.table.order], opened.plan.schema.dense_rows(rows)
     pads = native.structs(np.array(done[:, UNDER_MASK], order="C"), abi.ARRAY)
     parts = host.parts.names, stored, found.entries, found.fields[host.table.order], pads, found.body
     kept = [host.forms[number].path for number, one in enumerate(done[:, _RESULT].tolist()) if one == abi.KEPT]
@@ -96,7 +96,7 @@ def _of_read(found: Read) -> tuple[Table, Schema]:
     own = {form.path: x for form, x in zip(schema.forms, opened.seen.tensors, strict=True) if x is not None}
     tensors = [form for form in schema.forms if form.dtype is not None]
     layouts = _to_host(found.layouts)
-    size = opened.rows, 1 if schema.root.more_dims is None else opened.rows
+    size = opened.rows, schema.dense_rows(opened.rows)
     values = {number: found.values.get(form.path, own[form.path]) for number, form in enumerate(tensors)}
     away = encode_on_device(tensors, values, found.pads, layouts, *size)
     by_device = [] if away is None else away.numbers

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from maskpack.core import abi
 from maskpack.core.bits import Words, words
 from maskpack.core.objects import NotInJson, Objects, to_json
 from maskpack.core.pads import Pads
@@ -62,7 +63,7 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in padded]
     columns = [own for own, _ in cat_columns([batch.rows.columns for batch in batches], paths, frames)]
     apart = [form for form in schema.forms if form.path in padded]
-    columns += [_alone(form, words(padded[form.path]).numpy(), {}, rows) for form in apart]
+    columns += [_alone(schema, form, words(padded[form.path]).numpy(), {}, rows) for form in apart]
     return replace(batches[0], num_rows=rows, schema=schema, rows=Rows(columns, frames), objects=objects)
 
 
@@ -116,10 +117,11 @@ def _frame(name: str, batches: Sequence[PackedBatch]) -> Frame:
 
 
 def _alone(
-    form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Pads | None = None
+    schema: Schema, form: FieldForm, held: Words, layouts: Mapping[str, RowLayout], rows: int, pads: Pads | None = None
 ) -> Columns:
-    """A field in a body of its own."""
-    found = of_values([form], [held], layouts, rows, rows, {} if pads is None else {form.path: pads})
+    """A field of a batch in a body of its own."""
+    given = {} if pads is None else {form.path: pads}
+    found = of_values([form], [held], layouts, rows, schema.dense_rows(rows), given)
     assert found is not None
     return Columns((form.path,), (Body(found.table, {form.path: 0}),), Segments.whole(rows))
 
@@ -149,22 +151,29 @@ def table_of_rows(packed: PackedBatch) -> Table:
 
 
 def _cut(packed: PackedBatch, columns: Columns) -> Table | None:
-    """The rows as they lie in one table; None if they do not lie one after the other, or have other widths."""
+    """The rows as they lie in one table; None if they do not lie one after the other, or have other widths, or if a
+    layout is columns of one that the batch does not have."""
     body = columns.body
-    if body is None or columns.rows.count.size != 1 or not packed.rows.fits(body.table):
+    if body is None or columns.rows.count.size > 1 or not packed.rows.fits(body.table):
         return None
-    table, start, count = body.table, int(columns.rows.start[0]), int(columns.rows.count[0])
+    table, start, count = body.table, int(columns.rows.start.sum()), columns.rows.num_rows
     table = table if count == table.rows else table.between(start, start + count)
     chosen = [body.numbers[path] for path in columns.paths]
     table = table if chosen == [*range(table.fields.size)] else table.select(chosen)
-    return table.with_layouts(columns.layouts)
+    table = table.with_layouts(columns.layouts)
+    numbers: list[int] = table.stored["parent"][table.stored["kind"] == abi.AS_PART].tolist()
+    for name in {table.names[at] for at in numbers}.difference(columns.layouts):
+        if name not in packed.frames or table.layouts[name] != packed.layouts[name]:
+            return None
+    return table
 
 
 def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
     tensors = decoded(packed, forms, True)
     pads = {form.path: pads_of(packed, form) for form in forms if form.kind == "padded"}
     values = [words(tensors[form.path]).numpy() for form in forms]
-    found = of_values(forms, values, packed.layouts, packed.num_rows, packed.num_rows, pads)
+    rows = packed.num_rows, packed.schema.dense_rows(packed.num_rows)
+    found = of_values(forms, values, packed.layouts, *rows, pads)
     assert found is not None
     return found.table
 
@@ -269,14 +278,13 @@ def narrowed(batch: PackedBatch, form: FieldForm, dim: int, start: int, length: 
     if len(cut) == len(home.parts) and None not in cut:
         mine = replace(home, paths=(form.path,), parts=tuple(cut), layouts=())
     else:
-        has_rows = form.layout is not None or batch.schema.root.more_dims is not None
-        elements = shape_in(batch, form, True)[0] if has_rows else 1
+        elements = shape_in(batch, form, True)[0] if form.layout else batch.schema.dense_rows(batch.num_rows)
         sizes = elements, before, form.shape[dim], inner  # one of them may be 0
         values = words(decoded(batch, [form], True)[form.path]).numpy().reshape(sizes)
         held: Words = np.ascontiguousarray(values[:, :, start : start + length])
         layouts = {} if form.layout is None else {form.layout: batch.layouts[form.layout]}
         pads = pads_of(batch, form) if form.kind == "padded" else None
-        mine = _alone(own, held, layouts, batch.num_rows, pads)
+        mine = _alone(batch.schema, own, held, layouts, batch.num_rows, pads)
     columns = [own.only(set(own.paths) - {form.path}) for own in batch.rows.columns]
     rows = Rows(used([*columns, mine]), batch.frames)
     return replace(batch, schema=replace(batch.schema, forms=forms), rows=rows)

@@ -318,6 +318,8 @@ class Columns:
         if used.size == len(self.parts):
             return self
         parts = tuple(self.parts[number] for number in used)
+        if not parts and isinstance(self.parts[0], Body):  # it says which layouts are columns of others
+            parts = self.parts[:1]
         return replace(self, parts=parts, rows=replace(self.rows, source=numbers))
 
     def only(self: _Own, paths: Collection[Path], layouts: Collection[str] | None = None) -> _Own:
@@ -341,7 +343,7 @@ class Columns:
         """The encoded bytes of the rows that come from each part, if each row of it takes an equal share."""
         counts = np.bincount(np.repeat(self.rows.source, self.rows.count), minlength=len(self.parts)).tolist()
         shares = zip(self.parts, counts, strict=True)
-        return [part.nbytes_of(self.paths) * count / max(1, part.num_rows) for part, count in shares]
+        return [part.nbytes_of(self.paths) * (count / part.num_rows if part.num_rows else 1) for part, count in shares]
 
     @staticmethod
     def cat(columns: Sequence[Columns], paths: Sequence[Path], layouts: Sequence[str] = ()) -> Columns:

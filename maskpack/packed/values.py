@@ -21,7 +21,7 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.jobs import JobTable, job_table
-from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
+from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 from maskpack.packed.batch import PackedBatch
 from maskpack.packed.rows import Rows
 from maskpack.packed.table import encoded
@@ -61,6 +61,11 @@ def packed_rows(
 
     Raises LayoutError for a dtype without plain bits, and for bools of other bytes than 0 and 1.
     """
+    if LAYOUTS in columns:
+        raise LayoutError(
+            f'{call}: field "{LAYOUTS}" is the entry of a nested batch, a reserved name; expected fields alone. Leave '
+            f'it out, with batch.exclude("{LAYOUTS}") or unnest_batch_by_mask(batch).'
+        )
     lengths_of: dict[bytes, IntArray] = {}
     numbers: dict[bytes, int] = {}
     about: list[tuple[Any, ...]] = []

@@ -187,8 +187,9 @@ def test_a_checkpoint_is_of_all_units_and_for_as_many(queue, tmp_path):
         (written.replace('"storage_units": 2', '"storage_units": 3'), "as many storage units as were saved"),
         (written[:-1], r"maskpack\.json has .* not what save_checkpoint wrote"),
         ("[]", r"maskpack\.json has .* not what save_checkpoint wrote"),
+        (written[:30] + "\xff", r"maskpack\.json has .* not what save_checkpoint wrote"),
     ):
-        listed.write_text(text)
+        listed.write_text(text, "latin-1")
         with pytest.raises(ValueError, match=message):
             tq.load_checkpoint(tmp_path / "here")
     listed.unlink()

@@ -26,13 +26,14 @@ from own_ray import own_ray
 from test_transferqueue_backend import COLUMNS, ROWS
 from test_transferqueue_manager import Direct, asked
 
+import maskpack
 from maskpack.adapters.transferqueue import durable, manager
 from maskpack.adapters.transferqueue.chunk import packed
 from maskpack.adapters.transferqueue.durable import SampleLog
 from maskpack.adapters.transferqueue.large import LARGE, Large, joined, parted
 from maskpack.adapters.transferqueue.library import ServerInfo
 from maskpack.adapters.transferqueue.unit import Samples
-from maskpack.errors import StorageError
+from maskpack.errors import LayoutError, StorageError
 from maskpack.store import RolloutLog, disk
 
 PARTITION = "durable"
@@ -149,6 +150,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
     unit = opened(tmp_path)
     put(unit, [0, 1], x=torch.arange(2), o=NonTensorStack(picture(0), picture(1)))
     before, write = contents(unit), disk.write
+    saved = str(tmp_path / "file"), asked(unit, "save", str(tmp_path / "file"))
 
     def full(file, at, parts):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -158,12 +160,53 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path, monkeypatch):
         lambda: put(unit, [0], x=torch.tensor([7])),
         lambda: put(unit, [0], o=NonTensorStack(picture(2))),
         lambda: clear(unit, [0]),
+        lambda: loaded(unit, saved),
     ):
         with pytest.raises(StorageError, match="No space left"):
             change()
         assert contents(unit) == before
     monkeypatch.setattr(disk, "write", write)
+    put(unit, [2], x=torch.tensor([2]))  # it is still of this run
+    clear(unit, [2])
     assert contents(again(unit)) == before
+
+
+def test_nested_batches_are_refused_before_they_are_stored(tmp_path):
+    unit, batch = opened(tmp_path), TensorDict({"x": torch.ones(1, 3), "response_mask": torch.tensor([[1, 1, 0]])}, [1])
+    nested = maskpack.nest_batch_by_mask(batch, {"response_mask": ("response_mask", 0), "x": ("response_mask", 1)})
+    put(unit, [5], y=torch.ones(1))
+    with pytest.raises(LayoutError, match=r'put_data: field "_maskpack" is .* a reserved name; .*unnest_batch_by_mask'):
+        asyncio.run(managed.put(Direct([unit]), [0], nested))
+    for sample, fine in enumerate((nested.exclude("_maskpack"), maskpack.unnest_batch_by_mask(nested))):
+        asyncio.run(managed.put(Direct([unit]), [sample], fine))
+    before = contents(unit)
+    assert [*before] == [5, 0, 1]
+    assert contents(again(unit)) == before
+
+
+@pytest.mark.filterwarnings("ignore:RolloutLog")
+def test_a_log_that_lost_a_record_does_not_give_older_values(tmp_path):
+    unit = Samples(SampleLog(str(tmp_path), "run", "always"))
+    put(unit, [0], x=torch.arange(900)[None])
+    size = unit.log.nbytes
+    put(unit, [0], x=torch.arange(900)[None] + 1)
+    unit.log.close()
+    segment = tmp_path / "000000.seg"
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[: size + 200])
+    with pytest.raises(StorageError, match=r"records of 000000\.seg are damaged or missing; .*load a checkpoint"):
+        opened(tmp_path)
+    segment.write_bytes(whole)
+    assert got(opened(tmp_path), [0], "x") == got(unit, [0], "x")
+
+
+def test_kinds_of_chunks_that_are_gone_are_forgotten():
+    unit = Samples()
+    for width in range(1, 40):
+        mask = torch.tensor([[0] * width + [1]])
+        put(unit, [width], attention_mask=mask, input_ids=7 * mask)
+    clear(unit, range(40))
+    assert not any(vars(unit)[name] for name in ("rows", "lives", "_small"))
 
 
 # -------------------------------------------------------------------- a checkpoint, and the log of another run

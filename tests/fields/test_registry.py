@@ -309,3 +309,17 @@ def test_zero_is_one_name_in_plain_dicts():
         plain["fields"]["x"]["pad"] = other
         with pytest.raises(mp.errors.RegistryError, match=f"pad is '{other}'; expected one of .*ZERO"):
             MaskNestingRegistry.from_dict(plain)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"fields": {"x": {"mask": "m", "ragged_dim": 0}}}, 'field "x": MaskNestingSpec: ragged_dim is 0'),
+        ({"fields": {"x": {"mask": "m", "hints": ["near:"]}}}, 'field "x": MaskNestingSpec: hint is .near:'),
+        ({"fields": {"x": {"mask": "m", "hints": ["concat:,"]}}}, 'field "x": MaskNestingSpec: hint is .concat:,'),
+        ({"axes": {"a": {"source": "m", "part": "head"}}}, 'axis "a": MaskAxis: part'),
+    ],
+)
+def test_errors_of_plain_dicts_name_the_part(plain, message):
+    with pytest.raises(mp.errors.RegistryError, match=f"MaskNestingRegistry.from_dict: {message}"):
+        MaskNestingRegistry.from_dict(plain)

@@ -37,8 +37,9 @@ from maskpack import (
 from maskpack import (
     unnest_batch_by_mask as unnest,
 )
+from maskpack.core.bits import words
 from maskpack.core.pads import ANY_ZERO, SIGNED_ZERO
-from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning
+from maskpack.errors import CoverageError, LayoutError, LossyPadError, MaskpackError, MaskpackWarning, RegistryError
 from maskpack.nesting import cat, plan, read, take
 from maskpack.nesting.coverage import dense_fields
 from maskpack.nesting.schema import LAYOUTS
@@ -860,6 +861,35 @@ def test_edge_non_pads_are_found_wherever_they_are(mask: oracle.Mask, seed: int)
             dirty["p"][row, place] ^= 1
             with pytest.raises(LossyPadError, match=rf'"p" holds {int(dirty["p"][row, place])} at \({row}, {place}\)'):
                 nest_batch_by_mask(dirty, registry, strict_mask_nesting=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_the_pad_zero_is_one_number_in_dtypes_whose_signs_it_does_not_keep(dtype: torch.dtype) -> None:
+    x = torch.ones(1, 3).to(dtype)
+    words(x)[0, 2] = words(torch.tensor(-0.0, dtype=torch.float64).to(dtype).view(1))[0]
+    batch, registry = under([[1, 1, 0]], {"x": ZERO}, x=x)
+    for call in (nest_batch_by_mask, compress):
+        with pytest.raises(LossyPadError, match=r'field "x" holds .* at \(0, 2\)'):
+            call(batch, registry=registry, strict_mask_nesting=True)
+        assert_same_batch(unnest(nest_batch_by_mask(batch, registry)), batch)
+
+
+def test_a_batch_without_batch_dims_keeps_the_signs_of_its_zeros() -> None:
+    mask = torch.arange(16) < torch.tensor([[3], [9]])
+    x = torch.where(mask, 1.0, torch.tensor([[-0.0, 0.0] * 8]))
+    batch = TensorDict({"m": mask, "x": x}, [])
+    registry = {"m": ("m", 0), "x": ("m", ZERO)}
+    nested = nest_batch_by_mask(batch, registry)
+    for again in (nested, nest_batch_by_mask(nested, registry)):
+        assert_same_batch(unnest(again), batch)
+    assert_same_batch(decompress(compress(nested, registry=registry)), batch)
+
+
+@pytest.mark.parametrize("pad", [1000, -448.5])
+def test_a_pad_beyond_the_numbers_of_its_dtype_is_not_its_largest_one(pad: float) -> None:
+    batch, registry = under([[1, 0]], {"x": pad}, x=torch.full((1, 2), 448.0).to(torch.float8_e4m3fn))
+    with pytest.raises(RegistryError, match="does not fit that dtype"):
+        nest_batch_by_mask(batch, registry)
 
 
 # -------------------------------------------------------------------- one pad a row

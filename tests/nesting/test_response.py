@@ -320,8 +320,34 @@ def test_a_response_anywhere_in_its_row(kind, mask):
         out = mp.select_and_pad_to_response(form, "input_ids", "mask", registry=registry)
         assert out["input_ids"].tolist() == [list(range(19 - len(mask), 19))]
         assert out["mask"].tolist() == [mask]
-        wide = mp.select_and_pad_to_response(form, "input_ids", registry=registry, width=10)["input_ids"]
-        assert wide[0, len(mask) :].tolist() == [0 if mask[-1] else 18] * (10 - len(mask))
+        wide = mp.select_and_pad_to_response(form, "input_ids", "mask", registry=registry, width=10)
+        assert wide["input_ids"][0, len(mask) :].tolist() == [0] * (10 - len(mask))  # 18, its last value, is a token
+        assert wide["mask"].tolist() == [mask + [0] * (10 - len(mask))]
+
+
+@pytest.mark.parametrize("form", ["padded", "nested"])
+def test_columns_behind_the_batch_go_on_with_the_pad_that_it_has(form):
+    """Also where a spec has several pads, and rows are full."""
+    masks = {"attention_mask": torch.tensor([[1] * 4, [1, 1, 1, 0]]), "responses": torch.tensor([[5, 6], [7, 0]])}
+    for values, wide in (
+        ([[0, 1, 2, 3], [0, 1, 2, 0]], [[2, 3, 0, 0], [2, 0, 0, 0]]),
+        ([[0, 1, 2, 3], [0, 1, 2, 2]], [[2, 3, 3, 3], [2, 2, 2, 2]]),
+    ):
+        batch = TensorDict({**masks, "position_ids": torch.tensor(values)}, [2])
+        out = mp.select_and_pad_to_response(FORMS[form](batch), "position_ids", width=4)
+        assert out["position_ids"].tolist() == wide
+
+
+def test_the_width_of_a_field_is_the_dim_of_its_spec():
+    """In all forms: padded, nested, and added after nesting."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    q = torch.arange(1, 7).view(2, 1, 3).expand(2, 5, 3) * mask[:, None]
+    registry = mp.RL_FIELDS | {"q": mp.MaskNestingSpec("response", 0, ragged_dim=-1)}
+    batch = TensorDict({"response_mask": mask, "q": q}, [2])
+    nested = mp.nest_batch_by_mask(batch, registry)
+    later = mp.nest_batch_by_mask(batch.select("response_mask"), registry).set("q", nested["q"])
+    for form, names in ((batch, ()), (nested, ()), (later, ("q",))):
+        assert_same(mp.select_and_pad_to_response(form, *names, registry=registry)["q"], q)
 
 
 @pytest.mark.parametrize("kind", ["jagged", "packed", "one row"])

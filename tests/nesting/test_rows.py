@@ -137,6 +137,14 @@ def test_objects_of_the_whole_batch_are_kept_or_given_to_each_row() -> None:
     assert take(second, [1]).get("n").data == 2
 
 
+def test_offsets_beyond_the_values_are_refused() -> None:
+    x = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 2, 9]))
+    batch = TensorDict({"x": x}, [2])
+    for call in (lambda: take(batch, [1]), lambda: cat([batch, batch])):
+        with pytest.raises(LayoutError, match='field "x" has 5 values, and offsets from 0 to 9; expected'):
+            call()
+
+
 def test_rows_that_begin_behind_the_first_value_are_joined() -> None:
     behind = torch.nested.nested_tensor_from_jagged(torch.arange(10.0), torch.tensor([3, 5, 6]))
     slack = torch.nested.nested_tensor_from_jagged(torch.arange(100.0, 110.0), torch.tensor([0, 1, 2]))

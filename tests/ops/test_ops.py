@@ -19,7 +19,7 @@ from strategies import generators, patterns
 
 from maskpack import EDGE, MaskpackError, RowLayout, ops
 from maskpack.core import backends
-from maskpack.errors import LayoutError
+from maskpack.errors import LayoutError, RegistryError
 
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
 MANY_RUNS = [[place % 2 == 0 for place in range(9)], [False] * 9, [place % 3 == 1 for place in range(9)]]
@@ -98,6 +98,12 @@ def test_unpack(case: Any, pad: Any, backend: Any) -> None:
     assert_same_tensor(got.cpu(), oracle.unpack(values, mask, width, oracle.EDGE if pad is EDGE else pad))
     assert got.is_contiguous()
     assert oracle.cells(values).tobytes() == before
+
+
+@pytest.mark.parametrize("pad", [[-100, 300], [1.5, 2.0]], ids=str)
+def test_pads_of_another_dtype_are_not_cast(pad: list[float]) -> None:
+    with pytest.raises(RegistryError, match=r"pad_value is a tensor of .*; expected torch\.uint8, as the values are"):
+        ops.unpack(torch.arange(2).to(torch.uint8), torch.tensor([[1, 0, 1], [0, 0, 0]]), torch.tensor(pad))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import fuzz_batches
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from maskpack import (
+    RL_FIELDS,
     MaskAxis,
     MaskNestingRegistry,
     MaskNestingSpec,
@@ -20,7 +22,9 @@ from maskpack import (
     decompress,
 )
 from maskpack import unnest_batch_by_mask as unnest
+from maskpack.nesting import cat
 from maskpack.packed.join import merged
+from maskpack.views import BatchView
 
 pytestmark = pytest.mark.filterwarnings("ignore::maskpack.errors.MaskpackWarning")
 M = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0]])
@@ -73,6 +77,49 @@ def test_a_layout_is_columns_of_another_one_in_all_rows_or_in_none() -> None:
             assert row == last + [0] * (len(row) - len(last))
         for way in (unnest(nested), decompress(PackedBatch.from_bytes(joined.to_bytes()))):
             assert_same_batch(way, want)
+
+
+def test_a_layout_whose_whole_is_in_some_of_the_batches_is_stored_alone() -> None:
+    """Also beside another layout of the name of the whole."""
+
+    def batch(*prompts: int) -> TensorDict:
+        mask = torch.tensor([[0] * (3 - n) + [1] * n + [1, 1] for n in prompts])
+        ids = mask * torch.arange(1, mask.numel() + 1).view(mask.shape)
+        fields = {"prompts": ids[:, :3], "responses": ids[:, 3:], "attention_mask": mask, "scores": mask[:, 3:] * 0.5}
+        return TensorDict(fields, [len(prompts)])
+
+    registry = RL_FIELDS | {"scores": MaskNestingSpec("response")}
+    options = {"registry": registry, "pad_token_id": 0}
+    alone = TensorDict({"response_mask": torch.ones(2, 2).long(), "scores": torch.ones(2, 2)}, [2])
+    parts = [compress(own, **options).select("scores") for own in (batch(3, 3), alone)]
+    rows, other = PackedBatch.cat(parts)[:2], batch(1, 0)
+    both = BatchView.of(rows).with_fields(compress(other, **options).select("prompts")).to_packed()
+    for packed, want in (
+        (rows, batch(3, 3).select("scores")),
+        (both, batch(3, 3).select("scores").update(other.select("prompts"))),
+    ):
+        for sent in (
+            packed,
+            packed.own(),
+            pickle.loads(pickle.dumps(packed)),
+            PackedBatch.from_bytes(packed.to_bytes()),
+        ):
+            assert sorted(sent.layouts) == sorted(packed.layouts)
+            assert_same_batch(decompress(sent), want)
+
+
+@pytest.mark.parametrize("form", [lambda packed: packed, lambda packed: PackedBatch.from_bytes(packed.to_bytes())])
+def test_no_rows_of_a_batch_are_joined_with_it(form: Any) -> None:
+    """Nested, too: they know which layouts are columns of others."""
+    ids = torch.tensor([[0, 5, 6, 7, 8, 0], [3, 4, 5, 6, 0, 0]])
+    batch = TensorDict(
+        {"input_ids": ids, "attention_mask": (ids > 0).long(), "prompts": ids[:, :3], "responses": ids[:, 3:]}, [2]
+    )
+    packed = compress(batch, pad_token_id=0)
+    for none in (packed[:0], packed.take([]), PackedBatch.cat([packed[:0], packed[2:]])):
+        nested = [decompress(own, format="nested") for own in (form(none), packed)]
+        assert_same_batch(unnest(cat(nested)), batch)
+        assert_same_batch(unnest(cat(nested[::-1])), batch)
 
 
 def test_a_width_in_another_dim() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import oracle
@@ -45,6 +46,21 @@ def rollout() -> TensorDict:
 
 def pack(batch: TensorDict) -> PackedBatch:
     return compress(batch, pad_token_id=samples.PAD)
+
+
+@pytest.mark.parametrize("rows", [None, 0, 1, 3, 50])
+def test_fields_of_a_batch_whose_rows_are_no_batch_dim(rows: Any) -> None:
+    """They have one element, whatever the rows of a sub-batch are."""
+    batch = TensorDict({"x": torch.arange(8.0).view(4, 2), "y": torch.ones(2)}, [])
+    if rows is not None:
+        batch["s"] = TensorDict({"z": torch.rand(rows, 2)}, [rows])
+    packed = compress(batch)
+    parts = packed.narrow("x", 1, 1, dim=1), packed.narrow("x", 1, 2, dim=0).select("x")
+    wanted = batch.clone().set("x", batch["x"][:, 1:]), TensorDict({"x": batch["x"][1:3]}, [])
+    for seen, want in zip((packed.select("x"), *parts), (batch.select("x"), *wanted), strict=True):
+        assert seen.nbytes > 0
+        for sent in (seen, seen.own(), pickle.loads(pickle.dumps(seen)), PackedBatch.from_bytes(seen.to_bytes())):
+            assert_same_batch(decompress(sent), want)
 
 
 @given(batches(), st.data())

@@ -26,7 +26,7 @@ from maskpack.core.arguments import said
 from maskpack.core.index import IntArray, cumulated
 from maskpack.core.objects import Objects, items_of, stack_of
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW
-from maskpack.core.tensors import out_of_memory
+from maskpack.core.tensors import need_tensor, out_of_memory
 from maskpack.core.tree import Node, dense_stack, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
@@ -106,8 +106,10 @@ def _given(name: str, value: Any, rows: int, call: str) -> Tensor | list[Any]:
             "NonTensorStack of them."
         )
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        return value if value.layout in (torch.strided, torch.jagged) else list(value.unbind())
+        if value.layout not in (torch.strided, torch.jagged):
+            return list(value.detach().cpu().unbind())
+        need_tensor(value, f'field "{name}"', call)
+        return value.detach().cpu()
     return items_of(value) if isinstance(value, NonTensorStack) else [value[row] for row in range(rows)]
 
 

@@ -50,7 +50,16 @@ class SampleLog(RolloutLog):
 
     def opened(self) -> Iterator[tuple[PackedBatch, list[int], list[int], list[int]]]:
         """The chunks that are in the log, in their order: rows, their samples, the lives of these, and the numbers of
-        the rows."""
+        the rows.
+
+        Raises StorageError for records that are damaged or missing: others may hold older values of their samples.
+        """
+        lost = [segment.name for segment in self._contents.segments if segment.damages]
+        if lost:
+            raise StorageError(
+                f"{self.path}: records of {', '.join(lost)} are damaged or missing; expected all that were written. "
+                "Name another folder in backend.Maskpack.log and load a checkpoint."
+            )
         empty = True
         for rows in self.chunks():
             tags = self.tags(rows)

@@ -203,7 +203,7 @@ class MaskpackStorageManager(library.StorageManager):
                 f"load_checkpoint: {folder / _FILE} does not exist; expected a checkpoint of the backend {NAME}. Load "
                 "the folder that save_checkpoint wrote."
             )
-        text = (folder / _FILE).read_text()
+        text = (folder / _FILE).read_text(errors="replace")
         with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):  # no JSON, or other JSON
             saved = json.loads(text)
             if saved.items() >= form.items():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +75,7 @@ class Samples:
         self.lives: dict[int, int] = {}
         self.large: WeakValueDictionary[bytes, Large] = WeakValueDictionary()
         self.log = log
-        self._small: defaultdict[Any, dict[Chunk, None]] = defaultdict(dict[Chunk, None])
+        self._small: dict[Any, dict[Chunk, None]] = {}
         """Chunks of each kind that are to be joined."""
         self._loaded: Any = None
         for packed, *more in () if log is None else log.opened():
@@ -149,8 +148,9 @@ class Samples:
         if self.log is not None:
             self.log.hide([own.logged[row] for own, row in hidden])
         self._drop(hidden)
-        if len(self._small[chunk.kind]) >= SMALL:
-            self._rewrite([*self._small[chunk.kind]])
+        waiting = self._small.get(chunk.kind, {})
+        if len(waiting) >= SMALL:
+            self._rewrite([*waiting])
         return missing
 
     def _chunk(self, packed: PackedBatch, samples: Sequence[int], logged: Sequence[int]) -> Chunk:
@@ -158,7 +158,7 @@ class Samples:
         fields = frozenset([form.path[0] for form in packed.schema.forms])
         chunk = Chunk(packed, dict(enumerate(samples)), logged, fields, kind_of(packed))
         if len(packed) < SMALL:
-            self._small[chunk.kind][chunk] = None
+            self._small.setdefault(chunk.kind, {})[chunk] = None
         return chunk
 
     def _forget(self, samples: Iterable[int], also: Iterable[int] = ()) -> None:
@@ -181,8 +181,11 @@ class Samples:
 
     def _rewrite(self, chunks: Sequence[Chunk]) -> None:
         """Writes the rows of chunks of one kind that are left as one chunk."""
+        waiting = self._small.get(chunks[0].kind, {})
         for chunk in chunks:
-            self._small[chunk.kind].pop(chunk, None)
+            waiting.pop(chunk, None)
+        if not waiting:
+            self._small.pop(chunks[0].kind, None)
         places = [(chunk, row) for chunk in chunks for row in chunk.samples]
         if not places:
             return
@@ -236,9 +239,11 @@ class Samples:
         rows, lives = cast("tuple[dict[int, list[Place]], dict[int, int]]", found)
         same, mark = set[int](), list[int]()
         if self.log is not None:
-            mark, self.log.mark = self.log.mark, []
+            mark = self.log.mark
             same = {sample for sample, life in self.lives.items() if not mark and lives.get(sample) == life}
         self._forget(self.rows.keys() - same, mark)
+        if self.log is not None:
+            self.log.mark = []
         layers: dict[tuple[int, Chunk], list[int]] = {}
         for sample in rows.keys() - same:
             for depth, (chunk, row) in enumerate(reversed(rows[sample])):  # the oldest first
