@@ -415,8 +415,9 @@ class Program:
 
     def update(self, own: Held) -> Held:
         """The values and the pads of another nested batch with the same masks."""
-        frames, names = own.rows.frames, own.rows.fields.keys()
-        plain = frames["sequence"] == (frames["prompt"][0] + frames["response"][0], frames["prompt"][1])
+        masks, names = own.rows.masks, own.rows.fields.keys()
+        columns = np.concatenate([masks["prompt"], masks["response"]], 1)  # trimmed rows have other ones
+        plain = np.array_equal(columns, masks["sequence"])
         if isinstance(own.batch, mp.PackedBatch) or names != self.fields.keys() or not plain:
             return own
         other = self.filled(own.rows, nested=True)
