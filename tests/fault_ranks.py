@@ -146,6 +146,22 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def kill(actor: Any) -> None:
+    """Ends an actor, and returns once Ray has ended it: a little later it still answers."""
+    ray.kill(actor)
+
+    def is_gone() -> bool:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=1)
+        except ray.exceptions.RayActorError:
+            return True
+        except ray.exceptions.GetTimeoutError:
+            pass
+        return False
+
+    until(is_gone)
+
+
 @dataclass
 class Sample:
     """A batch, and what a call without a fault makes of it."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from fault_ranks import until
+from fault_ranks import kill, until
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -142,8 +142,12 @@ def needed(monkeypatch):
 
 def lies(reference):
     """The nodes that have an object, and its bytes."""
-    found = ray.experimental.get_object_locations([reference])[reference]
-    return found["node_ids"], found["object_size"]
+
+    def found():
+        return ray.experimental.get_object_locations([reference])[reference]
+
+    until(lambda: found()["node_ids"])  # Ray hears of it a little later
+    return found()["node_ids"], found()["object_size"]
 
 
 def sources(view):
@@ -398,7 +402,7 @@ def test_rows_that_went_with_their_node_are_not_handed_out(cluster, actors, batc
 def test_submit_waits_for_no_actor(nodes, actors, batch):
     """One is dead, one is at work in something long: both before the first call of the group."""
     busy, dead = on(nodes[1], "busy"), on(nodes[1], "dead")
-    ray.kill(dead)
+    kill(dead)
     held = busy.wait.remote()
     group = WorkerGroup([actors[0], busy, dead, actors[3]], pad_token_id=PAD)
     asked = []

@@ -18,6 +18,7 @@ import pytest
 import ray
 import samples
 import torch
+from fault_ranks import kill
 from ray import cloudpickle
 from samples import PAD, ROWS, assert_same, freeze, per_row, rollout
 from tensordict import NonTensorData, TensorDict, tensorclass
@@ -1023,7 +1024,7 @@ def test_other_actors_take_the_place_of_a_rank(local_ray, batch):
     with WorkerGroup.launch(Worker, 2, worker_kwargs={"factor": 2.0}, pad_token_id=PAD) as own:
         rows = own.put(batch)
         own.ready()  # a rank that starts slowly would be late, too
-        ray.kill(own.actors[1])
+        kill(own.actors[1])
         with pytest.raises(WorkerError, match=r"on 1 of 2 ranks: rank 1"):
             own.call("scale", rows, 1.0)
         new = ray.remote(num_cpus=0)(Worker).remote(2.0)

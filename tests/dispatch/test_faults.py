@@ -26,7 +26,7 @@ import fault_ranks
 import numpy as np
 import pytest
 import ray
-from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, until
+from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, kill, until
 from samples import PAD, assert_same, freeze
 from tensordict import TensorDictBase
 
@@ -349,7 +349,7 @@ def test_other_results_come_in_the_order_of_the_rows(team, sample):
 def test_all_ranks_dead_and_new_ones(team, sample):
     doomed = [RemoteDoomed.remote() for _ in range(2)]
     for actor in doomed:
-        ray.kill(actor)
+        kill(actor)
     error = failure(lambda: WorkerGroup(doomed, pad_token_id=PAD).call("score", sample.batch, FACTOR))
     half = B // 2
     died = ray.exceptions.RayActorError
