@@ -140,7 +140,7 @@ class BatchPlan:
             and sources of the layouts of which one should be theirs.
         by_value: whether it holds for this batch alone.
         counted: the layouts that lengths and cu_seqlens of this batch tell.
-        host: what the core is told of such a batch; None if some of its tensors are on a device.
+        host: what the core is told of such a batch; None if some of its tensors are on a device, or sparse.
     """
 
     root: Node

@@ -64,7 +64,7 @@ class PackedBatch:
     Attributes:
         num_rows: B.
         schema: the forms of the fields, in key order.
-        rows: the encoded tensors, as rows of tables.
+        rows: the encoded tensors, as rows of bodies.
         objects: the Python objects.
         codec: the codec that compresses the bytes when the batch is pickled or saved; None for none.
     """

@@ -1,6 +1,6 @@
 """The table of a packed batch: how each field is encoded, and where its arrays lie in one body.
 
-    padded tensors, packed values --jobs--> encode --> Table --> take, split, cat --> decode --> tensors
+    padded tensors, packed values --jobs--> encode --> Table --> some rows, some fields --> decode --> tensors
 
 The compiled core writes and reads the body (core/encodings describes them); here are the jobs that it is given. A
 table is never changed; tables of some rows share the body of the whole.

@@ -1,6 +1,6 @@
 """RolloutLog: rows on a disk, which survive the process that wrote them.
 
-append   batch --compress--> a chunk --one write, one sync--> the last segment --> numbers of its rows, for life
+append   batch --compress--> a chunk --written, one sync--> the last segment --> numbers of its rows, for life
 take     numbers --> chunks (rows.py) --mmap--> PackedBatch, whose rows are read when they are decoded
 delete   a record that names rows;  compact: segments without them
 """
