@@ -41,7 +41,7 @@ from maskpack.core.native import HostLayout
 from maskpack.core.tensors import device_here, host_array, need_tensor, numbered
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
-from maskpack.layout.span_index import SpanIndex, index_of, need_int32, places_of, table_of
+from maskpack.layout.span_index import SpanIndex, index_of, need_int32, places_of, spans_of
 
 _CPU = torch.device("cpu")
 _FEW_BYTES = 256
@@ -188,12 +188,12 @@ class RowLayout:
     @cached_property
     def _table(self) -> SpanTable:
         if "_host_counts" in self.__dict__:
-            return scan.table_of_rows(self.__dict__["_host_counts"])
+            return scan.spans_of_rows(self.__dict__["_host_counts"])
         if "_device_counts" in self.__dict__:
-            table = scan.table_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows)[0])
+            table = scan.spans_of_rows(scan.host_counts(self.__dict__["_device_counts"], self.num_rows)[0])
             _check_num_tokens(table, self.num_tokens)
             return table
-        return table_of(self._index)
+        return spans_of(self._index)
 
     @cached_property
     def _index(self) -> SpanIndex:

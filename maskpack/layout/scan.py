@@ -139,7 +139,7 @@ def _loaded(mask: Tensor) -> Tensor:
     return mask if mask.dtype in _LOADED and mask.stride(1) == 1 else _not_zero(mask).contiguous()
 
 
-def table_of_rows(counts: npt.NDArray[np.int32]) -> SpanTable:
+def spans_of_rows(counts: npt.NDArray[np.int32]) -> SpanTable:
     """The span table of rows with at most one span, from [3, B]: valid tokens, spans and first valid position."""
     lengths, spans, first = counts.astype(np.int64)
     filled = spans > 0

@@ -122,7 +122,7 @@ def index_of(table: SpanTable, width: int, device: torch.device) -> SpanIndex:
     return SpanIndex(*tensors[:6], *(part.view(spans.size, -1) for part in tensors[6:8]), *tensors[8:])
 
 
-def table_of(index: SpanIndex) -> SpanTable:
+def spans_of(index: SpanIndex) -> SpanTable:
     """The span table on the host, from an index of rows with several spans. One synchronisation on CUDA."""
     assert index.splits is not None
     line = torch.cat([index.starts, index.begins, index.splits]).cpu().numpy().astype(np.int64)

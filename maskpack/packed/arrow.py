@@ -26,7 +26,7 @@ _WIDENED = (torch.bfloat16, *(getattr(torch, name) for name in dir(torch) if nam
 """Arrow does not have these; float32 holds each of their values."""
 
 
-def table_of(entries: Mapping[str, Any], rows: int, call: str) -> Any:
+def arrow_table(entries: Mapping[str, Any], rows: int, call: str) -> Any:
     """Entries of a nested batch on the host as the columns of a pyarrow.Table.
 
     Raises:

@@ -39,7 +39,7 @@ from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import layouts_entry, read_nested
 from maskpack.nesting.read import Opened
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema
-from maskpack.packed.arrow import table_of
+from maskpack.packed.arrow import arrow_table
 from maskpack.packed.cuda.decode import decode_on_device, pinned_memory
 from maskpack.packed.decode import MAX_BYTES, decoded_nbytes, dims_above, entries_of, on, pads_of, shape_in, trimmed
 from maskpack.packed.encode import encoded_batch
@@ -386,7 +386,7 @@ class PackedBatch:
         nested, asked = decompress(self, *fields, format="nested", device="cpu"), [path_of(key) for key in fields]
         paths = [path for key in self.keys() if (path := path_of(key)) in chosen]
         paths.sort(key=lambda path: next((at for at, own in enumerate(asked) if path[: len(own)] == own), 0))
-        return table_of({show(path): entry_at(nested, path) for path in paths}, self.num_rows, call)
+        return arrow_table({show(path): entry_at(nested, path) for path in paths}, self.num_rows, call)
 
     def _pieces(self, allow_pickle: bool, checksum: bool, call: str) -> Pieces:
         flag(allow_pickle, "allow_pickle", call)

@@ -437,7 +437,7 @@ def check_memory(results: IntArray) -> None:
         raise MemoryError("maskpack: no memory to encode a batch")
 
 
-def table_of(layouts: Mapping[str, RowLayout], rows: int) -> Table:
+def table_of_layouts(layouts: Mapping[str, RowLayout], rows: int) -> Table:
     """A table of layouts without tensors."""
     found = of_values([], [], layouts, rows, rows)
     assert found is not None

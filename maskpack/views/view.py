@@ -29,7 +29,7 @@ from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.decode import MAX_BYTES, shape_of
 from maskpack.packed.join import check_named
 from maskpack.packed.rows import Rows, Segments, TokenSpans, cat_columns, used
-from maskpack.packed.table import table_of
+from maskpack.packed.table import table_of_layouts
 from maskpack.views.column_group import (
     BatchMeta,
     ColumnGroup,
@@ -126,7 +126,7 @@ class BatchView:
     def layouts_alone(self) -> PackedBatch:
         """The rows and layouts of the view, without any field, for `compress(..., like=)`."""
         schema = replace(self.head.schema, forms=())
-        return PackedBatch(self.num_rows, schema, Rows.of(table_of(self.layouts, self.num_rows), schema), {})
+        return PackedBatch(self.num_rows, schema, Rows.of(table_of_layouts(self.layouts, self.num_rows), schema), {})
 
     def lengths(self, layout: str) -> IntArray:
         """The row lengths of a layout, int64 [B]."""

@@ -24,7 +24,7 @@ from maskpack import EDGE, RowLayout, ops
 from maskpack.errors import LayoutError
 from maskpack.layout import scan
 from maskpack.layout.row_layout import anchored, device_spans, host_spans
-from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, places_of, table_of
+from maskpack.layout.span_index import BLOCK, SpanIndex, index_of, places_of, spans_of
 
 pytestmark = kernel_marks
 TRAILING = ((), (1,), (3,), (2, 2), (0,), (130,))
@@ -184,7 +184,7 @@ def test_the_index_of_a_table_and_back(mask: oracle.Mask) -> None:
     if mask and mask[0]:
         assert_index(index, mask)
     if index.splits is not None:
-        assert [part.tolist() for part in table_of(index)] == [part.tolist() for part in host_spans(layout)]
+        assert [part.tolist() for part in spans_of(index)] == [part.tolist() for part in host_spans(layout)]
 
 
 def test_many_rows_and_long_ones() -> None:

@@ -24,7 +24,7 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.core.native import HostLayout
 from maskpack.core.pads import ANY_ZERO, PER_ROW, SIGNED_ZERO, Pads
 from maskpack.layout.row_layout import RowLayout, host_spans, layout_of_core
-from maskpack.layout.scan import counted, table_of_rows
+from maskpack.layout.scan import counted, spans_of_rows
 from maskpack.nesting.axes import WHOLE
 from maskpack.nesting.jobs import Parts, words_of_one
 from maskpack.nesting.plan import Seen
@@ -132,7 +132,7 @@ class DevicePlan:
         wholes: list[RowLayout] = []
         for own, (at, anchor) in zip(counts, self.masks, strict=True):
             bounds = cumulated(own[0].astype(np.int64))
-            wholes.append(layout_of_core(HostLayout(entries[at].shape[1], table_of_rows(own), bounds), anchor))
+            wholes.append(layout_of_core(HostLayout(entries[at].shape[1], spans_of_rows(own), bounds), anchor))
         return {
             name: wholes[mask] if low == WHOLE else wholes[mask].narrow(low, low + width)
             for name, mask, low, width in self.cuts

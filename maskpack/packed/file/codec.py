@@ -64,7 +64,7 @@ def as_sent(table: Table, codec: str | None) -> Table:
             if least < sum(_share(array) * array.nbytes for one in instead for array in table.arrays_of(one)):
                 plain |= some
                 plain |= {one: table.words_of(one) for one in own if one not in some}
-    return table.with_plain(plain).own()
+    return (table.with_plain(plain) if plain else table).own()
 
 
 def compressed_arrays(arrays: Sequence[Words]) -> tuple[list[Words], list[Any]]:
