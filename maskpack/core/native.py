@@ -76,8 +76,8 @@ def threads_for(nbytes: int) -> int:
 
 
 class HostLayout(NamedTuple):
-    """The layout of rows, as arrays: `places` are the addresses of starts,
-    counts, splits and bounds, if they are known."""
+    """The layout of rows, as arrays: `places` are the addresses of starts, counts, splits and bounds, if they are
+    known."""
 
     width: int
     table: SpanTable

@@ -12,7 +12,7 @@ The one-token shift is written once, in `scoring`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,9 @@ def select_and_pad_to_response(
     Raises:
         LayoutError: there is no response axis, a field is not on it, a row is longer than R or `width`, or the pad of
             further columns is not known.
+
+    On CUDA, a padded field with several pads in its spec is copied to the host if `width` is larger than R and a row
+    has no padding, to see which pad the others have.
     """
     call = "select_and_pad_to_response"
     registry = registry_of(registry, call)
@@ -142,6 +145,15 @@ def _columns_of(layout: RowLayout, row: int) -> str:
     starts, counts = table.starts[spans].tolist(), table.counts[spans].tolist()
     shown = [f"{start}:{start + count}" for start, count in zip(starts, counts, strict=True)]
     return " and ".join([*shown[:4], "more"] if len(shown) > 4 else shown) or "none"
+
+
+def _pad_of(value: Tensor, dim: int, layout: RowLayout, pads: Sequence[PadValue]) -> PadValue:
+    """The pad that a padded field has, or the first one of its spec."""
+    if len(pads) == 1:
+        return pads[0]
+    tried = [pad for pad in pads if pad is not PAD_TOKEN_ID and holds(pad, value.dtype)]
+    found = fitting_pad(value.detach().movedim(dim, 1).cpu(), layout.to("cpu"), tried)
+    return pads[0] if found is None else found
 
 
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
@@ -332,13 +344,7 @@ class ResponseAxis:
         if not value.is_nested:
             dim, pads = (1, (0,)) if spec is None else (spec.dim_of(value), spec.pads)
             axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
-            columns, layout = self._columns(path, value, dim, call, whole=axis == SEQUENCE)
-            pad = pads[0]
-            if len(pads) > 1 and columns.dim() > 1 and width > columns.shape[dim]:
-                tried = [own for own in pads if own is not PAD_TOKEN_ID and holds(own, value.dtype)]
-                found = fitting_pad(value.detach().movedim(dim, 1).cpu(), layout.to("cpu"), tried)
-                pad = pad if found is None else found
-            return self._at_width(path, columns, layout, dim, width, pad, call)
+            return self._at_width(path, value, dim, width, pads, call, whole=axis == SEQUENCE)
         if not is_regular(value):
             raise LayoutError(
                 f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
@@ -368,8 +374,7 @@ class ResponseAxis:
         else:
             pads = self._pads_of_new(path, value.dtype, registry, call)
         (padded,) = write([PackedField(values, pads, layout, dim)])
-        columns, layout = self._columns(path, padded, dim, call, whole=name == SEQUENCE)
-        return self._at_width(path, columns, layout, dim, width, pads, call)
+        return self._at_width(path, padded, dim, width, pads, call, whole=name == SEQUENCE)
 
     def _columns(self, path: Path, value: Tensor, dim: int, call: str, *, whole: bool) -> tuple[Tensor, RowLayout]:
         """The response columns of a padded field with its width in dim `dim`, on the sequence axis if `whole`; and the
@@ -418,29 +423,41 @@ class ResponseAxis:
             )
 
     def _at_width(
-        self, path: Path, columns: Tensor, layout: RowLayout, dim: int, width: int, pad: PadValue | Pads, call: str
+        self,
+        path: Path,
+        value: Tensor,
+        dim: int,
+        width: int,
+        pads: Sequence[PadValue] | Pads,
+        call: str,
+        *,
+        whole: bool,
     ) -> Tensor:
-        """Response columns of a field under `layout` cut or padded to a width. A row whose last column is no token goes
-        on with its value, which is the pad; others go on with the pad of the field."""
+        """The response columns of a padded field cut or padded to a width. A row whose last column is no token goes on
+        with its value, which is the pad; others go on with the pad of the field."""
+        columns, layout = self._columns(path, value, dim, call, whole=whole)
         if columns.dim() <= 1:
             return columns
         if width <= columns.shape[dim]:
             return columns.narrow(dim, 0, width)
         table, rows = host_spans(layout), np.arange(layout.num_rows)
         ends = table.starts + table.counts == layout.width
-        full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (columns.shape[dim] == 0)
+        full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (value.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
-        last = columns.narrow(dim, -1, 1).expand(shape) if columns.shape[dim] else columns.new_empty(shape)
-        constant: Tensor | None = None
-        if isinstance(pad, Pads):
-            full &= ~pad.edges
-            constant = pad.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
-        elif pad is PAD_TOKEN_ID:
-            constant = None if full.all() else last[int(full.argmin())].flatten()[0]
-        elif pad is not EDGE:
-            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
-        if not full.any() or pad is EDGE:
+        last = value.narrow(dim, -1, 1).expand(shape) if value.shape[dim] else columns.new_zeros(shape)
+        if isinstance(pads, Pads):
+            full &= ~pads.edges
+        if not full.any():
             return torch.cat([columns, last], dim)
+        pad, constant = None, None
+        if isinstance(pads, Pads):
+            constant = pads.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
+        elif (pad := _pad_of(value, dim, layout, pads)) is EDGE:
+            return torch.cat([columns, last], dim)
+        elif pad is not PAD_TOKEN_ID:
+            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
+        elif not full.all():
+            constant = last[int(full.argmin())].flatten()[0]
         if constant is None:
             raise LayoutError(
                 f'{call}: field "{show(path)}" has pad {pad!r}, whose value is not known; expected it, because {width} '

@@ -25,7 +25,7 @@ from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
 from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, need_batch, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
-from maskpack.layout.jagged import is_regular, jagged_all, offsets_of, to_host
+from maskpack.layout.jagged import held_by, is_regular, jagged_all, to_host
 from maskpack.nesting.schema import LAYOUTS
 
 Jagged = dict[Path, Any]
@@ -234,23 +234,30 @@ def _said(tensor: Any) -> str:
 def _bounds(fields: Jagged, caller: Caller, skipped: int = 0) -> dict[Path, IntArray]:
     """The row bounds of jagged fields on the host; messages leave out the first names of their paths. One
     synchronisation on CUDA."""
-    named = {path: f'field "{show(path[skipped:])}"' if path[skipped:] else "the tensor" for path in fields}
+
+    def named(path: Path) -> str:
+        return f'field "{show(path[skipped:])}"' if path[skipped:] else "the tensor"
+
+    held: dict[Path, tuple[int, int]] = {}
+    own: dict[int, Tensor] = {}
     for path, value in fields.items():
-        if not is_regular(value):
+        pair = held_by(value)
+        if pair is None:
             raise caller.fault(
-                f"{named[path]} is nested, but not jagged along dim 1 without gaps; expected such a tensor. "
+                f"{named(path)} is nested, but not jagged along dim 1 without gaps; expected such a tensor. "
                 "Build it with maskpack, or with nested_tensor_from_jagged."
             )
-    own = {id(offsets_of(value)): offsets_of(value) for value in fields.values()}
+        held[path] = pair[0].shape[0], id(pair[1])
+        own[id(pair[1])] = pair[1]
     read = dict(zip(own, to_host(list(own.values())), strict=True)) if own else {}
-    bounds = {path: read[id(offsets_of(value))] for path, value in fields.items()}
-    for path, value in fields.items():
-        if not 0 <= bounds[path][0] <= bounds[path][-1] <= len(value.values()):
+    for path, (tokens, number) in held.items():
+        begin, end = int(read[number][0]), int(read[number][-1])
+        if not 0 <= begin <= end <= tokens:
             raise caller.fault(
-                f"{named[path]} has {len(value.values())} values, and offsets from {int(bounds[path][0])} to "
-                f"{int(bounds[path][-1])}; expected offsets of its values. Build it with nested_tensor_from_jagged."
+                f"{named(path)} has {tokens} values, and offsets from {begin} to {end}; expected offsets of its "
+                "values. Build it with nested_tensor_from_jagged."
             )
-    return bounds
+    return {path: read[number] for path, (_, number) in held.items()}
 
 
 def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -> Jagged:

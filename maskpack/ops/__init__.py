@@ -95,8 +95,8 @@ def unpack(
         values: [T, *F] of any dtype, on the layout's device; or a list of these, unpacked by one kernel (in
             torch.compile, by one each).
         layout: a layout of T valid tokens, or a mask as for `pack`.
-        pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] with the pad of each row; for a
-            list of values, also a list of pads.
+        pad_value: a number that the dtype of `values` can hold, EDGE, or a tensor [B] of that dtype with the pad of
+            each row; for a list of values, also a list of pads.
         backend: as for `pack`.
 
     Returns:
@@ -106,7 +106,7 @@ def unpack(
     Raises:
         LayoutError: `values` does not have T entries or is on another device; the numbers of pads and values differ;
             a tensor of pads does not have B entries or is on another device.
-        RegistryError: the dtype of `values` cannot hold the pad.
+        RegistryError: the dtype of `values` cannot hold the pad, or a tensor of pads has another dtype.
     """
     shape, layout = _layout_of(layout, "unpack")
     fields = _fields(values, "values", "unpack")

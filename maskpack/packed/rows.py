@@ -415,8 +415,7 @@ class Rows:
 
     @classmethod
     def of(cls, table: Table, schema: Schema) -> Rows:
-        """All rows of a table of the tensors of a schema. Most tables are sent without a look at their columns, so
-        these are made later."""
+        """All rows of a table of the tensors of a schema. Columns are made when they are first needed."""
         rows = cls.__new__(cls)
         rows.__dict__.update(whole=table, _schema=schema)
         return rows

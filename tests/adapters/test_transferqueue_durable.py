@@ -200,6 +200,11 @@ def test_a_log_that_lost_a_record_does_not_give_older_values(tmp_path):
     assert got(opened(tmp_path), [0], "x") == got(unit, [0], "x")
 
 
+def test_fields_without_values_are_refused():
+    with pytest.raises(LayoutError, match='put_data: field "x" is on the meta device, without values'):
+        put(Samples(), [0], x=torch.ones(1, 2, device="meta"))
+
+
 def test_kinds_of_chunks_that_are_gone_are_forgotten():
     unit = Samples()
     for width in range(1, 40):

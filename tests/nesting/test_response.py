@@ -338,6 +338,27 @@ def test_columns_behind_the_batch_go_on_with_the_pad_that_it_has(form):
         assert out["position_ids"].tolist() == wide
 
 
+@pytest.mark.parametrize("form", ["padded", "nested"])
+@pytest.mark.parametrize("last", [2, 0])
+def test_columns_behind_a_response_without_columns(form, last):
+    """A row goes on as its field does: with the last token, where that is its pad, or with 0."""
+    mask, none = torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.zeros(2, 0, dtype=torch.long)
+    batch = TensorDict({"attention_mask": mask, "responses": none}, [2])
+    batch["position_ids"] = torch.tensor([[0, 1, 2], [0, 2, last]])
+    out = mp.select_and_pad_to_response(FORMS[form](batch), "position_ids", width=2)
+    assert out["position_ids"].tolist() == [[last, last], [last, last]]
+
+
+@pytest.mark.parametrize("pads", [[mp.PAD_TOKEN_ID, -100, mp.EDGE], [-100, mp.PAD_TOKEN_ID, mp.EDGE]], ids=str)
+def test_of_several_pads_those_that_are_unknown_or_do_not_fit_the_dtype_are_not_tried(pads):
+    mask, responses = torch.tensor([[1] * 4, [1, 1, 1, 0]]), torch.tensor([[5, 6], [7, 0]])
+    registry = mp.RL_FIELDS | {"x": mp.MaskNestingSpec("sequence", pads)}
+    batch = TensorDict({"attention_mask": mask, "responses": responses}, [2])
+    batch["x"] = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 3]], dtype=torch.uint8)
+    out = mp.select_and_pad_to_response(batch, "x", width=4, registry=registry)
+    assert out["x"].tolist() == [[3, 4, 4, 4], [3, 3, 3, 3]]
+
+
 def test_the_width_of_a_field_is_the_dim_of_its_spec():
     """In all forms: padded, nested, and added after nesting."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import fuzz_batches
+import numpy as np
 import pytest
 import torch
 from oracle import assert_same_batch
@@ -22,6 +23,7 @@ from maskpack import (
     decompress,
 )
 from maskpack import unnest_batch_by_mask as unnest
+from maskpack.errors import LayoutError
 from maskpack.nesting import cat
 from maskpack.packed.join import merged
 from maskpack.views import BatchView
@@ -106,6 +108,12 @@ def test_a_layout_whose_whole_is_in_some_of_the_batches_is_stored_alone() -> Non
         ):
             assert sorted(sent.layouts) == sorted(packed.layouts)
             assert_same_batch(decompress(sent), want)
+
+
+@pytest.mark.parametrize("seen", [torch.tensor(3), np.array(3)], ids=["tensor", "array"])
+def test_an_array_without_dims_is_no_list_of_batches(seen: Any) -> None:
+    with pytest.raises(LayoutError, match=r"PackedBatch\.cat: got .*; expected a list of at least one PackedBatch"):
+        PackedBatch.cat(seen)
 
 
 @pytest.mark.parametrize("form", [lambda packed: packed, lambda packed: PackedBatch.from_bytes(packed.to_bytes())])
