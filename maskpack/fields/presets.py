@@ -158,13 +158,15 @@ prime_rl = MaskNestingRegistry(
         "sampling_mask": MaskNestingSpec("sequence", -1),
     },
 )
-"""The samples of prime-rl, padded with an `attention_mask`, and its micro-batches as [T] with `cu_seqlens`, which
-replay does not take: give it [1, T] with an `attention_mask` of ones, beside their `position_ids`."""
+"""The samples of prime-rl, padded with an `attention_mask`, and its micro-batches as [T] with `cu_seqlens`."""
 
 slime = MaskNestingRegistry(
     axes={
-        "sequence": (MaskAxis("total_lengths", form="lengths", head=("tokens",)),),
-        "response": (MaskAxis("response_lengths", form="lengths", head=("loss_masks", "rollout_log_probs")),),
+        "sequence": (MaskAxis("total_lengths", form="lengths", head=("tokens",)), MaskAxis("tokens", form="jagged")),
+        "response": (
+            MaskAxis("response_lengths", form="lengths", head=("loss_masks", "rollout_log_probs")),
+            MaskAxis("loss_masks", form="jagged"),
+        ),
     },
     fields={
         "tokens": MaskNestingSpec("sequence", PAD_TOKEN_ID),

@@ -29,14 +29,16 @@ HINTS = ("blocks", "rle", "delta", "sparse", "dictionary", "columns", "pieces")
 
 @dataclass(frozen=True)
 class MaskAxis:
-    """A rule that computes a layout: from a mask, from row lengths, or from cu_seqlens.
+    """A rule that computes a layout: from a mask, from row lengths, from cu_seqlens, or from a jagged field.
 
     Attributes:
         source: the batch field to read.
-        form: the form of the source: a `mask` [B, width], integer `lengths` [B] of right-padded rows, or `cu_seqlens`
-            [B + 1] of fields that are packed as [T, *F].
+        form: the form of the source: a `mask` [B, width], or jagged [B, j]; integer `lengths` [B] of right-padded rows;
+            `cu_seqlens` [B + 1] of fields that are packed as [T, *F]; or any field, if it is `jagged`. A way of the
+            last kind is tried after those that know the padded width.
         part: the part of a mask: `all` columns, the `head` or `tail` of a split (see below), or the `prefix` of each
-            row up to its last valid token.
+            row up to its last valid token. Of a `jagged` field `all` tokens of its rows, or the `valid` ones, where it
+            is not 0.
         head, tail: fields that define the split; the first one in the batch is used. Its width is P for a `head` field
             and S - P for a `tail` field. An integer in the batch (`max_response_length`) is used as a width if no
             field gives one, first that of the head. For lengths, `head` names the fields that give the width.
@@ -47,8 +49,8 @@ class MaskAxis:
     """
 
     source: Key
-    form: Literal["mask", "lengths", "cu_seqlens"] = "mask"
-    part: Literal["all", "head", "tail", "prefix"] = "all"
+    form: Literal["mask", "lengths", "cu_seqlens", "jagged"] = "mask"
+    part: Literal["all", "head", "tail", "prefix", "valid"] = "all"
     head: tuple[Key, ...] = ()
     tail: tuple[Key, ...] = ()
     padded: Literal["right", "left"] = "right"
@@ -58,8 +60,8 @@ class MaskAxis:
         need_key(self.source, "source", "MaskAxis")
         object.__setattr__(self, "head", need_keys(self.head, "head", "MaskAxis"))
         object.__setattr__(self, "tail", need_keys(self.tail, "tail", "MaskAxis"))
-        _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens"))
-        _one_of("MaskAxis", "part", self.part, ("all", "head", "tail", "prefix"))
+        _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens", "jagged"))
+        _one_of("MaskAxis", "part", self.part, _PARTS.get(self.form, ("all", "head", "tail", "prefix")))
         _one_of("MaskAxis", "padded", self.padded, ("right", "left"))
         if self.part in ("head", "tail") and not (self.head or self.tail):
             raise RegistryError(
@@ -73,6 +75,9 @@ class MaskAxis:
                 f'MaskAxis: shift {self.shift} of "{show(self.source)}", of which the axis is {self.form}, '
                 f"{self.part}; expected all columns of a mask. Leave shift out."
             )
+
+
+_PARTS = {"jagged": ("all", "valid")}
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,14 @@ def _field(mask: Key | list[Key], pad: PadValue | list[PadValue] = 0, **more: An
 
 RL_FIELDS = MaskNestingRegistry(
     axes={
-        "sequence": (MaskAxis("attention_mask"),),
-        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT),),
+        "sequence": (MaskAxis("attention_mask"), MaskAxis("input_ids", form="jagged")),
+        "prompt": (MaskAxis("attention_mask", part="head", **_SPLIT), MaskAxis("prompts", form="jagged")),
         "response": (
             MaskAxis("attention_mask", part="tail", **_SPLIT),
+            MaskAxis("responses", form="jagged"),
+            MaskAxis("response_mask", form="jagged"),
             MaskAxis("response_mask", part="prefix"),
+            MaskAxis("loss_mask", form="jagged", part="valid"),
         ),
     },
     fields={

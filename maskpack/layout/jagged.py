@@ -1,4 +1,11 @@
-"""torch.jagged tensors [B, j, *F]: how they are built, with minimum and maximum length set, and read."""
+"""Tensors with rows of different lengths: torch.jagged ones are built, with minimum and maximum length set, and read.
+
+    tensor [B, j, *F]       ragged along dim 1
+    tensor [B, 4, j]        ragged along dim 2, as the positions of M-RoPE
+    Jagged                  either as values [T, *F], one row after another, their offsets [B + 1], and the ragged dim
+
+Equal offsets of a process are one tensor, so that torch takes tensors of different calls together in arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +29,7 @@ _Way = Callable[[Sequence[Tensor], Tensor, int, int], list[Tensor]]
 
 
 def jagged(values: Tensor, layout: RowLayout) -> Tensor:
-    """Packed values [T, *F] as a jagged tensor on the shared offsets of `layout`, with min and max length set."""
+    """Packed values [T, *F] as a jagged tensor on the offsets of `layout`, with min and max length set."""
     return jagged_from(values, layout.offsets, min_length(layout), layout.max_length)
 
 
@@ -31,11 +38,20 @@ def jagged_from(values: Tensor, offsets: Tensor, min_length: int, max_length: in
     return jagged_all([values], offsets, min_length, max_length)[0]
 
 
-def jagged_all(fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int) -> list[Tensor]:
-    """`jagged_from` for several values."""
+def jagged_all(
+    fields: Sequence[Tensor], offsets: Tensor, min_length: int, max_length: int, dims: Sequence[int] = ()
+) -> list[Tensor]:
+    """`jagged_from` for several values; of those with other ragged `dims` than 1 the tensors are [B, ..., j, ...]."""
     differentiable = torch.is_grad_enabled() and any(values.requires_grad for values in fields)
     way = None if differentiable or torch.compiler.is_compiling() else _fast_way()
-    return (way or _public_way)(fields, offsets, min_length, max_length)
+    made = (way or _public_way)(fields, offsets, min_length, max_length)
+    for place, dim in enumerate(dims):
+        if dim != 1:
+            values = fields[place].movedim(0, dim - 1).contiguous()
+            made[place] = torch.nested.nested_tensor_from_jagged(
+                values, offsets, jagged_dim=dim, min_seqlen=min_length, max_seqlen=max_length
+            )
+    return made
 
 
 # -------------------------------------------------------------------- two ways to construct jagged tensors
@@ -167,22 +183,67 @@ def _is_equal(got: Any, want: Any) -> bool:
 # -------------------------------------------------------------------- reading jagged tensors
 
 
+class Jagged(NamedTuple):
+    """A tensor with rows of different lengths, without its gradients.
+
+    Attributes:
+        values: [T, *F], one row after another, the ragged dim in front. They may be the ones that it holds: do not
+            change their attributes.
+        offsets: [B + 1], where rows begin, of the dtype that they have.
+        dim: the ragged dim: 1 of [B, j, *F], 2 of [B, n, j].
+    """
+
+    values: Tensor
+    offsets: Tensor
+    dim: int
+
+    @classmethod
+    def of(cls, field: Any) -> Jagged | None:
+        """None for a tensor that is not nested, has the strided layout, or gaps between its rows."""
+        private = cast("dict[str, Any]", vars(field))  # each attribute of torch takes microseconds
+        if private.keys() >= {"_values", "_offsets", "_ragged_idx", "_lengths"}:
+            values, offsets, dim, lengths = (
+                private[name] for name in ("_values", "_offsets", "_ragged_idx", "_lengths")
+            )
+        elif field.is_nested and field.layout == torch.jagged:
+            values, offsets, lengths = field.values().detach(), field.offsets(), field.lengths()
+            # torch reads the private attribute, which may be set without changing the shape
+            dim = getattr(field, "_ragged_idx", None) or next(
+                dim for dim, size in enumerate(field.shape) if not isinstance(size, int)
+            )
+        else:
+            return None
+        if lengths is not None:
+            return None
+        return cls(values if dim == 1 else values.movedim(dim - 1, 0), offsets, dim)
+
+
+GAPS = (
+    "is nested, with gaps between its rows or the strided layout; expected torch.jagged without gaps. Rebuild it: "
+    "x.contiguous(), or torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)."
+)
+"""Of a field that is no Jagged."""
+
+
 def offsets_of(field: Any) -> Tensor:
     """The offsets of a jagged tensor, int64 [B + 1]."""
     return field.offsets()
 
 
 def values_of(field: Any) -> Tensor:
-    """The values of a jagged tensor, [T, *F]. They may be the ones that it holds: do not change their attributes."""
+    """The values [T, *F] of a jagged tensor, with their gradients."""
     return all_values([field])[0]
 
 
 def all_values(fields: Sequence[Any]) -> list[Tensor]:
     """`values_of` for several fields."""
+    jagged = [Jagged.of(field) for field in fields]
     if torch.compiler.is_compiling() or requires_grad(fields):
-        return [field.values() for field in fields]
-    private = [cast("dict[str, Any]", vars(field)).get("_values") for field in fields]
-    return [field.values() if values is None else values for field, values in zip(fields, private, strict=True)]
+        return [
+            field.values() if own is None or own.dim == 1 else field.values().movedim(own.dim - 1, 0)
+            for field, own in zip(fields, jagged, strict=True)
+        ]
+    return [field.values() if own is None else own.values for field, own in zip(fields, jagged, strict=True)]
 
 
 def requires_grad(fields: Iterable[Tensor]) -> bool:
@@ -192,37 +253,6 @@ def requires_grad(fields: Iterable[Tensor]) -> bool:
         return False
     with DisableTorchFunctionSubclass():
         return any(field.requires_grad for field in fields)
-
-
-def held_by(field: Any) -> tuple[Tensor, Tensor] | None:
-    """The values and the offsets of a tensor that is jagged along dim 1 without gaps, without their gradients; None for
-    any other."""
-    if not is_regular(field):
-        return None
-    private = cast("dict[str, Any]", vars(field))  # each attribute of torch takes microseconds
-    if "_values" in private and "_offsets" in private:
-        return private["_values"], private["_offsets"]
-    return values_of(field), offsets_of(field)
-
-
-def is_regular(field: Any) -> bool:
-    """Whether a nested tensor is jagged along dim 1 without gaps, so that values and offsets define it."""
-    private = cast("dict[str, Any]", vars(field))
-    if private.keys() >= {"_ragged_idx", "_lengths", "_offsets"}:  # each attribute of torch takes microseconds
-        return private["_ragged_idx"] == 1 and private["_lengths"] is None
-    return field.layout == torch.jagged and ragged_dim(field) == 1 and field.lengths() is None
-
-
-def ragged_dim(field: Any) -> int:
-    """The ragged dim of a jagged tensor, as torch reads it: from a private attribute, which verl sets without changing
-    the shape."""
-    private = getattr(field, "_ragged_idx", None)
-    return stated_dim(field) if private is None else private
-
-
-def stated_dim(field: Any) -> int:
-    """The ragged dim of a jagged tensor according to its shape."""
-    return next(dim for dim, size in enumerate(field.shape) if not isinstance(size, int))
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[IntArray]:
@@ -260,7 +290,8 @@ def check_lengths(fields: Mapping[Any, tuple[Tensor, RowLayout]], call: str, rem
     field does not share the offsets of its layout. Names are paths, or texts that messages show as they are."""
     apart: dict[tuple[int, int], tuple[Any, Tensor, RowLayout]] = {}
     for path, (field, layout) in fields.items():
-        if not is_regular(field):
+        own = Jagged.of(field)
+        if own is None or own.dim != 1:
             raise LayoutError(
                 f'{call}: field "{_text(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
                 f"tensor. {remedy}"

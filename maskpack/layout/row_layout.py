@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -229,10 +230,9 @@ class RowLayout:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 [B + 1]: the offsets tensor that all jagged fields of this layout share."""
-        if "_index" in self.__dict__:
-            return self.cu_seqlens.to(torch.int64)
-        return torch.from_numpy(np.array(self.row_offsets)).to(self.device, non_blocking=True)
+        """int64 [B + 1]: the offsets tensor that all jagged fields with these row lengths share. One synchronisation
+        at the first use of a layout scanned on CUDA."""
+        return shared_offsets(self.row_offsets, self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -383,12 +383,52 @@ def layout_of_core(own: HostLayout, anchor: int = 0) -> RowLayout:
 
 
 def layout_of_offsets(offsets: Tensor, on_host: IntArray) -> RowLayout:
-    """The layout of the rows of jagged values, from their offsets int64 [B + 1] and a copy of these on the host. It
-    keeps the offsets, and what kernels read is made when they need it."""
+    """The layout of the rows of jagged values, from their offsets [B + 1] and a copy of these on the host. What kernels
+    read is made when they need it."""
     own = RowLayout.from_cu_seqlens(on_host)
     layout = replace(own, device=numbered(offsets.device))
-    layout.__dict__.update(_table=own._table, row_offsets=on_host, offsets=offsets)
+    layout.__dict__.update(_table=own._table, row_offsets=on_host)
+    layout.__dict__["offsets"] = shared_offsets(on_host, layout.device, offsets)
     return layout
+
+
+def layout_of_marks(marks: Tensor, rows: RowLayout) -> RowLayout:
+    """The layout of the tokens at which numbers [T] are not 0, in the columns of `rows`, which have no padding before
+    their tokens. One synchronisation on CUDA."""
+    valid, bounds = marks.ne(0).cpu().numpy(), rows.row_offsets
+    before, after = np.zeros(valid.size, np.bool_), np.zeros(valid.size, np.bool_)
+    before[1:], after[:-1] = valid[:-1], valid[1:]
+    filled = np.flatnonzero(rows.lengths)
+    before[bounds[filled]] = after[bounds[filled + 1] - 1] = False
+    starts, ends = np.flatnonzero(valid & ~before), np.flatnonzero(valid & ~after) + 1
+    row = np.searchsorted(bounds, starts, side="right") - 1
+    splits = cumulated(np.bincount(row, minlength=rows.num_rows))
+    return layout_of_table(rows.width, SpanTable(starts - bounds[row], ends - starts, splits), rows.device)
+
+
+_offsets: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+
+
+def shared_offsets(row_offsets: IntArray, device: torch.device, given: Tensor | None = None) -> Tensor:
+    """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it; on CUDA those
+    of the current stream. Torch takes jagged tensors together only if they have one offsets tensor. If there is none
+    yet, it is `given`, the same numbers on the device, or made."""
+
+    def made() -> Tensor:
+        if given is not None:
+            return given.detach().to(torch.int64)
+        return torch.from_numpy(np.array(row_offsets)).to(device, non_blocking=True)
+
+    if torch.compiler.is_compiling():
+        return made()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = row_offsets.tobytes(), device, stream, torch.is_inference_mode_enabled()
+    known = _offsets.get(key)
+    if known is None:
+        known = made()
+        if type(known) is Tensor:  # not one of a mode that traces
+            known = _offsets.setdefault(key, known)
+    return known
 
 
 def host_spans(layout: RowLayout) -> SpanTable:

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
+from torch import Tensor
 
+from maskpack.core.index import IntArray
 from maskpack.core.keys import Key, Path, path_of, show
 from maskpack.core.tree import dense_at, entry_at, flatten, has, number_at
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry
-from maskpack.layout.jagged import offsets_of, to_host
-from maskpack.layout.row_layout import RowLayout, anchored, layout_of_offsets, prefix_of
+from maskpack.layout.jagged import Jagged, offsets_of, to_host, values_of
+from maskpack.layout.row_layout import RowLayout, anchored, layout_of_marks, layout_of_offsets, prefix_of
 from maskpack.nesting.schema import LAYOUTS
 
 WHOLE = -1
@@ -30,12 +31,13 @@ class Source(NamedTuple):
 
     Attributes:
         way: the valid words of a `mask`; its rows up to their last valid word, a `prefix`; `lengths`; `cu_seqlens`; the
-            offsets of a `jagged` field; or a layout that is `given`.
+            offsets of a `jagged` field; the `marks` of a mask that is jagged, or [T] beside cu_seqlens; or a layout
+            that is `given`.
         key: the field, or the name of the layout that is given.
         low, width: the columns of a mask that are the layout, WHOLE and 0 for all; of lengths, the width, or -1.
     """
 
-    way: Literal["mask", "prefix", "lengths", "cu_seqlens", "jagged", "given"]
+    way: Literal["mask", "prefix", "lengths", "cu_seqlens", "jagged", "marks", "given"]
     key: Any
     low: int = WHOLE
     width: int = 0
@@ -54,7 +56,7 @@ class Axis:
     """A layout and its name.
 
     Attributes:
-        rows, width: B and S.
+        rows, width: B and S, or -1 if there is no padded width.
         tokens: T, if fields are [T, *F] with `cu_seqlens`; else None.
         counted: whether it tells only lengths.
     """
@@ -82,6 +84,7 @@ class Axes:
     name.
 
     Attributes:
+        bounds: the offsets of jagged fields that are on the host already.
         by_value: whether axes that were found depend on values in the batch.
     """
 
@@ -90,6 +93,7 @@ class Axes:
     carried: Mapping[str, RowLayout]
     stand_in: Mapping[str, RowLayout]
     call: str
+    bounds: Mapping[Path, IntArray] = field(default_factory=dict[Path, IntArray])
     by_value: bool = False
     _found: dict[tuple[Path, Key], Axis | None] = field(default_factory=dict[tuple[Path, Key], Axis | None])
     _layouts: dict[Source, RowLayout] = field(default_factory=dict[Source, RowLayout])
@@ -113,9 +117,9 @@ class Axes:
     def layouts_of(self, sources: Mapping[str, Source]) -> dict[str, RowLayout]:
         """The layouts of some sources, by name. One synchronisation for all jagged fields on CUDA."""
         paths = [source.key for source in sources.values() if source.way == "jagged"]
-        offsets = [offsets_of(entry_at(self.batch, path)) for path in paths]
-        for path, own, on_host in zip(paths, offsets, to_host(offsets), strict=True):
-            self._layouts[Source("jagged", path)] = self._read(path, layout_of_offsets, own.to(torch.int64), on_host)
+        paths = [path for path in paths if path not in self.bounds]
+        read = to_host([offsets_of(entry_at(self.batch, path)) for path in paths])
+        self.bounds = {**self.bounds, **dict(zip(paths, read, strict=True))}
         return {name: self.layout_of(source) for name, source in sources.items()}
 
     def layout_of(self, source: Source) -> RowLayout:
@@ -123,6 +127,11 @@ class Axes:
         if source not in self._layouts:
             self._layouts[source] = self._made(source)
         return self._layouts[source]
+
+    def rows_of(self, source: Source) -> RowLayout:
+        """The rows of which a mask says which tokens are `marks`."""
+        flat = self._flat(entry_at(self.batch, source.key))
+        return self.layout_of(Source("jagged", source.key) if flat is None else flat.source)
 
     def _made(self, source: Source) -> RowLayout:
         way, key, low, width = source
@@ -133,6 +142,19 @@ class Axes:
         if way == "prefix":
             return prefix_of(self.layout_of(Source("mask", key)))
         tensor = entry_at(self.batch, key)
+        if way == "jagged":
+            offsets = offsets_of(tensor)
+            on_host = self.bounds[key] if key in self.bounds else to_host([offsets])[0]
+            return self._read(key, layout_of_offsets, offsets, on_host)
+        if way == "marks":
+            rows = self.rows_of(source)
+            marks = values_of(tensor.detach())[: rows.num_tokens] if tensor.is_nested else tensor
+            if marks.dim() != 1:
+                raise LayoutError(
+                    f'{self.call}: mask field "{show(key)}" has {tuple(marks.shape[1:])} numbers for each token; '
+                    "expected one. Give one entry per token, or name another mask in the registry."
+                )
+            return layout_of_marks(marks, rows)
         if way == "cu_seqlens":
             return self._read(key, RowLayout.from_cu_seqlens, tensor)
         if way == "lengths":
@@ -153,7 +175,8 @@ class Axes:
         if name in self.carried:
             return self._given(name, self.carried[name])
         ways = self.registry.ways(mask)
-        guesses = [way for way in ways if way.part == "prefix"]  # a prefix knows less than another batch's layout
+        # a prefix and the rows of a jagged field know less than another batch's layout
+        guesses = [way for way in ways if way.part == "prefix" or way.form == "jagged"]
         for way in ways:
             axis = None if way in guesses else self._by(way, name, scope)
             if axis is not None:
@@ -169,10 +192,17 @@ class Axes:
 
     def _by(self, way: MaskAxis, name: str, scope: Path) -> Axis | None:
         path = (*scope, *path_of(way.source))
-        tensor = dense_at(self.batch, path)
-        if tensor is None:
+        tensor = entry_at(self.batch, path)
+        if not isinstance(tensor, Tensor):
+            return None
+        if tensor.is_nested:
+            return self._of_jagged(way, name, path, tensor)
+        if way.form == "jagged":
             return None
         if way.form == "mask":
+            flat = None if tensor.dim() != 1 or way.part != "all" else self._flat(tensor)
+            if flat is not None:
+                return Axis(name, Source("marks", path), self, flat.rows, -1)
             if tensor.dim() != 2:
                 remedy = "Give one entry per row and position, or name another mask in the registry."
                 if self.batch.batch_dims > 1:
@@ -193,6 +223,22 @@ class Axes:
         layout = self.layout_of(source)
         tokens = layout.num_tokens if way.form == "cu_seqlens" else None
         return Axis(name, source, self, layout.num_rows, layout.width, tokens, counted=True)
+
+    def _of_jagged(self, way: MaskAxis, name: str, path: Path, field: Tensor) -> Axis | None:
+        """The axis of a jagged field: all tokens of its rows, or those where it is not 0."""
+        if way.form not in ("mask", "jagged") or way.part in ("head", "tail") or Jagged.of(field) is None:
+            return None
+        whole = (way.form == "jagged" and way.part == "all") or way.part == "prefix"
+        source, rows = Source("jagged" if whole else "marks", path), field.size(0)
+        return Axis(name, source, self, rows, -1, counted=whole)
+
+    def _flat(self, tensor: Tensor) -> Axis | None:
+        """The axis of fields [T], if a tensor has as many tokens and the batch no rows."""
+        if tensor.is_nested or self.batch.batch_dims:
+            return None
+        ways = [(name, way) for name, ways in self.registry.axes.items() for way in ways if way.form == "cu_seqlens"]
+        axes = (self._by(way, name, ()) for name, way in ways)
+        return next((axis for axis in axes if axis is not None and axis.tokens == tensor.shape[0]), None)
 
     def anchor_of(self, source: Source, width: int) -> int:
         """The anchor of the layout of a source, `width` columns wide; of a mask, where some axis splits it, or the side
@@ -258,11 +304,12 @@ class Axes:
 
 
 def has_masks(batch: Any, registry: Registry) -> bool:
-    """Whether a batch has LAYOUTS or a field from which a layout is computed. A `prefix` axis does not count, because
-    the layout of another batch is preferred to it."""
+    """Whether a batch has LAYOUTS or a field from which a layout is computed. A `prefix` axis and jagged fields do not
+    count, because the layout of another batch is preferred to them."""
     known = registry_of(registry, "has_masks")
     masks = {mask for spec in known.values() for mask in spec.masks}
-    sources = {path_of(way.source) for mask in masks for way in known.ways(mask) if way.part != "prefix"}
+    ways = [way for mask in masks for way in known.ways(mask) if way.part != "prefix" and way.form != "jagged"]
+    sources = {path_of(way.source) for way in ways}
     return has(batch, LAYOUTS) or any(
         path[-len(source) :] == source for path, _ in flatten(batch) for source in sources
     )

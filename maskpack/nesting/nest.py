@@ -16,12 +16,12 @@ from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import all_values, check_lengths, held_by, jagged_all, requires_grad
+from maskpack.layout.jagged import all_values, check_lengths, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
 from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.read import Opened, Read, read
-from maskpack.nesting.schema import LAYOUTS, FieldForm
+from maskpack.nesting.schema import LAYOUTS, FieldForm, jagged_dim
 from maskpack.nesting.write import PackedField, write
 
 
@@ -81,17 +81,19 @@ def nest_batch_by_mask(
 
 def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
     """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
-    groups: dict[tuple[str, torch.device], dict[Path, Tensor]] = {}
+    groups: dict[tuple[str, torch.device], list[FieldForm]] = {}
     for form in found.schema.forms:
         if form.layout is not None:
-            values = found.values[form.path].contiguous()
+            values = found.values[form.path]
             need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
-            groups.setdefault((form.layout, values.device), {})[form.path] = values
+            groups.setdefault((form.layout, values.device), []).append(form)
     fields: dict[Path, Tensor] = {}
-    for (name, device), values in groups.items():
-        layout = found.layouts[name].to(device)
-        made = jagged_all([*values.values()], layout.offsets, min_length(layout), layout.max_length)
-        fields.update(zip(values, made, strict=True))
+    for (name, device), forms in groups.items():
+        layout, values = found.layouts[name].to(device), [found.values[form.path].contiguous() for form in forms]
+        made = jagged_all(
+            values, layout.offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms]
+        )
+        fields.update(zip((form.path for form in forms), made, strict=True))
     return fields
 
 
@@ -148,7 +150,7 @@ def _nested_fields(
     for path, value in entries:
         form = forms.get(path)
         is_tensor = isinstance(value, Tensor)
-        if not is_tensor or (held_by(value) is None and not value.is_nested):
+        if not is_tensor or not value.is_nested:
             if form is not None and form.layout is not None and not is_tensor:
                 raise LayoutError(
                     f'{call}: field "{show(path)}" is no longer a tensor; expected a jagged tensor. {INTACT}'

@@ -33,8 +33,16 @@ from maskpack.core.keys import Path, show
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, need_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.layout.jagged import held_by, jagged_from
-from maskpack.layout.row_layout import RowLayout, anchored, core_layout, host_spans, layout_of_core, layout_of_table
+from maskpack.layout.jagged import Jagged, jagged_from
+from maskpack.layout.row_layout import (
+    RowLayout,
+    anchored,
+    core_layout,
+    host_spans,
+    layout_of_core,
+    layout_of_table,
+    shared_offsets,
+)
 from maskpack.nesting.schema import LAYOUTS, FieldForm, Schema, name_of_jagged
 
 INTACT = "Restore from the batch that nest_batch_by_mask returned; indexing, chunk, cat and casts are supported."
@@ -203,7 +211,8 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     root = next(iter(types.values())).schema.root
     parts = {key: _tensors_of(key, value, call) for key, value in entries.items() if not key.startswith("types ")}
     first = _first_fields(batch, types.values())
-    offsets = {id(ends): ends for _, ends in (*parts.values(), *first.values()) if ends is not None}
+    ends_of = [*(ends for _, ends in parts.values()), *(own.offsets for own in first.values())]
+    offsets = {id(ends): ends for ends in ends_of if ends is not None}
     tensors: dict[Any, Tensor] = {key: values for key, (values, _) in parts.items()} | offsets
     read = host_words(tensors, tensors)
     lines = {key: _bytes(read[key], values.dtype, key, call) for key, (values, _) in parts.items()}
@@ -216,12 +225,13 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     layouts: dict[str, RowLayout] = {}
     for digest, said in types.items():
         _add_layouts(layouts, digest, said, lines, rows, call)
-    for name, (values, own) in first.items():
+    for name, own in first.items():
         layout = layouts[name]
-        if values.device.type != "cpu":
-            layout = layouts[name] = layout_of_table(layout.width, host_spans(layout), values.device, layout.anchor)
-        if np.array_equal(read[id(own)], layout.row_offsets):
-            layout.__dict__["offsets"] = own  # so that arithmetic between old and new fields works
+        if own.values.device.type != "cpu":
+            layout = layouts[name] = layout_of_table(layout.width, host_spans(layout), own.values.device, layout.anchor)
+        if np.array_equal(read[id(own.offsets)], layout.row_offsets):
+            shared_offsets(layout.row_offsets, layout.device, own.offsets)
+            layout.__dict__["offsets"] = own.offsets  # so that arithmetic between old and new fields works
     pads: dict[Path, Pads] = {}
     for digest, said in types.items():
         ends = parts.get(f"signs {digest}", (None, None))[1]
@@ -270,21 +280,22 @@ def _check_dims(batch: TensorDictBase, path: Path, dims: tuple[int, ...], rows: 
             )
 
 
-def _first_fields(batch: TensorDictBase, types: Collection[Types]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The values and the offsets of the first jagged field of each layout."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+def _first_fields(batch: TensorDictBase, types: Collection[Types]) -> dict[str, Jagged]:
+    """The first jagged field of each layout."""
+    found: dict[str, Jagged] = {}
     for form in [form for said in types for form in _padded(said)]:
         if form.layout is not None and form.layout not in found:
             value = entry_at(batch, form.path)
-            held = held_by(value) if isinstance(value, Tensor) else None
-            if held is not None:
-                found[form.layout] = held
+            own = Jagged.of(value) if isinstance(value, Tensor) else None
+            if own is not None:
+                found[form.layout] = own
     return found
 
 
 def _tensors_of(key: str, value: Any, call: str) -> tuple[Tensor, Tensor | None]:
     """The bytes of an entry, and where its rows begin if it is jagged."""
-    values, ends = (held_by(value) if isinstance(value, Tensor) else None) or (value, None)
+    own = Jagged.of(value) if isinstance(value, Tensor) else None
+    values, ends = (value, None) if own is None else own[:2]
     if not isinstance(values, Tensor) or values.is_nested or values.dtype in _LOSSY or values.layout != torch.strided:
         raise _changed(key, call)
     if values.dim() != (2 if ends is None else 1) or (ends is None) == key.startswith("signs "):

@@ -8,9 +8,9 @@ jagged fields that are compared with axes need values; their batches are planned
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +19,15 @@ from tensordict import TensorDict, TensorDictBase, UnbatchedTensor
 from torch import Tensor
 
 from maskpack.core.bits import DTYPES
-from maskpack.core.keys import Key, Path, show
+from maskpack.core.index import IntArray
+from maskpack.core.keys import Path, show
 from maskpack.core.latest import Latest
 from maskpack.core.pads import ANY_ZERO, PAD_TOKEN_ID, PER_ROW, SIGNED_ZERO, Pads, PadValue, holds
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_object, is_sub_batch, names_of, number_at
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options
 from maskpack.fields.registry import MaskNestingSpec
-from maskpack.layout.jagged import held_by, is_regular, offsets_of, to_host
+from maskpack.layout.jagged import GAPS, Jagged, to_host
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import Axes, Axis, Source
 from maskpack.nesting.jobs import HostJobs, is_away
@@ -43,11 +44,12 @@ class Seen(NamedTuple):
         signature: None if batches like this one are planned anew.
         rows: B, 0 if the rows are no batch dim.
         entries: all but LAYOUTS in key order; sub-batches are Nodes.
-        tensors: of each entry, the strided tensor or the values of the jagged tensor, as they lie in memory; None for
-            others.
+        tensors: of each entry, the strided tensor as it lies in memory, or the values [T, *F] of the jagged tensor;
+            None for others.
         offsets: those of the jagged tensors, each once, [B + 1].
         limits: the least number of values of a field with these offsets.
-        jagged: the number of the offsets of each jagged field.
+        jagged: the number of the offsets of each jagged field. Fields of which the offsets are equal have one.
+        bounds: the offsets on the host, if they were compared.
     """
 
     signature: tuple[Any, ...] | None
@@ -57,6 +59,7 @@ class Seen(NamedTuple):
     offsets: list[Tensor]
     limits: list[int]
     jagged: dict[Path, int]
+    bounds: Sequence[IntArray] = ()
 
 
 def seen_of(batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout]) -> Seen:
@@ -71,6 +74,13 @@ def seen_of(batch: TensorDictBase, options: Options, carried: Nested, stand_in: 
         parts += (name, layout.width, layout.anchor, layout.device, numbers.get(id(whole)), low)
     usual = _add(found, parts, batch, ()) and type(batch) is TensorDict and rows and not (carried.layouts and stand_in)
     usual = usual and all(layout.num_rows == rows for layout in given.values())
+    if len(found.offsets) > 1 and not given:  # as verl has them: each field with its own
+        found = found._replace(bounds=to_host(found.offsets))
+        first: dict[bytes, int] = {}
+        same = [first.setdefault(line.tobytes(), number) for number, line in enumerate(found.bounds)]
+        least = [min(found.limits[at] for at, own in enumerate(same) if own == number) for number in same]
+        jagged = {path: same[number] for path, number in found.jagged.items()}
+        found, parts = found._replace(limits=least, jagged=jagged), [*parts, tuple(same)]
     return found._replace(signature=tuple(parts)) if usual else found
 
 
@@ -82,10 +92,13 @@ def _add(found: Seen, parts: list[Any], batch: Any, path: Path) -> bool:
         own, x = (*path, name), None
         if isinstance(value, Tensor):
             x, number = value, None
-            if type(value) is not Tensor and (held := held_by(value)) is not None:
-                x, number = held[0], _number_of(found, parts, held[1])
+            if type(value) is not Tensor and (rows := Jagged.of(value)) is not None:
+                x, number = rows.values, _number_of(found, parts, rows.offsets)
                 found.jagged[own] = number
                 found.limits[number] = min(found.limits[number], x.shape[0])
+                if rows.dim != 1:
+                    parts.append(rows.dim)
+                    x = x.contiguous()
             is_plain = type(x) is Tensor and not x.is_nested and x.layout is torch.strided
             if not is_plain or x.is_neg() or x.is_conj():
                 usual = False
@@ -160,7 +173,7 @@ class BatchPlan:
         cls, batch: TensorDictBase, options: Options, carried: Nested, stand_in: Mapping[str, RowLayout], seen: Seen
     ) -> BatchPlan:
         """Raises LayoutError and RegistryError for what the registry does not allow."""
-        planner = _Planner(batch, options, carried, stand_in)
+        planner = _Planner(batch, options, carried, stand_in, seen)
         forms = [planner.form(*entry) for entry in seen.entries.items()]
         for at, (form, x) in enumerate(zip(forms, seen.tensors, strict=True)):
             if x is not None:
@@ -231,6 +244,7 @@ class _Planner:
     options: Options
     carried: Nested
     stand_in: Mapping[str, RowLayout]
+    seen: Seen
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
     widths: dict[str, int] = field(default_factory=dict[str, int])
     pads: dict[Path, tuple[PadValue, ...]] = field(default_factory=dict[Path, tuple[PadValue, ...]])
@@ -302,20 +316,16 @@ class _Planner:
         return next(iter(counts.values()), 0)
 
     def declared(self, forms: Iterable[FieldForm]) -> dict[Path, dict[str, Source]]:
-        """`declared` of the plan. A mask that the batch does not give may be that of the jagged fields that have no
-        other one."""
+        """`declared` of the plan."""
         looked = replace(self.axes, _found={})  # those of values are not looked up for the plan
         out = {path: {axis.name: axis.source for axis in axes} for path, axes in self._lines.items()}
-        jagged: list[tuple[FieldForm, dict[str, Source], set[Key]]] = []
         for form in [form for form in forms if form.kind == "jagged"]:
             spec = self.options.registry.find(form.path)
-            axes = {mask: looked.find(mask, form.path) for mask in (() if spec is None else spec.masks)}
-            found = {axis.name: axis.source for axis in axes.values() if axis is not None}
-            jagged.append((form, found, {mask for mask, axis in axes.items() if axis is None}))
-        for form, found, missing in [one for one in jagged if one[1]]:
-            some = jagged if missing else []
-            columns = {other.layout or "" for other, by, lacks in some if not by and missing & lacks}
-            out[form.path] = found | {name: self.sources[name] for name in columns}
+            axes = [looked.find(mask, form.path) for mask in (() if spec is None else spec.masks)]
+            found = {axis.name: axis.source for axis in axes if axis is not None}
+            if found:  # beside a jagged mask a field has its rows, whatever is 0 there
+                rows = {name: Source("jagged", own.key) if own.way == "marks" else own for name, own in found.items()}
+                out[form.path] = rows
         return out
 
     # ---------------------------------------------------------------- tensors
@@ -329,7 +339,11 @@ class _Planner:
         if spec.mask is None:
             return dense
         axes: list[Axis] = []
+        ragged: list[str] = []
         for axis in self._candidates(path, spec):
+            if axis.width < 0:
+                ragged.append(axis.name)
+                continue
             axes.append(axis)
             is_flat = axis.tokens is not None and not self.batch.batch_dims
             if is_flat and value.dim() >= 1 and value.shape[0] == axis.tokens:
@@ -342,6 +356,8 @@ class _Planner:
             if value.dim() and axes and all(value.shape[0] != axis.rows for axis in axes):
                 self._lines[path] = axes
             return dense
+        if not axes and ragged:
+            return replace(dense, reason=f'the rows of its mask "{ragged[0]}" are jagged, without a padded width')
         if not axes:
             registry = self.options.registry
             names = " or ".join(f'"{show(mask)}"' for mask in spec.masks)
@@ -365,45 +381,50 @@ class _Planner:
     def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         """A field that is already nested keeps its form. A new field of a nested batch gets the layout of its spec.
         Other jagged fields have no padded form."""
-        if not is_regular(value):
-            raise LayoutError(
-                f'{self.options.call}: field "{show(path)}" is a nested tensor with gaps, another ragged dim or the '
-                "strided layout; expected torch.jagged with its ragged dim 1, contiguous. Rebuild it with "
-                "torch.nested.nested_tensor(rows, layout=torch.jagged)."
-            )
+        own = Jagged.of(value)
+        if own is None:
+            raise LayoutError(f'{self.options.call}: field "{show(path)}" {GAPS}')
         before = self.carried.forms.get(path)
         if before is not None and before.layout is not None:
             padded = before.kind == "padded"
-            layout = self._use_given(before) if padded else self._own_layout(path, value)
+            layout = self._use_given(before) if padded else self._own_layout(path)
             return replace(before, layout=layout, dtype=value.dtype, hints=() if spec is None else spec.hints)
         if spec is not None and (self.carried.layouts or self.stand_in):
             self.by_value = True  # it has the offsets of an axis or not, whatever it is called
-            offsets = to_host([offsets_of(value)])[0]
+            offsets = to_host([own.offsets])[0]
             fitting = [
                 axis
                 for axis in self._candidates(path, spec)
-                if axis.tokens is None and np.array_equal(offsets, axis.layout.row_offsets)
+                if axis.tokens is None and axis.width >= 0 and np.array_equal(offsets, axis.layout.row_offsets)
             ]
-            fitting.sort(
-                key=lambda axis: axis.layout.offsets is not offsets_of(value)
-            )  # equal lengths may be a coincidence
-            if fitting:
+            fitting.sort(key=lambda axis: axis.layout.offsets is not own.offsets)  # equal lengths may be a coincidence
+            if fitting and own.dim == 1:
                 of_rows = PER_ROW, SIGNED_ZERO, ANY_ZERO
                 pads = [pad for pad in self._pads(path, spec, value) if pad not in of_rows]
                 self.pads[path] = (pads[0] if pads else 0,)
                 layout, dim = self._use(fitting[0]), spec.dim_of(value)
                 return FieldForm(path, "padded", layout, dim, value.dtype, hints=spec.hints)
-        hints = () if spec is None else spec.hints
-        return FieldForm(path, "jagged", self._own_layout(path, value), dtype=value.dtype, hints=hints)
+        axis = None if spec is None else next(filter(partial(self._is_of, path), self._candidates(path, spec)), None)
+        layout = self._own_layout(path) if axis is None else self._use(axis)
+        return FieldForm(path, "jagged", layout, own.dim, value.dtype, hints=() if spec is None else spec.hints)
 
-    def _own_layout(self, path: Path, value: Tensor) -> str:
-        """The layout of a jagged field. Fields with the same offsets share one, named after the first of them."""
-        offsets = offsets_of(value)
-        if id(offsets) not in self._own:
-            name = name_of_jagged(path)
-            self.sources[name], self._rows[name] = Source("jagged", path), offsets.shape[0] - 1
-            self._own[id(offsets)] = name
-        return self._own[id(offsets)]
+    def _is_of(self, path: Path, axis: Axis) -> bool:
+        """Whether an axis is the rows of jagged fields, or lengths, which a jagged field has."""
+        way, key = axis.source[:2]
+        if way == "jagged":
+            return self.seen.jagged[key] == self.seen.jagged[path]
+        if way not in ("lengths", "cu_seqlens"):
+            return False
+        offsets = to_host([self.seen.offsets[self.seen.jagged[path]]])[0]
+        return np.array_equal(offsets, axis.layout.row_offsets)
+
+    def _own_layout(self, path: Path) -> str:
+        """The layout of a jagged field. Fields with equal offsets share one, named after the first of them."""
+        number = self.seen.jagged[path]
+        if number not in self._own:
+            name = self._own[number] = name_of_jagged(path)
+            self.sources[name], self._rows[name] = Source("jagged", path), self.seen.offsets[number].shape[0] - 1
+        return self._own[number]
 
     def _candidates(self, path: Path, spec: MaskNestingSpec) -> Iterator[Axis]:
         """The axes of its masks, in order, each looked up when the ones before it did not match."""
@@ -419,7 +440,9 @@ class _Planner:
                     f'{self.options.call}: two masks of the batch are both called "{name}", an axis and a field; '
                     "expected one. Give the axis another name in the registry."
                 )
-        self.widths[name], self._rows[name] = axis.width, axis.rows
+        self._rows[name] = axis.rows
+        if axis.width >= 0:
+            self.widths[name] = axis.width
         return name
 
     def _use_given(self, before: FieldForm) -> str:

@@ -43,7 +43,7 @@ from maskpack.core.tree import dense_stack, has, need_batch
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options
 from maskpack.layout.jagged import check_lengths, to_host
-from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core
+from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core, shared_offsets
 from maskpack.nesting import device_read
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.jobs import PACKED, RECORDS, describe_padded, is_away, job_table, most_record
@@ -93,7 +93,9 @@ class Opened:
     @cached_property
     def axes(self) -> Axes:
         """Computes the layouts that the core does not make."""
-        return Axes(self.batch, self.options.registry, self.carried.layouts, self.stand_in, self.options.call)
+        bounds = self.seen.bounds
+        known = {path: bounds[number] for path, number in self.seen.jagged.items()} if bounds else {}
+        return Axes(self.batch, self.options.registry, self.carried.layouts, self.stand_in, self.options.call, known)
 
     @property
     def rows(self) -> int:
@@ -233,7 +235,8 @@ def _on_host(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found], s
         if (whole := host.parts.whole_of(place)) is not None:
             layout.__dict__["part_of"] = layouts[host.parts.names[whole]], low
         elif host.parts.origins[origin].way == "jagged":
-            layout.__dict__["offsets"] = seen.offsets[seen.jagged[host.parts.origins[origin].key]].to(torch.int64)
+            own = seen.offsets[seen.jagged[host.parts.origins[origin].key]]
+            layout.__dict__["offsets"] = shared_offsets(layout.row_offsets, layout.device, own)
     layouts = {name: layouts[name] for name in plan.sources}
     opened.check_jagged(layouts)
     fields = [

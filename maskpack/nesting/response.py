@@ -12,7 +12,7 @@ The one-token shift is written once, in `scoring`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import host_offsets, is_regular, jagged
+from maskpack.layout.jagged import GAPS, Jagged, host_offsets, jagged, values_of
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, read_nested
@@ -134,8 +134,9 @@ def scoring(tokens: IntArray) -> IntArray:
 def _no_axis(name: str, call: str) -> LayoutError:
     return LayoutError(
         f'{call}: the batch gives no {name} axis; expected the layout "{name}" of a nested or packed batch, or the '
-        f'mask that the registry computes its axis "{name}" from (RL_FIELDS: from attention_mask). Pass registry= for '
-        "names of your own; else keep the mask in the batch, or nest before it is dropped."
+        f'fields that the registry computes its axis "{name}" from (RL_FIELDS: attention_mask, or jagged input_ids '
+        "and responses). Pass registry= for names of your own; else keep them in the batch, or nest before they are "
+        "dropped."
     )
 
 
@@ -157,15 +158,15 @@ def _pad_of(value: Tensor, dim: int, layout: RowLayout, pads: Sequence[PadValue]
 
 
 def _packed_values(values: Tensor, sequence: RowLayout, call: str) -> tuple[Tensor, bool]:
-    if values.is_nested and is_regular(values):
-        packed = values.values()
+    if values.is_nested and Jagged.of(values) is not None:
+        packed = values_of(values)
         if packed.shape[0] == sequence.num_tokens and np.array_equal(
             host_offsets(values, sequence), sequence.row_offsets
         ):
             return packed, False
         seen = f"jagged with {packed.shape[0]} tokens"
     elif values.is_nested:
-        seen = "nested, but not jagged along dim 1 without gaps"
+        seen = "nested, with gaps between its rows or the strided layout"
     elif tuple(values.shape[:2]) == (sequence.num_rows, sequence.width):
         return pack_torch.pack(values, sequence.to(values.device)), True
     elif values.dim() >= 1 and values.shape[0] == sequence.num_tokens:
@@ -190,6 +191,7 @@ class ResponseAxis:
         ends: whether it is the last tokens of each row by the registry, which a layout of another registry may break.
         counted: whether its layout tells lengths alone; it is the last tokens of each row then.
         shift: how far its columns were moved from those of the tokens.
+        on_rows: whether its columns are the places of tokens in their rows, not those of the padded sequence.
     """
 
     response: RowLayout
@@ -198,6 +200,7 @@ class ResponseAxis:
     ends: bool = False
     counted: bool = False
     shift: int = 0
+    on_rows: bool = False
 
     @classmethod
     def of(
@@ -207,35 +210,43 @@ class ResponseAxis:
         call: str,
         *,
         or_sequence: bool = False,
+        line: RowLayout | None = None,
         nested: Nested | None = None,
+        padded: Collection[str] | None = None,
     ) -> ResponseAxis:
-        """With `or_sequence`, all tokens are the response of a batch that gives no response axis. `nested` is what is
-        known of the batch beside its entries."""
+        """With `or_sequence`, all tokens are the response of a batch that gives no response axis; `line` is the
+        sequence of one that gives none. `nested` is what is known of the batch beside its entries, and `padded` are
+        those of its layouts that have a padded width, None for all."""
         need_batch(batch, call)
         if nested is None:
             nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
         axes = Axes(batch, registry, nested.layouts, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
-        if response is None and or_sequence and sequence is not None:
-            return cls(sequence.layout, sequence.layout, nested)
+        line = None if response is not None and response.counted else line  # where it ends is not known
+        whole = line if sequence is None else sequence.layout
+        if response is None and or_sequence and whole is not None:
+            return cls(whole, whole, nested)
         if response is None:
             raise _no_axis(RESPONSE, call)
-        ways, whole = registry.axes.get(RESPONSE, ()), {way.source for way in registry.axes.get(SEQUENCE, ())}
+        on_rows = response.source.way == "marks"
+        if on_rows and whole is not None:
+            rows = axes.rows_of(response.source)
+            if not np.array_equal(rows.row_offsets, whole.row_offsets):
+                raise LayoutError(
+                    f'{call}: mask field "{show(response.source.key)}" has {rows.num_tokens} entries in '
+                    f'{rows.num_rows} rows; the axis "{SEQUENCE}" has {whole.num_tokens} tokens in {whole.num_rows}, '
+                    "or the rows differ in length; expected one entry for each token. Give the mask of whole rows; one "
+                    'of the responses alone is the axis by MaskAxis("loss_mask", form="jagged") in the registry.'
+                )
+        ways, sources = registry.axes.get(RESPONSE, ()), {way.source for way in registry.axes.get(SEQUENCE, ())}
         counting = [way.form != "mask" or way.part == "prefix" for way in ways]
-        tails = [way.part == "tail" and way.source in whole for way in ways]
+        tails = [way.part == "tail" and way.source in sources for way in ways]
         ends = bool(ways) and all(map(any, zip(counting, tails, strict=True)))
-        # a stored layout does not say where it is from
-        counted = bool(ways) and all(counting) if RESPONSE in nested.layouts else response.counted
-        whole = None if sequence is None else sequence.layout
-        return cls(response.layout, whole, nested, ends, counted, ways[0].shift if ways else 0)
-
-    @classmethod
-    def among(
-        cls, layouts: Mapping[str, RowLayout], registry: MaskNestingRegistry, call: str, *, or_sequence: bool = False
-    ) -> ResponseAxis:
-        """The response axis of a packed batch, given by its layouts."""
-        batch, nested = TensorDict({}, batch_size=[]), NOTHING._replace(layouts=layouts)
-        return cls.of(batch, registry, call, or_sequence=or_sequence, nested=nested)
+        counted = response.counted
+        if RESPONSE in nested.layouts:  # a stored layout does not say where it is from
+            counted = (bool(ways) and all(counting)) or (padded is not None and RESPONSE not in padded)
+        shift = ways[0].shift if ways else 0
+        return cls(response.layout, whole, nested, ends and not on_rows, counted, shift, on_rows)
 
     def need_sequence(self, call: str) -> RowLayout:
         """The sequence layout. Raises LayoutError if there is none."""
@@ -286,6 +297,10 @@ class ResponseAxis:
         own, spans = host_spans(response), host_spans(sequence)
         numbers = np.arange(response.num_rows)
         rows, starts = np.repeat(numbers, np.diff(own.splits)), own.starts + shift
+        if self.on_rows:
+            starts = own.starts - self.shift
+            odd = (starts < 0) | (starts + own.counts > sequence.lengths[rows])
+            return int(rows[odd][0]) if odd.any() else ranges(sequence.row_offsets[rows] + starts, own.counts)
         keys = np.repeat(numbers, np.diff(spans.splits)) * sequence.width + spans.starts
         at = np.searchsorted(keys, rows * sequence.width + starts, side="right") - 1  # the span that holds the start
         if not keys.size:
@@ -324,7 +339,8 @@ class ResponseAxis:
         if form is not None and form.layout is not None:
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
-            return is_regular(value) and np.array_equal(
+            own = Jagged.of(value)
+            return own is not None and np.array_equal(
                 host_offsets(value, self.response, self.sequence), self.response.row_offsets
             )
         spec = registry.find(path)
@@ -345,14 +361,12 @@ class ResponseAxis:
             dim, pads = (1, (0,)) if spec is None else (spec.dim_of(value), spec.pads)
             axis = form.layout if form is not None else next(iter(spec.masks), None) if spec is not None else None
             return self._at_width(path, value, dim, width, pads, call, whole=axis == SEQUENCE)
-        if not is_regular(value):
-            raise LayoutError(
-                f'{call}: field "{show(path)}" is nested, but not jagged along dim 1 without gaps; expected such a '
-                "tensor. Build it with maskpack, or with nested_tensor_from_jagged."
-            )
+        own = Jagged.of(value)
+        if own is None:
+            raise LayoutError(f'{call}: field "{show(path)}" {GAPS}')
         need_gradients(value, f'field "{show(path)}"', call)
-        values, known = value.values(), path in self.nested.pads
-        dim = 1 if spec is None else spec.dim_of(value)
+        values, known = values_of(value), path in self.nested.pads
+        dim = own.dim if own.dim != 1 or spec is None else spec.dim_of(value)
         name, dim = (form.layout, form.ragged_dim) if known and form is not None else (self._axis_of_new(values), dim)
         offsets = host_offsets(value, self.response, self.sequence)
         layout = self.sequence if name == SEQUENCE and self.sequence is not None else self.response

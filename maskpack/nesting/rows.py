@@ -9,7 +9,7 @@ Row bounds are read once for each call. Jagged fields with equal bounds share on
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +25,11 @@ from maskpack.core.keys import Path, show
 from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
 from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, need_batch, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
-from maskpack.layout.jagged import held_by, is_regular, jagged_all, to_host
+from maskpack.layout.jagged import GAPS, Jagged, jagged_all, to_host, values_of
+from maskpack.layout.row_layout import shared_offsets
 from maskpack.nesting.schema import LAYOUTS
 
-Jagged = dict[Path, Any]
+JaggedFields = dict[Path, Any]
 _HOST = torch.device("cpu")
 _INDEXED_AS_WORDS = {
     dtype for name, dtype in DTYPES.items() if name in ("uint16", "uint32", "uint64") or name.startswith("float8")
@@ -46,7 +47,7 @@ def take(batch: TensorDictBase, rows: Rows) -> TensorDict:
         rows: a slice, indices (repeats allowed, negative from the end), or a bool mask [B].
 
     Raises:
-        LayoutError: the batch has no rows, an index is out of range, or a field is nested but not jagged along dim 1.
+        LayoutError: the batch has no rows, an index is out of range, or a nested field has gaps between its rows.
     """
     batch = _with_rows(batch, "take")
     no_single_row(rows, batch.batch_size[0], "take")
@@ -119,7 +120,7 @@ def taken(batch: TensorDictBase, parts: Sequence[Sequence[int]], caller: Caller)
     dense = _without(batch, jagged | odd)
     order = [path for path, _ in entries]
 
-    def part(rows: Sequence[int], own: Jagged) -> TensorDict:
+    def part(rows: Sequence[int], own: JaggedFields) -> TensorDict:
         of_odd = {path: picked(value, index_of(rows, value.device)) for path, value in odd.items()}
         return with_names(_merged(_rows_of(dense, list(rows)), own | of_odd, order, len(rows)), batch)
 
@@ -160,29 +161,29 @@ def joined(batches: Sequence[TensorDictBase], order: IntArray, caller: Caller) -
     return with_names(_merged(_rows_of(dense, order.tolist()), fields, list(entries[0]), order.size), batches[0])
 
 
-def jagged_parts(fields: Jagged, parts: Sequence[Sequence[int]], caller: Caller) -> Iterator[Jagged]:
+def jagged_parts(fields: JaggedFields, parts: Sequence[Sequence[int]], caller: Caller) -> Iterator[JaggedFields]:
     """The jagged fields of each part."""
-    bounds = _bounds(fields, caller)
-    return (_jagged_rows(fields, bounds, np.array(rows, np.int64)) for rows in parts)
+    bounds, dims = _bounds(fields, caller)
+    values = {path: values_of(field) for path, field in fields.items()}
+    return (_jagged_rows(values, bounds, dims, np.array(rows, np.int64)) for rows in parts)
 
 
-def jagged_joined(batches: Sequence[Jagged], order: IntArray, caller: Caller) -> Jagged:
+def jagged_joined(batches: Sequence[JaggedFields], order: IntArray, caller: Caller) -> JaggedFields:
     """The jagged fields of several batches, one after the other, then in an order."""
     if not batches[0]:
         return {}
     flat = {(str(at), *path): value for at, fields in enumerate(batches) for path, value in fields.items()}
-    read = _bounds(flat, caller, 1)
-    whole: Jagged = {}
+    read, dims = _bounds(flat, caller, 1)
+    dims = {path: dims[("0", *path)] for path in batches[0]}
+    whole: JaggedFields = {}
     bounds: dict[Path, IntArray] = {}
     for path in batches[0]:
         own = [read[(str(at), *path)] for at in range(len(batches))]
         bounds[path] = cumulated(np.concatenate([np.diff(each) for each in own]))
-        values = torch.cat(  # rows may begin behind the first value, and end before the last
-            [fields[path].values()[int(each[0]) : int(each[-1])] for fields, each in zip(batches, own, strict=True)]
+        whole[path] = torch.cat(  # rows may begin behind the first value, and end before the last
+            [values_of(fields[path])[int(each[0]) : int(each[-1])] for fields, each in zip(batches, own, strict=True)]
         )
-        ends = torch.from_numpy(bounds[path]).to(values.device)
-        whole[path] = jagged_all([values], ends, 0, int(np.diff(bounds[path]).max(initial=0)))[0]
-    return _jagged_rows(whole, bounds, order)
+    return _jagged_rows(whole, bounds, dims, order)
 
 
 def check_alike(entries: Sequence[Any], caller: Caller, what: str = "") -> None:
@@ -225,56 +226,61 @@ def _said(tensor: Any) -> str:
         return f"a {kind} with batch_size {['rows', *tensor.more_dims] if tensor.more_dims is not None else []}"
     if not isinstance(tensor, Tensor):
         return "Python objects" if is_object(tensor) else f"a {type(tensor).__name__}"
-    if tensor.is_nested and not is_regular(tensor):  # strided nested tensors have no shape
-        return "nested, but not jagged along dim 1 without gaps"
-    kind, shape = ("jagged", tensor.shape[2:]) if tensor.is_nested else ("padded", tensor.shape[1:])
+    if not tensor.is_nested:
+        kind, shape = "padded", tensor.shape[1:]
+    elif (own := Jagged.of(tensor)) is not None:
+        kind, shape = "jagged" if own.dim == 1 else f"jagged along dim {own.dim}", own.values.shape[1:]
+    else:  # strided nested tensors have no shape
+        return "nested, with gaps between its rows or the strided layout"
     return f"{kind} {tensor.dtype} [..., {', '.join(map(str, shape))}] on {tensor.device}"
 
 
-def _bounds(fields: Jagged, caller: Caller, skipped: int = 0) -> dict[Path, IntArray]:
-    """The row bounds of jagged fields on the host; messages leave out the first names of their paths. One
-    synchronisation on CUDA."""
+def _bounds(fields: JaggedFields, caller: Caller, skipped: int = 0) -> tuple[dict[Path, IntArray], dict[Path, int]]:
+    """The row bounds of jagged fields on the host, and their ragged dims; messages leave out the first names of their
+    paths. One synchronisation on CUDA."""
 
     def named(path: Path) -> str:
         return f'field "{show(path[skipped:])}"' if path[skipped:] else "the tensor"
 
-    held: dict[Path, tuple[int, int]] = {}
-    own: dict[int, Tensor] = {}
+    jagged: dict[Path, Jagged] = {}
     for path, value in fields.items():
-        pair = held_by(value)
-        if pair is None:
-            raise caller.fault(
-                f"{named(path)} is nested, but not jagged along dim 1 without gaps; expected such a tensor. "
-                "Build it with maskpack, or with nested_tensor_from_jagged."
-            )
-        held[path] = pair[0].shape[0], id(pair[1])
-        own[id(pair[1])] = pair[1]
-    read = dict(zip(own, to_host(list(own.values())), strict=True)) if own else {}
-    for path, (tokens, number) in held.items():
-        begin, end = int(read[number][0]), int(read[number][-1])
+        own = Jagged.of(value)
+        if own is None:
+            raise caller.fault(f"{named(path)} {GAPS}")
+        jagged[path] = own
+    offsets = {id(own.offsets): own.offsets for own in jagged.values()}
+    read = dict(zip(offsets, to_host([*offsets.values()]), strict=True))
+    bounds = {path: read[id(own.offsets)] for path, own in jagged.items()}
+    for path, own in jagged.items():
+        begin, end, tokens = int(bounds[path][0]), int(bounds[path][-1]), own.values.shape[0]
         if not 0 <= begin <= end <= tokens:
             raise caller.fault(
                 f"{named(path)} has {tokens} values, and offsets from {begin} to {end}; expected offsets of its "
                 "values. Build it with nested_tensor_from_jagged."
             )
-    return {path: read[number] for path, (_, number) in held.items()}
+    return bounds, {path: own.dim for path, own in jagged.items()}
 
 
-def _jagged_rows(fields: Jagged, bounds: dict[Path, IntArray], rows: IntArray) -> Jagged:
-    """Some rows of jagged fields. Those that have equal bounds and one device share their offsets."""
-    out: Jagged = {}
+def _jagged_rows(
+    values: Mapping[Path, Tensor], bounds: Mapping[Path, IntArray], dims: Mapping[Path, int], rows: IntArray
+) -> JaggedFields:
+    """Some rows of jagged fields, given by their values [T, *F]. Those that have equal bounds and one device share
+    their offsets."""
+    out: JaggedFields = {}
     found: dict[Any, list[Path]] = {}
-    for path, value in fields.items():
-        found.setdefault((bounds[path].tobytes(), value.device), []).append(path)
+    for path, own in values.items():
+        found.setdefault((bounds[path].tobytes(), own.device), []).append(path)
     for paths in found.values():
         offsets = bounds[paths[0]]
         lengths = (offsets[1:] - offsets[:-1])[rows]
-        device = fields[paths[0]].device
+        device = values[paths[0]].device
         index = torch.from_numpy(ranges(offsets[rows], lengths)).to(device, non_blocking=True)
-        values = [picked(fields[path].values(), index) for path in paths]
-        ends = torch.from_numpy(cumulated(lengths)).to(device, non_blocking=True)
+        taken = [picked(values[path], index) for path in paths]
         least, most = int(lengths.min()) if lengths.size else 0, int(lengths.max(initial=0))
-        out |= dict(zip(paths, jagged_all(values, ends, least, most), strict=True))
+        made = jagged_all(
+            taken, shared_offsets(cumulated(lengths), device), least, most, [dims[path] for path in paths]
+        )
+        out |= dict(zip(paths, made, strict=True))
     return out
 
 
@@ -328,7 +334,7 @@ def _without(batch: TensorDictBase, fields: Collection[Path], single: Collection
     return unflatten(Node.of(batch).unnamed(), unnamed, batch.batch_size[0])
 
 
-def _merged(dense: TensorDictBase, fields: Jagged, order: Sequence[Path], rows: int) -> TensorDict:
+def _merged(dense: TensorDictBase, fields: JaggedFields, order: Sequence[Path], rows: int) -> TensorDict:
     """Merges dense and jagged fields in their original order."""
     entries = dict(flatten(dense)) | fields
     return unflatten(Node.of(dense), [(path, entries[path]) for path in order], rows)

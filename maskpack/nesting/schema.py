@@ -44,7 +44,7 @@ class FieldForm(_Hashed):
         kind: `padded` [B, S, *F] under a layout, `flat` [T, *F] under a layout, `jagged` on its own layout, `dense` (a
             tensor that stays as it is), `object` (not a tensor) or `node` (a sub-TensorDict).
         layout: the name of the layout of the first three kinds.
-        ragged_dim: the dim of the width of a padded field.
+        ragged_dim: the dim of the width of a padded field, or the ragged dim of a jagged one.
         dtype: the dtype of the field.
         node: batch dims and device of a sub-TensorDict.
         device, shape: of a packed field, the device it came from and the shape of an element, F; else None and ().
@@ -66,6 +66,11 @@ class FieldForm(_Hashed):
     axis: str | None = None
 
     __hash__ = _Hashed.__hash__  # which dataclass would replace
+
+
+def jagged_dim(form: FieldForm) -> int:
+    """The ragged dim of a field with a layout in a nested batch."""
+    return form.ragged_dim if form.kind == "jagged" else 1
 
 
 def name_of_jagged(path: Path) -> str:

@@ -117,8 +117,8 @@ def _unpack_edge(values: Tensor, layout: RowLayout) -> Tensor:
     if layout.num_tokens == 0:
         return out + values.sum() if differentiable else out
     rank = layout.to_mask().cumsum(1)
-    nearest = (rank - 1).clamp_(min=0).add_(layout.offsets[:-1, None]).clamp_(max=layout.num_tokens - 1).view(-1)
-    empty = (layout.offsets.diff() == 0).view(-1, *[1] * (len(shape) - 1))
+    nearest = (rank - 1).clamp_(min=0).add_(layout.cu_seqlens[:-1, None]).clamp_(max=layout.num_tokens - 1).view(-1)
+    empty = (layout.cu_seqlens.diff() == 0).view(-1, *[1] * (len(shape) - 1))
     if differentiable:
         return torch.where(empty, out, values.index_select(0, nearest).view(shape))
     target = words(out)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from maskpack.core.arguments import said
 from maskpack.errors import LayoutError
-from maskpack.layout.jagged import held_by
+from maskpack.layout.jagged import Jagged
 
 _CALL = "packed_log_probs"
 _INTEGERS = (torch.int64, torch.int32)
@@ -47,7 +47,10 @@ def check_sampling_mask(mask: Any, tokens: int, vocabulary: int, device: torch.d
     """Contiguous int64 ids and offsets. Raises LayoutError for anything else; values are checked on the CPU alone."""
     if mask is None:
         return None
-    pair: Any = held_by(mask) if isinstance(mask, Tensor) else mask
+    pair: Any = mask
+    if isinstance(mask, Tensor):
+        own = Jagged.of(mask)
+        pair = None if own is None or own.dim != 1 else own[:2]
     if not (isinstance(pair, tuple) and [type(x) for x in cast("tuple[Any, ...]", pair)] == [Tensor, Tensor]):
         raise LayoutError(
             f"{_CALL}: sampling_mask is {said(mask)}; expected a jagged tensor [T, j] of ids, or a pair of ids [K] and "

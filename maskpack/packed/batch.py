@@ -397,7 +397,7 @@ class PackedBatch:
 def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -> tuple[int, int]:
     """The dim of an element that `dim` of a field is, and its size. Raises LayoutError if there is none."""
     rows = 0 if form.layout is None and packed.schema.root.more_dims is None else 1
-    width = form.ragged_dim if form.kind == "padded" else 1 if form.kind == "jagged" else None
+    width = form.ragged_dim if form.kind in ("padded", "jagged") else None
     dims = rows + len(form.shape) + (width is not None)
     places = [place for place in range(rows, dims) if place != width]
     shared = max(len(dims_above(packed, form.path)) - 1, 0)

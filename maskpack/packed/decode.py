@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,10 +22,10 @@ from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
 from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import RowLayout, host_spans, min_length
+from maskpack.layout.row_layout import RowLayout, host_spans, min_length, shared_offsets
 from maskpack.nesting.jobs import size_of_word, words_of_one
 from maskpack.nesting.nest import rows_only
-from maskpack.nesting.schema import FieldForm, Schema
+from maskpack.nesting.schema import FieldForm, Schema, jagged_dim
 from maskpack.packed.rows import Rows, Share, TokenBody, indices
 from maskpack.packed.table import Frame
 
@@ -243,30 +243,16 @@ def _write_pads(block: IntArray, pads: IntArray, bodies: IntArray) -> None:
     block[:, _PADS + 2] = np.where(pads[:, 2] > 1, pads[:, 1], 0)
 
 
-@dataclass
-class DeviceFields:
-    """Fields that a kernel has decoded on a device.
-
-    Attributes:
-        entries: tensors by path, jagged if the batch is nested.
-        offsets: the offsets of jagged tensors, by layout and device.
-    """
-
-    entries: dict[Path, Tensor] = field(default_factory=dict[Path, Tensor])
-    offsets: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
-
-
 def entries_of(
     packed: PackedBatch,
     forms: Sequence[FieldForm],
     nested: bool,
     device: torch.device | str | None,
-    ready: DeviceFields | None = None,
+    ready: Mapping[Path, Tensor] | None = None,
 ) -> list[tuple[Path, Any]]:
     """Some entries of a batch, each in its own memory, on one device or those of their fields. Tensors are decoded
-    together, but those that are `ready`; layouts go to a device once."""
-    ready = ready or DeviceFields()
-    found: dict[Path, Any] = dict(ready.entries)
+    together, but those that are `ready`, decoded on a device, jagged if the batch is nested."""
+    found: dict[Path, Any] = dict(ready or {})
     wanted = [form for form in forms if form.dtype is not None and form.path not in found]
     jagged: dict[tuple[str, torch.device], list[Path]] = {}
     for path, tensor in (decoded(packed, wanted, nested) if wanted else {}).items():
@@ -278,10 +264,9 @@ def entries_of(
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault((form.layout, tensor.device), []).append(path)
     for (name, home), paths in jagged.items():
-        layout, offsets = packed.layouts[name], ready.offsets.get((name, str(home)))
-        if offsets is None:
-            offsets = torch.from_numpy(np.array(layout.row_offsets)).to(home, non_blocking=True)
-        made = jagged_all([found[path] for path in paths], offsets, min_length(layout), layout.max_length)
+        layout, dims = packed.layouts[name], [jagged_dim(packed.forms[path]) for path in paths]
+        offsets = shared_offsets(layout.row_offsets, home)
+        made = jagged_all([found[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
         found.update(zip(paths, made, strict=True))
     for form in forms:
         if form.node is not None:

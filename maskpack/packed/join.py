@@ -23,7 +23,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.jobs import words_of_one
-from maskpack.nesting.schema import FieldForm, Schema, name_of_jagged
+from maskpack.nesting.schema import FieldForm, Schema, jagged_dim, name_of_jagged
 from maskpack.packed.decode import decoded, dims_above, entries_of, pads_of, shape_in
 from maskpack.packed.rows import Body, Columns, Rows, Segments, TokenBody, TokenSpans, cat_columns, used
 from maskpack.packed.table import Frame, Table, merge, of_values
@@ -58,20 +58,22 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
         for form in batches[0].schema.forms
         if form.kind == "object" and all(batch.forms[form.path].kind == "object" for batch in batches)
     }
-    schema, frames, padded = _schema_together(batches, call)
+    schema, frames, apart = _schema_together(batches, call)
     rows = sum(batch.num_rows for batch in batches)
-    paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in padded]
+    paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in apart]
     columns = [own for own, _ in cat_columns([batch.rows.columns for batch in batches], paths, frames)]
-    apart = [form for form in schema.forms if form.path in padded]
-    columns += [_alone(schema, form, words(padded[form.path]).numpy(), {}, rows) for form in apart]
+    for form in [form for form in schema.forms if form.path in apart]:
+        values, layout = apart[form.path]
+        layouts = {} if layout is None else {form.layout or "": layout}
+        columns.append(_alone(schema, form, words(values).numpy(), layouts, rows))
     return replace(batches[0], num_rows=rows, schema=schema, rows=Rows(columns, frames), objects=objects)
 
 
 def _schema_together(
     batches: Sequence[PackedBatch], call: str
-) -> tuple[Schema, Mapping[str, Frame], dict[Path, Tensor]]:
-    """The schema and the layouts of the rows of several batches, and the fields that they hold in different forms, in
-    padded form."""
+) -> tuple[Schema, Mapping[str, Frame], dict[Path, tuple[Tensor, RowLayout | None]]]:
+    """The schema and the layouts of the rows of several batches, and the fields that they hold in different forms: in
+    padded form, or the values of jagged ones, with their layout."""
     first = batches[0]
     frames = _frames_together(batches)
     if frames is not None:
@@ -83,16 +85,23 @@ def _schema_together(
         [*axes, *(name for column in columns for form in column for name in (form.layout, form.axis))]
     )
     frames = {name: _frame(name, batches) for name in named if name and all(name in batch.frames for batch in batches)}
-    padded: dict[Path, Tensor] = {}
+    apart: dict[Path, tuple[Tensor, RowLayout | None]] = {}
     for at, (form, column) in enumerate(zip(forms, columns, strict=True)):
         if form.kind == "dense":
             _check_axis(form.path, column, batches, frames, call)
         if form.reason == DIFFERENT_FORMS:
-            padded[form.path] = _padded(form, column, batches, frames, call)
-            forms[at] = replace(form, shape=tuple(padded[form.path].shape[1:]))
+            values = _padded(form, column, batches, frames, call)
+            forms[at], apart[form.path] = replace(form, shape=tuple(values.shape[1:])), (values, None)
+        elif form.kind == "jagged" and any(own.layout != form.layout for own in column):
+            both = [*zip(column, batches, strict=True)]
+            lengths = [part.layouts[own.layout or ""].lengths for own, part in both]
+            layout = RowLayout.from_lengths(np.concatenate(lengths))
+            values = [decoded(part, [own], False)[own.path] for own, part in both]
+            forms[at], apart[form.path] = replace(form, layout=name_of_jagged(form.path)), (torch.cat(values), layout)
+            frames[name_of_jagged(form.path)] = layout.width, 0
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
     frames = {name: frame for name, frame in frames.items() if name in kept}
-    return Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes)), frames, padded
+    return Schema(first.schema.root, tuple(forms), tuple((name, *frames[name]) for name in axes)), frames, apart
 
 
 def _frames_together(batches: Sequence[PackedBatch]) -> Mapping[str, Frame] | None:
@@ -197,7 +206,8 @@ def _form(column: Sequence[FieldForm], call: str) -> FieldForm:
     if any(other.dtype != form.dtype for other in column):
         dtypes = [str(other.dtype).removeprefix("torch.") for other in column]
         raise LayoutError(f'{call}: field "{name}" has dtypes {dtypes}; expected one. Cast before packing.')
-    if any((f.kind, f.layout, f.ragged_dim) != (form.kind, form.layout, form.ragged_dim) for f in column):
+    same_layout = form.kind == "jagged" or all(f.layout == form.layout for f in column)
+    if not same_layout or any((f.kind, f.ragged_dim) != (form.kind, form.ragged_dim) for f in column):
         return _apart(column)
     if any(f.shape != form.shape for f in column):
         raise LayoutError(
@@ -326,7 +336,7 @@ def _schema_of_spans(schema: Schema, layout: str, name: str, call: str) -> Schem
             )
         if form.layout is not None:
             kind = "jagged" if form.kind == "padded" else form.kind
-            form = replace(form, kind=kind, layout=name, ragged_dim=1)
+            form = replace(form, kind=kind, layout=name, ragged_dim=jagged_dim(form))
         forms.append(form)
     return Schema(schema.root, tuple(forms), ())
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +35,16 @@ from torch.distributed import ProcessGroup
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import device_here
-from maskpack.core.tree import entry_at, need_batch
+from maskpack.core.tree import dense_at, entry_at, need_batch
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
-from maskpack.fields.registry import Key, Path, path_of, show
-from maskpack.layout.jagged import host_offsets, is_regular
+from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
+from maskpack.layout.jagged import Jagged, host_offsets, values_of
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.nested import NOTHING
 from maskpack.nesting.response import RESPONSE, SEQUENCE, ResponseAxis, scoring
+from maskpack.nesting.schema import Schema
 from maskpack.ops import pack_torch as plain
 from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
@@ -112,8 +114,9 @@ class PackedInputs:
         """Packs the rows of a batch as inputs of a model, without padding.
 
         Args:
-            batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, or
-                the layouts of a nested or packed batch. Padding may be on the left, on the right or on both sides.
+            batch: token ids, and the fields of the sequence and response axes: `attention_mask` and `responses`, the
+                layouts of a nested or packed batch, or jagged `input_ids` and `responses`, or a jagged `loss_mask`.
+                Padding may be on the left, on the right or on both sides.
                 Without `position_ids`, positions count the valid tokens of each row. Where they go back inside a row
                 (of M-RoPE, to zeros), where the numbers of the mask change, or at the `cu_seqlens` or `seq_lens` of a
                 batch of one row, another document begins, which is kept apart as a row is. One synchronisation if
@@ -425,9 +428,28 @@ def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: s
     """The response axis of a batch, by the registry of the options."""
     registry = registry_of(options.registry, call)
     whole = bool(options.scored)
-    if isinstance(batch, PackedBatch):
-        return ResponseAxis.among(batch.layouts, registry, call, or_sequence=whole)  # pyright: ignore[reportUnknownArgumentType]
-    return ResponseAxis.of(batch, registry, call, or_sequence=whole)
+    if not isinstance(batch, PackedBatch):
+        return ResponseAxis.of(batch, registry, call, or_sequence=whole, line=_line_of(batch, options))
+    columns, schema = _columns(batch, registry), cast("Schema", batch.schema)
+    nested, padded = NOTHING._replace(layouts=batch.layouts), {name for name, _, _ in schema.axes}
+    return ResponseAxis.of(columns, registry, call, or_sequence=whole, nested=nested, padded=padded)
+
+
+def _columns(packed: PackedBatch, registry: MaskNestingRegistry) -> TensorDictBase:
+    """The jagged fields from which the registry takes those of the two axes that a packed batch does not name."""
+    names = {name for name in (SEQUENCE, RESPONSE) if name not in packed.layouts}
+    sources = {path_of(way.source) for name in names for way in registry.axes.get(name, ())}
+    paths = [form.path for form in packed.tensors if form.path in sources and form.kind in ("jagged", "flat")]
+    return decompress(packed, *paths, format="nested", device=_CPU) if paths else TensorDict()
+
+
+def _line_of(batch: TensorDictBase, options: ReplayOptions) -> RowLayout | None:
+    """The tokens of a batch [T] or [1, T] as one row, if it has fields that say where the documents in it are."""
+    ids = dense_at(batch, path_of(options.input_ids))
+    if ids is None or ids.dim() > 2 or ids.numel() != ids.shape[-1]:
+        return None
+    known = any(dense_at(batch, (name,)) is not None for name in (*BOUNDS, *LENGTHS, "position_ids"))
+    return RowLayout.from_lengths([ids.numel()]) if known else None
 
 
 def _decoded(packed: PackedBatch, places: Mapping[Key, Path], device: torch.device | None) -> dict[Key, _Field]:
@@ -474,15 +496,15 @@ def _on(field: _Field, layout: RowLayout) -> Tensor | None:
     """The tokens of a field on a layout, packed; None if the field has other rows."""
     _, value, offsets = field
     if value.is_nested:
-        if not is_regular(value):
+        if Jagged.of(value) is None:
             return None
         offsets = host_offsets(value, layout) if offsets is None else offsets
-        return value.values() if np.array_equal(offsets, layout.row_offsets) else None
+        return values_of(value)[: layout.num_tokens] if np.array_equal(offsets, layout.row_offsets) else None
     if value.dim() == 3 and value.shape[2] == layout.width:  # M-RoPE, [B, n, S]
         value = value.movedim(2, 1)
-    if tuple(value.shape[:2]) != (layout.num_rows, layout.width):
-        return None
-    return plain.pack(value, layout.to(value.device))
+    if tuple(value.shape[:2]) == (layout.num_rows, layout.width):
+        return plain.pack(value, layout.to(value.device))
+    return value if value.dim() != 2 and value.shape[:1] == (layout.num_tokens,) else None  # [T] beside cu_seqlens
 
 
 def _picked(

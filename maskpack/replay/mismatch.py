@@ -27,7 +27,7 @@ from torch import Tensor
 from maskpack.core.arguments import said
 from maskpack.core.tensors import need_tensor
 from maskpack.errors import MaskpackWarning, ReplayError
-from maskpack.layout.jagged import is_regular, offsets_of
+from maskpack.layout.jagged import Jagged, offsets_of
 
 _CALL = "compare"
 _SUMS = ("tokens", "non_finite", "k1", "k2", "k3", "abs_mean", "ratio_mean", "outside", "abs_max")
@@ -208,7 +208,7 @@ class _Tokens(NamedTuple):
             need_tensor(x, name, _CALL, ReplayError)
             if name != "mask" and not x.is_floating_point():
                 raise ReplayError(f"{_CALL}: {name} is {x.dtype}; expected floats. Pass log-probs.")
-            fits = x.is_nested and is_regular(x) and x.dim() == 2 if own.is_nested else x.shape == own.shape
+            fits = Jagged.of(x) is not None and x.dim() == 2 if own.is_nested else x.shape == own.shape
             if not fits or own.dim() != 2:
                 raise ReplayError(
                     f"{_CALL}: {name} is {_shown(x)}, log_probs is {_shown(own)}; expected all padded [B, R] or all "

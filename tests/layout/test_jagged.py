@@ -226,11 +226,13 @@ def test_compiled_code_makes_and_takes_jagged_tensors() -> None:
 def test_a_ragged_dim_that_was_set_by_hand_is_seen() -> None:
     """As verl sets it for positions [B, 4, j]; the shape says another."""
     (field,) = jagged.jagged_all([torch.zeros(7, 2)], OFFSETS, 0, 4)
-    assert jagged.is_regular(field)
+    assert jagged.Jagged.of(field).dim == 1
     field._ragged_idx = 2
-    assert not jagged.is_regular(field)
+    own = jagged.Jagged.of(field)
+    assert own.dim == 2
+    assert own.values.shape == (2, 7)
     del field._ragged_idx
-    assert jagged.is_regular(field)  # a torch without this name
+    assert jagged.Jagged.of(field).dim == 1  # a torch without this name
 
 
 def test_jagged_tensors_know_their_shortest_and_their_longest_row() -> None:

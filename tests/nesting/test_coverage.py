@@ -354,7 +354,7 @@ def test_fields_of_an_axis_that_jagged_columns_give_are_no_failure():
     batch["old_log_probs"], batch["advantages"] = jagged(2, 1), torch.ones(2)
     for call in CALLS.values():
         call(batch, mp.RL_FIELDS, pad_token_id=0, strict_mask_nesting=True)
-        with pytest.raises(mp.errors.CoverageError, match=r'"values" .*: row 1 has 2 tokens; mask "sequence" has 4'):
+        with pytest.raises(mp.errors.CoverageError, match=r'"values" .*: row 0 has 3 tokens; mask "response" has 2'):
             call(batch.copy().update({"values": jagged(3, 2)}), mp.RL_FIELDS, pad_token_id=0, strict_mask_nesting=True)
 
 

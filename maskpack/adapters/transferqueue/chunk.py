@@ -32,7 +32,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import not_strict
 from maskpack.fields.registry import MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import held_by, is_regular, jagged_all
+from maskpack.layout.jagged import Jagged, jagged_all
 from maskpack.packed.batch import PackedBatch, compress
 from maskpack.packed.decode import decoded
 from maskpack.packed.values import Values, packed_rows
@@ -83,7 +83,7 @@ def _padded(given: Mapping[str, Tensor | list[Any]], rows: int) -> PackedBatch |
     if not isinstance(mask, Tensor) or mask.is_nested or mask.dim() != 2 or bool(mask.all()):
         return None
     entries: dict[str, Any] = {
-        name: value if isinstance(value, Tensor) and (not value.is_nested or is_regular(value)) else stack_of(value)
+        name: value if isinstance(value, Tensor) and (not value.is_nested or Jagged.of(value)) else stack_of(value)
         for name, value in given.items()
     }
     try:
@@ -118,9 +118,10 @@ def _column(name: str, value: Tensor | list[Any]) -> Values | Objects:
     if isinstance(value, list):
         return Objects(value, 1).stowed()
     if value.is_nested:
-        if (held := held_by(value)) is not None:
-            bounds = held[1].to(torch.int64).numpy()
-            return Values(held[0][bounds[0] : bounds[-1]], np.diff(bounds))
+        own = Jagged.of(value)
+        if own is not None and own.dim <= 2:
+            bounds = own.offsets.to(torch.int64).numpy()
+            return Values(own.values[bounds[0] : bounds[-1]], np.diff(bounds), own.dim)
         rows = value.unbind()
         if rows[0].dim() == 2 and len({row.shape[0] for row in rows}) == 1:  # [F, L]
             lengths = np.array([row.shape[1] for row in rows], np.int64)

@@ -2,7 +2,7 @@
 
 put, clear: the log --> the samples --> the answer;  started: rows of the log, in their order --put--> the samples
 
-rows of a chunk      tags sample, life; "turned FIELD" for rows [F, L] that are stored as [L, F]
+rows of a chunk      tags sample, life
 a run                tag run: the samples here are those of this run
 
 The life of a sample tells which samples of a checkpoint are still those of the log: where a sample was cleared, and
@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from maskpack.errors import StorageError
 from maskpack.packed.batch import PackedBatch
@@ -26,7 +25,6 @@ _log = logging.getLogger(__name__)
 _SEGMENT = 1 << 26
 _LEAST = 1024
 """Hidden rows that are deleted together, and deleted rows after which the log is looked at for dead segments."""
-_TURNED = "turned "
 
 
 class SampleLog(RolloutLog):
@@ -64,10 +62,8 @@ class SampleLog(RolloutLog):
         for rows in self.chunks():
             tags = self.tags(rows)
             if "sample" in tags:
-                empty, packed = False, self.take(rows).own()
-                forms = [replace(f, ragged_dim=2) if _TURNED + f.path[0] in tags else f for f in packed.schema.forms]
-                packed = replace(packed, schema=replace(packed.schema, forms=tuple(forms)))
-                yield packed, tags["sample"], tags["life"], rows.tolist()
+                empty = False
+                yield self.take(rows).own(), tags["sample"], tags["life"], rows.tolist()
             elif tags["run"][-1] == self._run:
                 self.mark = rows.tolist()
             else:
@@ -77,10 +73,8 @@ class SampleLog(RolloutLog):
 
     def add(self, packed: PackedBatch, samples: Sequence[int], lives: Sequence[int]) -> range:
         """Appends rows of samples; returns their numbers."""
-        turned = [form.path[0] for form in packed.tensors if (form.kind, form.ragged_dim) == ("jagged", 2)]
         life = lives[0] if len(set(lives)) == 1 else list(lives)
-        tags: dict[str, Any] = {_TURNED + name: True for name in turned}
-        return self.append(packed, {**tags, "sample": list(samples), "life": life})
+        return self.append(packed, {"sample": list(samples), "life": life})
 
     def hide(self, rows: Iterable[int]) -> None:
         """Deletes rows with others, later: newer ones hide them."""

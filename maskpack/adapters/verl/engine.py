@@ -75,16 +75,8 @@ class ReplayEngine(_Engine):
 
 
 def replay_rows(data: TensorDictBase) -> TensorDictBase:
-    """What replay reads of a micro-batch of verl: token ids, positions and masks. Where prompts and responses are
-    jagged, without an attention mask, it gets one, and the fields of the response are padded to [B, R]."""
-    rows: Any = data.select("input_ids", "position_ids", "attention_mask", *_ON_RESPONSE, strict=False)
-    if rows["responses"].is_nested:
-        prompts, responses = (_prefix_mask(data[name]) for name in ("prompts", "responses"))
-        rows["attention_mask"] = torch.cat([prompts, responses], 1).long()
-        for name in _ON_RESPONSE:
-            if name in rows.keys() and rows[name].is_nested:  # noqa: SIM118
-                rows[name] = rows[name].to_padded_tensor(0, tuple(responses.shape))
-    return rows
+    """What replay reads of a micro-batch of verl: token ids, positions, the mask of padded rows, and the response."""
+    return data.select("input_ids", "position_ids", "attention_mask", *_ON_RESPONSE, strict=False)
 
 
 def on_whole_rows(
@@ -107,9 +99,3 @@ def on_whole_rows(
         )
         for name, value in scored.items()
     }
-
-
-def _prefix_mask(field: Any) -> Tensor:
-    """Bool [B, longest row]: as many true as the row of a jagged field has elements."""
-    counts = field.offsets().diff()[:, None]
-    return torch.arange(int(counts.max()), device=counts.device) < counts

@@ -4,7 +4,7 @@
     TensorDict  padded, jagged, or some of each      --compress-->  PackedProto  --decompress-->  TensorDict
 
 Tensors are stored in a PackedBatch. This module adds what verl's batches have beyond that: metadata that every part
-keeps whole, numpy arrays of objects, and nested tensors that are ragged along their last dim.
+keeps whole, and numpy arrays of objects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.presets import verl
 from maskpack.fields.registry import Path
-from maskpack.layout.jagged import jagged_from, ragged_dim, stated_dim, to_host
 from maskpack.nesting.coverage import check_strict, hidden_tensors
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import batch as packing
@@ -82,41 +81,6 @@ class ArrayColumn:
         return made
 
 
-@dataclass(frozen=True)
-class OddJagged:
-    """How a nested tensor of verl differs from a jagged tensor [B, j, *F] with int64 offsets.
-
-    Attributes:
-        ragged: the ragged dim, 2 for M-RoPE positions [B, 4, j].
-        stated: the ragged dim according to its shape; verl sets `_ragged_idx` by hand.
-        offsets: the dtype of the offsets.
-    """
-
-    ragged: int
-    stated: int
-    offsets: torch.dtype
-
-    @classmethod
-    def of(cls, field: Any) -> OddJagged | None:
-        """None if the tensor does not differ."""
-        odd = cls(ragged_dim(field), stated_dim(field), field.offsets().dtype)
-        return None if (odd.ragged, odd.offsets) == (1, torch.int64) else odd
-
-    def again(self, field: Tensor) -> Any:
-        """Restores the original tensor from a regular one."""
-        offsets = cast("Any", field).offsets()
-        lengths = offsets.diff().tolist()
-        made: Any = torch.nested.nested_tensor_from_jagged(
-            field.values().movedim(0, self.ragged - 1).contiguous(),
-            offsets.to(self.offsets),
-            jagged_dim=self.stated,
-            min_seqlen=min(lengths, default=0),
-            max_seqlen=max(lengths, default=0),
-        )
-        made._ragged_idx = self.ragged
-        return made
-
-
 @dataclass(frozen=True, eq=False)
 class PackedProto:
     """The immutable packed form of a DataProto or a TensorDict. Build one with `compress`.
@@ -126,7 +90,6 @@ class PackedProto:
         rows: the tensors and, of a TensorDict, its Python objects; None for a DataProto without `batch`.
         columns: the `non_tensor_batch`.
         meta_info: of a DataProto. As in verl, every part keeps it whole.
-        odd: how nested tensors that are regular in `rows` differed; `decompress` restores them.
         wide: batch-wide tensors of a TensorDict, such as `indices`. As in verl, every part keeps them whole.
         nested: whether the batch was a result of `nest_batch_by_mask`.
     """
@@ -135,7 +98,6 @@ class PackedProto:
     rows: PackedBatch | None
     columns: Mapping[str, ArrayColumn]
     meta_info: Objects
-    odd: Mapping[Path, OddJagged]
     wide: Mapping[Path, PackedBatch]
     nested: bool
     num_rows: int
@@ -195,16 +157,16 @@ def compress(
         columns = {name: ArrayColumn.of(array) for name, array in data.non_tensor_batch.items()}
         meta_info = Objects(data.meta_info, 0).stowed()
         if batch is None:
-            return PackedProto(kind, None, columns, meta_info, {}, {}, False, len(data))
+            return PackedProto(kind, None, columns, meta_info, {}, False, len(data))
     if not isinstance(batch, TensorDictBase):
         raise wrong_kind("compress", data)
     nested = has(batch, LAYOUTS)
-    batch, odd, wide, jagged = _parts(batch)
+    batch, wide, jagged = _parts(batch)
     # a jagged field with the row lengths of `like` would come back padded
     alike = like is not None and not jagged and tuple(batch.batch_size[:1]) == (like.num_rows,)
     above = like.rows if like is not None and alike else None
     rows = packing.compress(batch, registry=registry, strict_mask_nesting=is_strict, like=above, **options)
-    return PackedProto(kind, rows, columns, meta_info, odd, wide, nested, rows.num_rows)
+    return PackedProto(kind, rows, columns, meta_info, wide, nested, rows.num_rows)
 
 
 def decompress(packed: PackedProto, *, format: Target | None = None, device: torch.device | str | None = None) -> Any:
@@ -233,8 +195,6 @@ def _decoded(
     device = device_here(rows) if device is None else device
     kept: Target = "nested" if packed.nested else "padded"
     batch: Any = packing.decompress(rows, format=kept if format is None else format, device=device, max_bytes=None)
-    for path, odd in packed.odd.items():
-        batch.set(path, odd.again(batch.get(path)))
     for path, whole in packed.wide.items():
         above = batch.get(path[:-1]) if path[1:] else batch
         value = packing.decompress(whole, device=device, max_bytes=None)["value"]
@@ -242,43 +202,20 @@ def _decoded(
     return batch
 
 
-def _parts(batch: TensorDictBase) -> tuple[Any, dict[Path, OddJagged], dict[Path, PackedBatch], bool]:
+def _parts(batch: TensorDictBase) -> tuple[Any, dict[Path, PackedBatch], bool]:
     """A TensorDict that `maskpack.compress` accepts, what it does not contain, and whether a field was jagged."""
-    odd: dict[Path, OddJagged] = {}
     wide: dict[Path, PackedBatch] = {}
-    bounds: dict[Any, Tensor] = {}
-    jagged, changed = False, False
+    jagged = False
     entries: list[tuple[Path, Any]] = []
-    nested = has(batch, LAYOUTS)  # by nest_batch_by_mask: fields share their offsets already
     for path, entry in flatten(batch):
         value: Any = entry
-        new = value
-        if isinstance(entry, Tensor) and entry.is_nested and not nested:
-            jagged = True
-            new, note = _regular(value, bounds)
-            odd |= {} if note is None else {path: note}
-        elif is_object(value) and _is_wide(value):
+        jagged |= isinstance(entry, Tensor) and entry.is_nested
+        if is_object(value) and _is_wide(value):
             wide[path] = packing.compress(TensorDict({"value": value.data}, batch_size=[]))
-            new = NonTensorData(None, batch_size=value.batch_size)
-        changed |= new is not value
-        entries.append((path, new))
+            value = NonTensorData(None, batch_size=value.batch_size)
+        entries.append((path, value))
     rows = batch.batch_size[0] if batch.batch_dims else 0
-    return unflatten(Node.of(batch), entries, rows) if changed else batch, odd, wide, jagged
-
-
-def _regular(field: Any, bounds: dict[Any, Tensor]) -> tuple[Any, OddJagged | None]:
-    """A nested tensor as [B, j, *F] with int64 offsets, and how it differed. verl gives every field offsets of its own;
-    here fields with equal offsets share them, so that one layout is sent and equal fields are found."""
-    if field.layout != torch.jagged or field.lengths() is not None:
-        return field, None
-    odd = OddJagged.of(field)
-    host = to_host([field.offsets()])[0]
-    offsets = bounds.setdefault((str(field.device), host.tobytes()), field.offsets().to(torch.int64))
-    if odd is None and offsets is field.offsets():
-        return field, None
-    values = field.values() if odd is None else field.values().movedim(odd.ragged - 1, 0).contiguous()
-    lengths = np.diff(host)
-    return jagged_from(values, offsets, int(lengths.min(initial=host[-1])), int(lengths.max(initial=0))), odd
+    return unflatten(Node.of(batch), entries, rows) if wide else batch, wide, jagged and not has(batch, LAYOUTS)
 
 
 def _is_wide(value: Any) -> bool:

@@ -27,11 +27,11 @@ from maskpack.core.index import IntArray, cumulated
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
 from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import core_layout, min_length
-from maskpack.nesting.schema import FieldForm
+from maskpack.layout.row_layout import core_layout, min_length, shared_offsets
+from maskpack.nesting.schema import FieldForm, jagged_dim
 from maskpack.nesting.write import with_signs
 from maskpack.packed.cuda.jobs import recipe_of
-from maskpack.packed.decode import DeviceFields, pads_of, shapes_of
+from maskpack.packed.decode import pads_of, shapes_of
 from maskpack.packed.table import SLACK, Table
 
 if TYPE_CHECKING:
@@ -53,10 +53,10 @@ def decode_on_device(
     forms: Iterable[FieldForm],
     nested: bool,
     device: torch.device | str | None,
-) -> DeviceFields:
-    """The fields of `forms` that a kernel decodes; all others are left out. `stored` has the same rows in the widths in
-    which they are stored, which may be larger."""
-    out = DeviceFields()
+) -> dict[Path, Tensor]:
+    """The fields of `forms` that a kernel decodes, jagged if they are `nested`; all others are left out. `stored` has
+    the same rows in the widths in which they are stored, which may be larger."""
+    out: dict[Path, Tensor] = {}
     homes: dict[torch.device | str, list[FieldForm]] = {}
     for form in forms:
         if form.dtype is not None:
@@ -75,7 +75,7 @@ def _decode(
     forms: Sequence[FieldForm],
     nested: bool,
     device: torch.device,
-    out: DeviceFields,
+    out: dict[Path, Tensor],
 ) -> None:
     """Adds the fields of one device, those that the kernel can decode."""
     source, numbers, taken = _source(packed, stored, [form.path for form in forms])
@@ -119,12 +119,15 @@ def _decode(
             assert form.layout is not None
             layout = packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], pads_of(packed, form), layout)
-    out.entries.update(values)
+    out.update(values)
     for name, paths in jagged.items():
-        layout, offsets = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
-        made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length)
-        out.entries.update(zip(paths, made, strict=True))
-        out.offsets[name, str(offsets.device)] = offsets
+        layout, sent = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
+        offsets, dims = (
+            shared_offsets(first[name], sent.device, sent),
+            [jagged_dim(packed.forms[path]) for path in paths],
+        )
+        made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
+        out.update(zip(paths, made, strict=True))
 
 
 def _source(

@@ -51,7 +51,7 @@ _FIELD = ("path", "kind", "dtype", "device", "shape", "hints", "reason")
 _MEMBERS = {
     "padded": (*_FIELD, "layout", "dim"),
     "flat": (*_FIELD, "layout"),
-    "jagged": (*_FIELD, "layout"),
+    "jagged": (*_FIELD, "layout", "dim"),
     "dense": (*_FIELD, "axis"),
     "object": ("path", "kind", "hints", "depth", "stacked", "json", "pickle"),
     "node": ("path", "kind", "node"),
@@ -264,7 +264,7 @@ class _MessageReader:
             fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
             fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
-        if kind == "padded":
+        if kind == "padded" or "dim" in entry:
             dim = _get(entry, "dim", int, call)
             if not 1 <= dim <= len(shape) + 1:
                 fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")

@@ -121,7 +121,7 @@ class _MessageWriter:
         out |= {"device": form.device, "shape": list(form.shape)}
         if form.layout is not None:
             out["layout"] = form.layout
-        if form.kind == "padded":
+        if form.kind == "padded" or form.ragged_dim != 1:
             out["dim"] = form.ragged_dim
         if form.hints:
             out["hints"] = list(form.hints)
