@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -406,29 +406,34 @@ def layout_of_marks(marks: Tensor, rows: RowLayout) -> RowLayout:
     return layout_of_table(rows.width, SpanTable(starts - bounds[row], ends - starts, splits), rows.device)
 
 
-_offsets: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+class _Shared(NamedTuple):
+    """An offsets tensor, which it does not keep alive, and how often it was written to."""
+
+    tensor: ref[Tensor]
+    version: int
+
+
+_shared: dict[tuple[Any, ...], _Shared] = {}
 
 
 def shared_offsets(row_offsets: IntArray, device: torch.device, given: Tensor | None = None) -> Tensor:
-    """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it; on CUDA those
-    of the current stream. Torch takes jagged tensors together only if they have one offsets tensor. If there is none
-    yet, it is `given`, the same numbers on the device, or made."""
-
-    def made() -> Tensor:
-        if given is not None:
-            return given.detach().to(torch.int64)
-        return torch.from_numpy(np.array(row_offsets)).to(device, non_blocking=True)
-
-    if torch.compiler.is_compiling():
-        return made()
+    """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it and nobody
+    writes to it; on CUDA those of the current stream. Torch takes jagged tensors together only if they have one offsets
+    tensor. If there is none yet, it is `given`, the same numbers on the device, or made."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = row_offsets.tobytes(), device, stream, torch.is_inference_mode_enabled()
-    known = _offsets.get(key)
-    if known is None:
-        known = made()
-        if type(known) is Tensor:  # not one of a mode that traces
-            known = _offsets.setdefault(key, known)
-    return known
+    key = row_offsets.tobytes(), device, stream
+    shared = None if torch.compiler.is_compiling() else _shared.get(key)
+    tensor = None if shared is None else shared.tensor()
+    if tensor is not None and shared is not None and tensor._version == shared.version:
+        return tensor
+    tensor = None if given is None else given.to(torch.int64)
+    if tensor is None:
+        tensor = torch.from_numpy(np.array(row_offsets)).to(device, non_blocking=True)
+    if type(tensor) is Tensor and not tensor.is_inference() and not torch.compiler.is_compiling():
+        _shared[key] = own = _Shared(
+            ref(tensor, lambda _: _shared.pop(key, None) if _shared.get(key) is own else None), tensor._version
+        )
+    return tensor
 
 
 def host_spans(layout: RowLayout) -> SpanTable:

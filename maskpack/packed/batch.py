@@ -560,7 +560,7 @@ def _layouts_of(like: Any) -> dict[str, RowLayout]:
     if like is None:
         return {}
     if isinstance(like, PackedBatch):
-        return dict(like.layouts)
+        return {name: like.layouts[name] for name, _, _ in like.schema.axes}  # others have no padded width
     if not isinstance(like, TensorDictBase):
         raise LayoutError(
             f"compress: like is {said(like)}; expected a PackedBatch or a nested TensorDict. Pass the batch that has "

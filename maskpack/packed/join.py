@@ -61,7 +61,9 @@ def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
     schema, frames, apart = _schema_together(batches, call)
     rows = sum(batch.num_rows for batch in batches)
     paths = [form.path for form in schema.forms if form.dtype is not None and form.path not in apart]
-    columns = [own for own, _ in cat_columns([batch.rows.columns for batch in batches], paths, frames)]
+    new = {form.layout: apart[form.path][1] for form in schema.forms if form.path in apart}
+    kept = [name for name in frames if name not in new]
+    columns = [own for own, _ in cat_columns([batch.rows.columns for batch in batches], paths, kept)]
     for form in [form for form in schema.forms if form.path in apart]:
         values, layout = apart[form.path]
         layouts = {} if layout is None else {form.layout or "": layout}
@@ -132,7 +134,7 @@ def _alone(
     given = {} if pads is None else {form.path: pads}
     found = of_values([form], [held], layouts, rows, schema.dense_rows(rows), given)
     assert found is not None
-    return Columns((form.path,), (Body(found.table, {form.path: 0}),), Segments.whole(rows))
+    return Columns((form.path,), (Body(found.table, {form.path: 0}),), Segments.whole(rows), (*layouts,))
 
 
 def table_of_rows(packed: PackedBatch) -> Table:
