@@ -3,7 +3,8 @@ attention, and an output layer on all of their tokens.
 
     part = PackedRows.of(batch, rows)        hidden(model, part) -> [T, H]        Liger's layers: with_liger(model)
 
-Models are transformers' own, with torch's varlen FlashAttention 2 in the place of their attention.
+Models are transformers' own, with torch's varlen FlashAttention 2 in the place of their attention. Without bounds it
+does what transformers does for flash-attn: it takes them from position ids, in each layer, or unpads by the mask.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_flash_attention_utils import _pad_input, _prepare_from_posids, _unpad_input, _upad_input
 from transformers.models.qwen3 import modeling_qwen3
 
 from maskpack.ops.attention import packed_attention
@@ -88,21 +91,38 @@ def hidden(model: Any, part: PackedRows) -> Tensor:
 
 
 def _varlen(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))
-    bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    if q.is_cuda:
-        from torch.nn.attention.varlen import varlen_attn
-
-        out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0))
+    # under autocast, rotary tables widen queries and keys
+    query, key, value = (x.transpose(1, 2).to(value.dtype) for x in (query, key, value))
+    rows, width = query.shape[:2]
+    if attention_mask is not None:
+        q, k, v, places, (bounds, _), (longest, _) = _upad_input(query, key, value, attention_mask, width, _unpad_input)
+        return _pad_input(_attend(q, k, v, bounds, longest, scaling), places, rows, width), None
+    if kwargs.get("cu_seq_lens_q") is not None:
+        q, k, v, bounds, longest = query[0], key[0], value[0], kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     else:
-        out = packed_attention(q, k, v, bounds, longest, scale=scaling)
-    return out[None], None
+        q, k, v, (bounds, _), (longest, _) = _prepare_from_posids(query, key, value, kwargs["position_ids"])
+    return _attend(q, k, v, bounds, longest, scaling).unflatten(0, (rows, width)), None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    if not q.is_cuda:
+        return packed_attention(q, k, v, bounds, int(longest), scale=scale)
+    from torch.nn.attention.varlen import varlen_attn
+
+    out: Any = varlen_attn(q, k, v, bounds, bounds, int(longest), int(longest), scale=scale, window_size=(-1, 0))
+    return out
 
 
 AttentionInterface.register(VARLEN, _varlen)
-AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)
+AttentionMaskInterface.register(VARLEN, flash_attention_mask)
 
 
 def with_liger(model: Any) -> Any:

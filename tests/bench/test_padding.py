@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from torch import Tensor, nn
 
 from bench.harness.padding import PaddedBytes
@@ -79,3 +80,25 @@ def test_what_a_module_makes_may_be_left_out() -> None:
         assert made.bytes == 2 * 4 * ROWS * WIDTH  # the input, and the product
         layer(torch.zeros(ROWS, WIDTH))
     assert made.bytes == 4 * 4 * ROWS * WIDTH
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, int]:
+    """By the ways of the benchmark of verl's engine, on its smallest batch."""
+    needs("verl")
+    from bench.cases import verl_engine as bench
+    from bench.harness.registry import load
+
+    sizes, device = load("verl-engine").tiny["sizes"], torch.device("cpu")
+    with bench._alone(device):
+        ways = bench.Stage.of(sizes, device).ways
+        return {name: bench.padded_bytes(way) for name, way in ways.items()}
+
+
+def test_verl_packs_without_padding_and_its_padded_path_pads(counted: dict[str, int]) -> None:
+    assert counted["verl"] == 0 < counted["verl, padded"]
+
+
+@pytest.mark.xfail(strict=True, reason="rows without an attention mask are padded for replay")
+def test_replay_pads_nothing(counted: dict[str, int]) -> None:
+    assert counted["replay"] == 0
