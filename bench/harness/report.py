@@ -4,9 +4,9 @@
      rows: [{case, name, value, unit, target, met}], rounds: [{done, of, unit, medians: {name: value}}]}
 
 A target is text, ">= 15" or "<= 4"; `target` and `met` are null where a figure has none. Where torch sees a GPU, the
-machine has its name, `gpu`, and the versions have that of triton; where transformers, TRL or TransferQueue was used,
-its. `complete` says whether the run came to its end; files without it are of such runs. If not, `rounds` are those of
-works that were timed, and whose figures are not in the rows.
+machine has its name, `gpu`, and the versions have that of triton; where transformers, TRL, TransferQueue or verl was
+used, its. `complete` says whether the run came to its end; files without it are of such runs. If not, `rounds` are
+those of works that were timed, and whose figures are not in the rows.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def versions() -> dict[str, str]:
     """Of everything that a figure depends on."""
     kernels = {"triton": importlib.import_module("triton").__version__} if torch.cuda.is_available() else {}
     others = {
-        name: sys.modules[name].__version__ for name in ("transformers", "trl", "transfer_queue") if name in sys.modules
+        name: sys.modules[name].__version__
+        for name in ("transformers", "trl", "transfer_queue", "verl")
+        if name in sys.modules
     }
     return {
         "python": platform.python_version(),
