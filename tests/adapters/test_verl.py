@@ -27,7 +27,7 @@ from own_ray import own_ray
 from pickled import check_pickles
 from samples import PAD, freeze, rollout
 from samples import assert_same as same_bits
-from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
+from tensordict import NonTensorData, NonTensorStack, TensorDict, is_non_tensor, is_tensor_collection
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import (
@@ -119,11 +119,33 @@ def bits(x):
 
 
 def assert_same(a, b):
-    """The same types, key orders, shapes, dtypes and bits, all the way down, and the same dims ragged."""
+    """The same types, key orders, shapes, dtypes and bits, all the way down, and the same dims ragged. What comes back
+    of jagged tensors has int64 offsets, and a shape that says which dim is ragged."""
+    if all(map(is_true, nested_of(a))):
+        b = with_true(b)
     same_bits(a, b)
     stated = [[isinstance(size, int) for size in x.shape] for part in (a, b) for x in nested_of(part)]
     half = len(stated) // 2
     assert stated[:half] == stated[half:]
+
+
+def is_true(x):
+    return x.offsets().dtype == torch.int64 and not isinstance(x.shape[x._ragged_idx], int)
+
+
+def with_true(value):
+    """The batch with such tensors; verl makes int32 offsets, and sets the ragged dim of another shape by hand."""
+    if isinstance(value, DataProto):
+        return DataProto(with_true(value.batch), value.non_tensor_batch, value.meta_info)
+    if is_tensor_collection(value) and not is_non_tensor(value):
+        out = value.copy()
+        for name, own in value.items():
+            out.set(name, with_true(own))
+        return out
+    if not isinstance(value, torch.Tensor) or not value.is_nested or is_true(value):
+        return value
+    offsets = value.offsets().long()
+    return torch.nested.nested_tensor_from_jagged(value.values(), offsets, jagged_dim=value._ragged_idx)
 
 
 def nested_of(value):

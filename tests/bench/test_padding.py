@@ -99,6 +99,5 @@ def test_verl_packs_without_padding_and_its_padded_path_pads(counted: dict[str, 
     assert counted["verl"] == 0 < counted["verl, padded"]
 
 
-@pytest.mark.xfail(strict=True, reason="rows without an attention mask are padded for replay")
 def test_replay_pads_nothing(counted: dict[str, int]) -> None:
     assert counted["replay"] == 0
