@@ -469,11 +469,14 @@ def same_bits(x, y):
 
 
 def check_parts(group, rows, batch, plan):
-    """A method for micro-batches sees those with rows, and gives every row once, padded and nested."""
+    """A method for micro-batches sees those with rows, and gives every row once, padded and nested. A plan without
+    micro-batches calls it once."""
     assert_same(group.call("echo_in_parts", rows, plan=plan), batch)
     values, sizes, tokens = group.call("scale_in_parts", rows, 3.0, plan=plan)
     assert same_bits(values["values"], batch["old_log_probs"] * 3.0)
-    assert [len(own) for own in sizes] == [sum(own.counts) - sum(own.dummies) for own in plan.plans]
+    assert [len(own) for own in sizes] == [
+        sum(own.counts) - sum(own.dummies) if own.micro_batches else 1 for own in plan.plans
+    ]
     assert sizes == group.call("count_in_parts", rows, plan=plan)
     assert sum(map(sum, sizes)) == len(batch)
     assert sum(map(sum, tokens)) == batch["attention_mask"].sum().item()
@@ -494,8 +497,18 @@ def test_a_method_for_micro_batches(group, batch, most):
     check_parts(group, packed, batch, group.plan(packed, 1, options=options))
 
 
-def test_a_plan_of_fewer_rows_than_ranks(group, batch):
-    """Ranks without rows run as many micro-batches, none of which has rows."""
+@pytest.mark.parametrize("rows", [0, 1, 2])
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_a_plan_of_fewer_rows_than_ranks(group, batch, rows, updates):
+    """Ranks without rows run as many micro-batches, none of which has rows; also where no rank has any."""
+    few = group.pack(batch)[1 : 1 + rows]
+    tokens = batch["response_mask"][1 : 1 + rows].sum(-1)
+    plan = group.plan(few, B, options=PlanOptions(num_updates=updates), loss_tokens=tokens)
+    assert len({tuple(own.counts) for own in plan.plans}) == 1
+    check_parts(group, few, batch[1 : 1 + rows], plan)
+
+
+def test_dummies_of_ranks_without_rows(group, batch):
     few = group.pack(batch)[1:3]
     plan = group.plan(few, 1, options=PlanOptions(cost=np.ones_like, multiple_of=2))
     assert [own.counts for own in plan.plans] == [[2]] * RANKS

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import KINDS, MODES, Case, Flops, cases, many, real, tree_of
+from tensordict import TensorDict
 
 from maskpack.planning import MicroBatchPlan, PlanOptions, balance_rows, plan_micro_batches, plan_ranks
 
@@ -176,11 +178,11 @@ def test_ranks_have_like_work_at_the_same_time() -> None:
 # -------------------------------------------------------------------- loss weights
 
 
-def whole_loss(losses: Any, mask: Any, rows: Sequence[int], mode: str) -> float:
+def whole_loss(losses: Any, mask: Any, rows: Sequence[int], mode: str) -> Any:
     """The loss of these rows at once, token by token."""
     total, tokens, counted = 0.0, 0.0, 0
     for row in rows:
-        own = [(float(losses[row][place]), float(mask[row][place])) for place in range(len(mask[row]))]
+        own = [(losses[row][place], float(mask[row][place])) for place in range(len(mask[row]))]
         amount = sum(weight for _, weight in own)
         if amount == 0:
             continue
@@ -248,6 +250,54 @@ def test_losses_of_all_ranks_add_up_to_the_loss_of_the_unsplit_batch(
             )
             want = whole_loss(losses, mask, rows, mode)
             assert math.isclose(found, want, rel_tol=1e-12, abs_tol=1e-12), (found, want)
+
+
+FEW: dict[str, Any] = {
+    "rows": {},
+    "a group": {"groups": ["a", "b", "b"]},
+    "a tree": {"tree": [(1, 2), (1, 3), (1, 3)]},
+    "both": {"groups": ["a", "b", "b"], "tree": [(1, 2), (1, 3), (1, 3)]},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("updates", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_fewer_rows_than_ranks(count: int, ranks: int, updates: int, kind: str, mode: Any) -> None:
+    """All ranks run equally often; results come in order, and gradients are those of a loop over rows and tokens."""
+    more = {key: tree_of(some[:count]) if key == "tree" else some[:count] for key, some in FEW[kind].items()}
+    mask = [[1, 1, 0], [0, 1, 0], [1, 1, 1]][:count]
+    options = PlanOptions(num_updates=updates, multiple_of=2)  # so that ranks with rows run dummies, too
+    plans = plan_ranks([2] * count, ranks, 2, loss_tokens=[sum(row) for row in mask], options=options, **more)
+    assert len({tuple(plan.counts) for plan in plans.plans}) == 1
+    assert (sum(plans.plans[0].counts) > 0) is (count > 0)
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, dtype=torch.float64, generator=generator).requires_grad_()
+    inputs, of_loss = torch.randn(count, 3, 3, dtype=torch.float64, generator=generator), torch.tensor(mask).view(-1, 3)
+    seen: list[int] = []
+    for number in range(updates):
+        found, rows = torch.zeros(3, dtype=torch.float64), list[int]()
+        for own, plan in zip(plans.rows, plans.plans, strict=True):
+            batch = TensorDict({"x": inputs[own], "mask": of_loss[own]}, batch_size=[len(own)])
+            parts = list(plan.apply(batch, number))
+            assert len(parts) == plan.counts[number]
+            rows += [own[row] for some in real(plan)[number] for row in some]
+            for part, factors in zip(parts, plan.loss_weights(mode, number), strict=True):
+                token_loss = (part["x"] @ weight).square()
+                loss = (torch.from_numpy(factors) * (token_loss * part["mask"]).sum(-1)).sum()
+                found += torch.autograd.grad(loss, weight)[0] / ranks  # their mean, as DDP has it
+        token_loss = [[(inputs[row, place] @ weight).square() for place in range(3)] for row in range(count)]
+        whole = whole_loss(token_loss, mask, rows, mode) + 0 * weight.sum()
+        assert torch.allclose(found, torch.autograd.grad(whole, weight)[0], rtol=1e-12, atol=1e-14)
+        assert bool(found.any()) is bool(rows)
+        seen += rows
+    assert sorted(seen) == list(range(count))
+    for own, plan in zip(plans.rows, plans.plans, strict=True):
+        outputs = [part * 2 for part in plan.apply(inputs[own])]
+        assert torch.equal(plan.restore(outputs) if outputs else inputs[own], inputs[own] * 2)
 
 
 def test_loss_weights_by_hand() -> None:
