@@ -34,6 +34,7 @@ from maskpack.fields.options import Options, Registry
 from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.axes import has_masks
 from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import layouts_entry, read_nested
@@ -47,7 +48,7 @@ from maskpack.packed.file.codec import check_codec
 from maskpack.packed.file.container import Pieces, file_bytes, read_message
 from maskpack.packed.file.read import read_batch
 from maskpack.packed.file.write import write_message
-from maskpack.packed.join import check_named, joined, narrowed, restricted, table_of_rows, tokens_taken
+from maskpack.packed.join import check_named, check_uids, joined, narrowed, restricted, table_of_rows, tokens_taken
 from maskpack.packed.pickling import from_parts, to_parts
 from maskpack.packed.rows import Rows, TokenSpans, numbers_of
 from maskpack.packed.table import Table
@@ -462,7 +463,7 @@ def compress(
     Args:
         batch: as for `nest_batch_by_mask`, as are the other arguments; it is not changed.
         like: a packed or nested batch with the same rows. Its layouts replace masks that `batch` lacks, as the outputs
-            of a worker do.
+            of a worker do. If `batch` has no mask at all, and both have a field `uid`, this is compared.
         codec: `zstd` compresses the bytes when the batch is pickled, saved or turned into bytes, for slow networks
             (docs/benchmarks.md shows when it helps); needs maskpack[zstd]. Operations on rows use uncompressed bytes.
 
@@ -481,6 +482,8 @@ def compress(
     options = Options.of("compress", registry, pad_token_id, strict_mask_nesting, verify).of_this_process()
     stand_in = _layouts_of(like)
     opened = Opened.of(batch, options, stand_in)
+    if like is not None and not has_masks(opened.batch, options.registry):
+        check_uids(opened.batch, like, "compress")
     table, schema = encoded_batch(opened)
     off = off_axis(opened, table.layouts) if opened.plan.declared else {}
     check_coverage(schema.forms, opened.batch, options, off)

@@ -1,24 +1,26 @@
 """Concatenates packed batches by rows (`joined`) and by fields (`merged`), and takes some fields (`restricted`), a part
-of one (`narrowed`), or spans of tokens (`tokens_taken`)."""
+of one (`narrowed`), or spans of tokens (`tokens_taken`). `check_uids` compares rows before their fields are joined."""
 
 from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from maskpack.core import abi
 from maskpack.core.bits import Words, words
 from maskpack.core.objects import NotInJson, Objects, to_json
 from maskpack.core.pads import Pads
-from maskpack.core.tree import Node, unflatten
+from maskpack.core.tree import Node, entry_at, is_object, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 DIFFERENT_FORMS = "its batches hold it in different forms"
 """The reason of a field that stays padded because the batches hold it in different forms."""
+UID: Path = ("uid",)
+"""The field that trainers name rows, or groups of rows, by."""
 
 
 def joined(batches: Sequence[PackedBatch], call: str) -> PackedBatch:
@@ -359,6 +363,36 @@ def merged(parts: Sequence[PackedBatch], order: Sequence[Path]) -> PackedBatch:
         rows=Rows(used(columns), frames),
         objects={path: held for part in parts for path, held in part.objects.items()},
     )
+
+
+def check_uids(ours: TensorDictBase | PackedBatch, theirs: TensorDictBase | PackedBatch, call: str) -> None:
+    """Raises LayoutError if rows whose fields are joined by position have other uids, as far as both have some."""
+    uids = _uids_of(ours)
+    others = _uids_of(theirs) if uids else []
+    for row, (own, other) in enumerate(zip(uids, others, strict=False)):
+        if own != other and None not in (own, other):
+            raise LayoutError(
+                f'{call}: field "uid" of row {row} is {reprlib.repr(own)}, and {reprlib.repr(other)} in the batch that '
+                "is joined with it; expected the same rows in the same order. Take the rows of one in the order of the "
+                "other, or leave the field out of one of them if its values may differ."
+            )
+
+
+def _uids_of(batch: TensorDictBase | PackedBatch) -> list[Any]:
+    """The uid of each row, None for what is no text, bytes or whole number; an empty list if rows have none."""
+    value: Any
+    if isinstance(batch, TensorDictBase):
+        value = entry_at(batch, UID)
+        value = Objects.of(value) if is_object(value) else value
+    else:
+        form, value = batch.forms.get(UID), batch.objects.get(UID)
+        if form is not None and form.kind == "dense":
+            value = decoded(batch, [form], True)[UID]
+    if isinstance(value, Objects):
+        return [item if isinstance(item, str | bytes | int) else None for item in value.data] if value.depth else []
+    if not isinstance(value, Tensor) or value.is_nested or value.is_floating_point() or value.is_complex():
+        return []
+    return cast("list[Any]", value.tolist()) if value.dim() else []
 
 
 # -------------------------------------------------------------------- values

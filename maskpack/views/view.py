@@ -27,7 +27,7 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.layout.row_layout import RowLayout
 from maskpack.packed.batch import PackedBatch, Target, decompress
 from maskpack.packed.decode import MAX_BYTES, shape_of
-from maskpack.packed.join import check_named
+from maskpack.packed.join import UID, check_named, check_uids
 from maskpack.packed.rows import Rows, Segments, TokenSpans, cat_columns, used
 from maskpack.packed.table import table_of_layouts
 from maskpack.views.column_group import (
@@ -230,7 +230,8 @@ class BatchView:
         """Adds or replaces the fields of `other`, a view of the same rows. New fields come last. No data moves.
 
         A view knows which rows it has: the results of a call, and fields that were put `onto` a view, stand for the
-        rows that they were computed from. Rows that were packed separately are compared by their lengths only.
+        rows that they were computed from. Rows that were packed separately are compared by their lengths, and by their
+        field `uid` if both have one and its values are in this process.
 
         Raises LayoutError if `other` has other rows, the same rows in another order, or other row lengths in a layout
         of the same name.
@@ -310,7 +311,7 @@ def _dims(view: BatchView) -> dict[Path, tuple[int, ...] | None]:
 
 
 def _check_rows(view: BatchView, other: BatchView) -> None:
-    """Raises LayoutError if `other` has other rows than `view`, as far as both know their origins."""
+    """Raises LayoutError if `other` has other rows than `view`, as far as both know their origins and uids."""
     ours, theirs = (Origins.together([group.origins() for group in some.groups]) for some in (view, other))
     odd = ours.difference(theirs)
     if odd is not None:
@@ -321,6 +322,13 @@ def _check_rows(view: BatchView, other: BatchView) -> None:
             "of both alike, or add the fields first; to_packed(get=ray.get) returns fields that can be combined with "
             "any rows."
         )
+    if _has_uids_here(view) and _has_uids_here(other):
+        check_uids(view.to_packed(UID), other.to_packed(UID), "BatchView.with_fields")
+
+
+def _has_uids_here(view: BatchView) -> bool:
+    held = [part.held for group in view.groups if UID in group.paths for part in group.parts]
+    return bool(held) and all(isinstance(batch, PackedBatch) for batch in held)
 
 
 def _check_fields(views: Sequence[BatchView]) -> None:

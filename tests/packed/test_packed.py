@@ -34,6 +34,7 @@ from maskpack import (
 )
 from maskpack.core.pads import ANY_ZERO
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning
+from maskpack.nesting import take
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.planning import plan_micro_batches
 from maskpack.views import BatchView
@@ -265,6 +266,23 @@ def test_like_gives_the_missing_masks() -> None:
         compress(out, strict_mask_nesting=True)
     masked = compress(batch.select("attention_mask"), like=packed)  # whose split no field of its own tells
     assert masked.layouts["sequence"].anchor == packed.layouts["sequence"].anchor == 4
+
+
+def test_like_has_the_same_rows_by_its_uids() -> None:
+    batch, order = rollout(), [1, 0, 2, 3, 4, 5]
+    batch["attention_mask"][:, 4:] = batch["response_mask"] = torch.ones(6, 8, dtype=torch.int64)  # equal lengths
+    like = compress(batch, pad_token_id=0)
+    out = TensorDict({"uid": batch.get("uid"), "values": torch.rand(6, 8)}, [6])
+    text = (
+        "compress: field \"uid\" of row 0 is 'u1', and 'u0' in the batch that is joined with it; expected the same rows"
+    )
+    for known in (like, decompress(like, format="nested")):
+        with pytest.raises(LayoutError, match=text):
+            compress(take(out, order), like=known)
+        assert_same_batch(decompress(compress(take(take(out, order), order), like=known)), out)
+        assert compress(take(out, order).exclude("uid"), like=known).lengths("response").tolist() == [8] * 6
+        whole = take(batch, order)  # rows with masks of their own may be others
+        assert_same_batch(decompress(compress(whole, like=known, pad_token_id=0)), whole)
 
 
 # -------------------------------------------------------------------- the wire

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import pickle
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from oracle import assert_same_rows
 from samples import assert_same, entry_of, kinds_of
 from strategies import Case, RowOp, batches, row_ops, rows_after
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from maskpack import MaskNestingSpec, PackedBatch, compress, decompress
 from maskpack import unnest_batch_by_mask as unnest
@@ -564,7 +565,7 @@ def test_a_dense_field_of_another_width_is_known_at_once() -> None:
 
 def test_fields_that_do_not_fit_the_view() -> None:
     view = BatchView.of(pack(rollout()))
-    for other in (BatchView.of(pack(rollout())[::-1]), BatchView.of(pack(rollout(response=7)))):
+    for other in (BatchView.of(pack(rollout().exclude("uid"))[::-1]), BatchView.of(pack(rollout(response=7)))):
         with pytest.raises(LayoutError, match=r'^BatchView\.with_fields: layout "'):
             view.with_fields(other)
     deep = compress(TensorDict({"d": torch.zeros(7, 3)}, [7, 3]))
@@ -574,6 +575,56 @@ def test_fields_that_do_not_fit_the_view() -> None:
             base.with_fields(fields)
     with pytest.raises(LayoutError, match=r"batch_size \[\], so its rows are not a batch dim"):
         BatchView.of(compress(TensorDict({"x": torch.zeros(3)}, [])))
+
+
+UIDS: dict[str, Any] = {
+    "text": ["a", "b", "a", "c"],
+    "bytes": [b"a", b"b", b"a", b"c"],
+    "mixed": ["a", 7, "a", b"c"],
+    "integers": torch.tensor([5, 6, 5, 1 << 60]),
+    "words": torch.tensor([[5, 1], [6, 1], [5, 1], [5, 2]], dtype=torch.int16),
+}
+
+
+def named(uids: Any, rows: Sequence[int], **fields: torch.Tensor) -> TensorDict:
+    own = uids[list(rows)] if isinstance(uids, torch.Tensor) else NonTensorStack(*[uids[row] for row in rows])
+    return TensorDict({"uid": own, **fields}, [len(rows)])
+
+
+@pytest.mark.parametrize("kind", UIDS)
+def test_rows_of_equal_lengths_in_another_order_are_known_by_their_uids(kind: str) -> None:
+    uids, scores, store = UIDS[kind], torch.arange(4.0), Store()
+    view = BatchView.of(compress(named(uids, range(4), x=torch.zeros(4))))[::-1][::-1]
+    for rows in ([0, 1, 2, 3], [2, 1, 0, 3]):  # rows with one uid are not told apart
+        assert view.with_fields(compress(named(uids, rows, score=scores))).materialize()["score"].tolist() == [
+            0,
+            1,
+            2,
+            3,
+        ]
+    order = [3, 1, 0, 2]
+    fields = compress(named(uids, order, score=scores[order]))
+    own, other = (uids[row].tolist() if isinstance(uids, torch.Tensor) else uids[row] for row in (0, 3))
+    text = re.escape(f'with_fields: field "uid" of row 0 is {own!r}, and {other!r} in the batch that is joined with it')
+    with pytest.raises(LayoutError, match=text):
+        view.with_fields(fields)
+    back = fields.take(np.argsort(order))
+    assert view.with_fields(back).materialize()["score"].tolist() == [0, 1, 2, 3]
+    assert view.with_fields(fields.select("score")).num_rows == 4, "one of them has none"
+    assert store.put(fields).with_fields(view.to_packed()).num_rows == 4, "one of them is elsewhere"
+
+
+def test_uids_that_are_not_compared() -> None:
+    """One for all rows, objects of other types, numbers with NaN, tokens."""
+    view = BatchView.of(compress(named(["a", "b"], [0, 1])))
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    for uid in (NonTensorData("b", batch_size=[2]), torch.tensor([torch.nan, 1.0]), jagged, TensorDict({}, [2])):
+        one, other = (compress(TensorDict({"uid": uid, name: torch.zeros(2)}, [2])) for name in "xy")
+        assert view.with_fields(one).num_rows == BatchView.of(one).with_fields(other).num_rows == 2
+    arrays: list[Any] = [np.arange(3), (1, np.arange(2)), None, 1.5]
+    one = BatchView.of(compress(named(arrays, range(4))))
+    assert one.with_fields(compress(named(arrays, [1, 2, 3, 0]))).num_rows == 4
+    assert one.with_fields(compress(named(["a", "b", "c", 1], range(4)))).num_rows == 4
 
 
 def test_the_limit_of_what_is_materialized() -> None:
