@@ -205,8 +205,10 @@ class Axes:
                 return Axis(name, Source("marks", path), self, flat.rows, -1)
             if tensor.dim() != 2:
                 remedy = "Give one entry per row and position, or name another mask in the registry."
-                if self.batch.batch_dims > 1:
-                    remedy = "The batch has more batch dims than its rows. Make it one of rows: batch.reshape(-1)."
+                if tensor.dim() == 3 or 1 < self.batch.batch_dims == tensor.dim() - 1:
+                    dims = tuple(tensor.shape[:-1])
+                    first = "" if self.batch.batch_size == dims else f"batch.batch_size = {list(dims)}, then "
+                    remedy = f"Make a row of each line of the mask: {first}batch.reshape(-1)."
                 raise LayoutError(
                     f'{self.call}: mask field "{show(path)}" is {tuple(tensor.shape)}; expected (B, width). {remedy}'
                 )

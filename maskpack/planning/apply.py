@@ -75,7 +75,7 @@ def _check_rows(seen: int | None, expected: int) -> None:
         rows = "no rows" if seen is None else f"{seen} rows"
         raise PlanError(
             f"{_APPLY}: the batch has {rows}; the plan is for {expected}. Apply it to the batch whose lengths it was "
-            "made from."
+            "made from; if that has batch dims [B, G], to batch.reshape(-1)."
         )
 
 

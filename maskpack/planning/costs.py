@@ -236,5 +236,8 @@ def _array(values: Any, call: str, name: str, meaning: str) -> npt.NDArray[Any]:
         ) from error
     if array.ndim != 1 or array.dtype == object:
         seen = said(values) if array.ndim == 0 else f"{array.dtype} {array.shape}"
-        raise PlanError(f"{call}: {name} are {seen}; expected numbers [B]: {meaning}. Give one a row.")
+        raise PlanError(
+            f"{call}: {name} are {seen}; expected numbers [B]: {meaning}. Give one a row; if they are [B, G], "
+            f"{name}.reshape(-1)."
+        )
     return array

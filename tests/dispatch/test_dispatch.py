@@ -541,6 +541,15 @@ def test_a_method_for_micro_batches_without_a_plan(group, batch):
     assert sum(map(sum, sizes)) == B
 
 
+def test_a_batch_of_groups_is_one_of_rows_as_the_error_says(group, batch):
+    groups = batch.select("attention_mask", "responses", "response_mask", "prompts")[:4].reshape(2, 2)
+    with pytest.raises(
+        LayoutError, match=r"is \(2, 2, \d+\); expected .* a row of each line of the mask: batch.reshape\(-1\)"
+    ):
+        group.call("echo", groups)
+    assert_same(group.call("echo", groups.reshape(-1)).reshape(2, 2), groups)
+
+
 def test_results_of_micro_batches_that_do_not_fit(group, batch):
     plan = group.plan(group.pack(batch), 2, options=BY_ROWS)
     with pytest.raises(WorkerError, match=r"returned a TensorDict, something else for its micro-batches"):

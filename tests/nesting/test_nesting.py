@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
+import re
 from typing import Any
 
 import fuzz_nested
@@ -817,15 +818,24 @@ def test_names_with_a_slash_are_not_paths() -> None:
 # -------------------------------------------------------------------- coverage
 
 
+@pytest.mark.parametrize("dims", [[2, 3], [2], [2, 3, 4]])
 @pytest.mark.parametrize("call", [compress, nest_batch_by_mask])
-def test_a_batch_of_groups_is_one_of_rows_as_the_error_says(call: Any) -> None:
-    batch = TensorDict({"attention_mask": torch.ones(2, 3, 4), "x": torch.ones(2, 3)}, [2, 3])
-    with pytest.raises(
-        LayoutError, match=r'"attention_mask" is \(2, 3, 4\); expected .* Make it one of rows: batch.resh'
-    ):
+def test_a_batch_of_groups_is_one_of_rows_as_the_error_says(call: Any, dims: list[int]) -> None:
+    batch = TensorDict({"attention_mask": torch.ones(2, 3, 4), "x": torch.ones(2, 3, 4)}, dims)
+    first = "" if dims == [2, 3] else "batch.batch_size = [2, 3], then "
+    text = (
+        f'"attention_mask" is (2, 3, 4); expected (B, width). Make a row of each line of the mask: {first}batch.reshape'
+    )
+    with pytest.raises(LayoutError, match=re.escape(text)):
         call(batch)
     back = decompress if call is compress else unnest_batch_by_mask
+    batch.batch_size = [2, 3]
     assert_same_batch(back(call(batch.reshape(-1))).reshape(2, 3), batch)
+    four = TensorDict({"attention_mask": torch.ones(2, 1, 4, 4)}, [2])
+    with pytest.raises(
+        LayoutError, match=r"\(2, 1, 4, 4\); expected \(B, width\). Give one entry per row and position"
+    ):
+        call(four)
 
 
 def test_missing_mask_is_reported() -> None:
