@@ -89,11 +89,11 @@ class RowLayout:
         need_tensor(mask, "mask", "RowLayout.from_mask")
         num_tokens = None if num_tokens is None else whole(num_tokens, "num_tokens", 0, "RowLayout.from_mask")
         if mask.is_nested or not mask.dim():
-            shape = "jagged" if mask.is_nested else tuple(mask.shape)
-            raise LayoutError(
-                f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). "
-                "Reshape the mask to one entry per row and position."
-            )
+            shape, remedy = "()", "Reshape the mask to one entry per row and position."
+            if mask.is_nested:
+                shape = "nested"
+                remedy = "Give its lengths: RowLayout.from_lengths([len(row) for row in mask.unbind()])."
+            raise LayoutError(f"RowLayout.from_mask: mask is {shape}; expected a dense mask (B, width). {remedy}")
         if mask.dim() != 2:
             mask = mask.reshape(math.prod(mask.shape[:-1]), mask.shape[-1])
         rows, width = mask.shape
@@ -487,7 +487,7 @@ def whole_numbers(values: Any, call: str, name: str, shape: str, most_dims: int 
     array = host_array(values, name, call)
     if not 1 <= array.ndim <= most_dims or (array.size and array.dtype.kind not in "iu"):
         seen = f"{array.dtype} {array.shape}" if array.ndim else said(values)
-        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers.")
+        raise LayoutError(f"{call}: {name} is {seen}; expected whole numbers {shape}. Pass integers of this shape.")
     return np.ascontiguousarray(array, np.int64)
 
 

@@ -124,7 +124,8 @@ class Opened:
             if x.shape[0] < own.num_tokens:
                 raise LayoutError(
                     f'{self.options.call}: field "{show(form.path)}" is jagged, of {x.shape[0]} values; its offsets '
-                    f"end at {own.num_tokens}; expected offsets that end there. Build it anew from its rows."
+                    f"end at {own.num_tokens}; expected offsets that end there. Build it anew from its rows: "
+                    "torch.nested.nested_tensor(rows, layout=torch.jagged)."
                 )
 
     def pads_of_nested(self) -> dict[Path, Pads]:

@@ -256,7 +256,7 @@ def _bounds(fields: JaggedFields, caller: Caller, skipped: int = 0) -> tuple[dic
         if not 0 <= begin <= end <= tokens:
             raise caller.fault(
                 f"{named(path)} has {tokens} values, and offsets from {begin} to {end}; expected offsets of its "
-                "values. Build it with nested_tensor_from_jagged."
+                "values. Build it anew from its rows: torch.nested.nested_tensor(rows, layout=torch.jagged)."
             )
     return bounds, {path: own.dim for path, own in jagged.items()}
 
