@@ -438,7 +438,7 @@ CASES: dict[str, Case] = {
     ),
     "no response axis": Case(
         "mp.select_and_pad_to_response(outputs(batch), 'values')",
-        "else keep the mask in the batch, or nest before it is dropped.",
+        "else keep them in the batch, or nest before they are dropped.",
         "kept = batch.select('attention_mask', 'responses').update(outputs(batch))\n"
         "got = mp.select_and_pad_to_response(kept, 'values')['values']",
         "batch['old_log_probs'] * 2",

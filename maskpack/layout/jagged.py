@@ -219,8 +219,8 @@ class Jagged(NamedTuple):
 
 
 GAPS = (
-    "is nested, with gaps between its rows or the strided layout; expected torch.jagged without gaps. Rebuild it: "
-    "x.contiguous(), or torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)."
+    "is nested, with gaps between its rows or the strided layout; expected torch.jagged without gaps. Rebuild it "
+    "from its rows [j, *F]: torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)."
 )
 """Of a field that is no Jagged."""
 

@@ -204,10 +204,10 @@ def test_rows_in_any_dim_are_values_in_front() -> None:
     strided = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
     for odd in (gaps, strided, torch.ones(2, 3)):
         assert Jagged.of(odd) is None
-    remedies = [gaps.contiguous(), torch.nested.as_nested_tensor(list(strided.unbind()), layout=torch.jagged)]
-    for odd, regular in zip((gaps, strided), remedies, strict=True):
-        batch = TensorDict({"x": odd}, [2]) if odd is gaps else TensorDict({}, [2]).set("x", odd)
-        with pytest.raises(LayoutError, match=r'field "x" is nested, with gaps .* Rebuild it: x.contiguous\(\), or'):
+    for odd in (gaps, strided):
+        regular = torch.nested.nested_tensor(list(odd.unbind()), layout=torch.jagged)
+        batch = TensorDict({}, [2]).set("x", odd)
+        with pytest.raises(LayoutError, match=r'field "x" is nested, with gaps .* Rebuild it from its rows'):
             mp.compress(batch)
         assert mp.decompress(mp.compress(TensorDict({"x": regular}, [2])))["x"].offsets().tolist() == [0, 2, 3]
 
