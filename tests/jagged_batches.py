@@ -77,8 +77,8 @@ def _column(value: Any, rows: int) -> list[Any]:
         return value.tolist() if isinstance(value, NonTensorStack) else [value.data] * rows
     if not value.is_nested:
         return list(value)
-    dim, ends = value._ragged_idx - 1, value.offsets().tolist()
-    return [value.values().narrow(dim, begin, end - begin) for begin, end in itertools.pairwise(ends)]
+    values, dim, ends = value.values(), value._ragged_idx - 1, value.offsets().tolist()
+    return [values.narrow(dim, begin, end - begin) for begin, end in itertools.pairwise(ends)]
 
 
 def assert_rows(batch: TensorDictBase, rows: Sequence[Row], like: TensorDictBase) -> None:

@@ -123,6 +123,28 @@ def test_rows_of_several_batches_are_joined(name: str) -> None:
     assert_rows(plain(mp.nesting.cat(list(map(nested_of, parts)))), rows, parts[0].batch)
 
 
+@ANY
+def test_rows_that_share_their_offsets_join_those_that_do_not(case: Made, tmp_path: Path) -> None:
+    """Columns of a queue have offsets of their own, outputs of models those of other columns."""
+    sharing = case._replace(batch=on_shared_offsets(case.batch))
+    packed = [packed_of(case), packed_of(sharing), packed_of(case)]
+    assert_rows(mp.decompress(mp.PackedBatch.cat(packed)), case.rows * 3, case.batch)
+    assert_rows(mp.nesting.cat([case.batch, sharing.batch]), case.rows * 2, case.batch)
+    with RolloutLog(tmp_path, registry=case.registry, **PADS, **PICKLE) as log:
+        rows = [*log.append(case.batch), *log.append(sharing.batch)]
+        assert_rows(mp.decompress(log.take(rows)), case.rows * 2, case.batch)
+
+
+def on_shared_offsets(batch: TensorDict) -> TensorDict:
+    """Equal offsets of columns that are ragged in dim 1 are one tensor."""
+    out, offsets = batch.copy(), dict[Any, Tensor]()
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.is_nested and value._ragged_idx == 1:
+            ends = offsets.setdefault((value.offsets().dtype, *value.offsets().tolist()), value.offsets())
+            out.set(name, torch.nested.nested_tensor_from_jagged(value.values(), ends))
+    return out
+
+
 def without(row: jagged_batches.Row) -> jagged_batches.Row:
     return {name: value for name, value in row.items() if name not in BESIDE}
 

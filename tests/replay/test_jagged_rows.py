@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from jagged_batches import LINES, SHAPES, Made, Row, prime_rl_line, slime, verl_joined, verl_v1
+from jagged_batches import LINES, SHAPES, Made, Row, prime_rl_line, prime_rl_samples, slime, verl_joined, verl_v1
 from needs import needs
 from samples import row_list
+from tensordict import TensorDict
 from torch import Tensor
 
 needs("transformers")
@@ -63,6 +64,8 @@ def check(make: Any, batch: Any, truth: Any, **options: Any) -> None:
     assert values.dtype == torch.float64
     assert float((values - whole).detach().abs().max()) <= LIMIT
     assert torch.equal(values == 0, whole == 0)
+    if not whole.any():  # nothing is scored
+        return
     weights = torch.linspace(0.3, 1.3, whole.numel(), dtype=torch.float64)
     pairs = [(dict(replay.model.named_parameters()), values), (dict(plain.named_parameters()), whole)]
     grads = [torch.autograd.grad((x * weights).sum(), [*own.values()], allow_unused=True) for own, x in pairs]
@@ -109,6 +112,28 @@ def test_responses_of_verl(shape: str, form: str) -> None:
     check(qwen3, batch, of_responses(case), **options)
     check(qwen3, batch, of_responses(case, "response_mask"), scored=("response_mask",), **options)
     check(qwen3, batch, of_responses(case, "loss_mask"), scored=("loss_mask",), **options)
+
+
+@FORMS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_loss_mask_on_the_sequence_names_the_tokens(shape: str, form: str) -> None:
+    """Of rows without prompts and responses, as samples of prime-rl have them under the names of verl."""
+    names = {"token_ids": "input_ids", "mask": "loss_mask", "logprobs": "rollout_log_probs"}
+    case = prime_rl_samples(SHAPES[shape])
+    rows = [{new: row[old] for old, new in names.items()} for row in case.rows]
+    case = Made(renamed(case.batch, names), rows, mp.RL_FIELDS)
+
+    def truth(model: Any) -> list[Tensor]:
+        return [truth_of(model, row, "input_ids", row["loss_mask"].tolist()) for row in case.rows]
+
+    check(qwen3, forms(case)[form], truth, scored=("loss_mask",), no_prompt="skip")
+
+
+def renamed(batch: TensorDict, names: dict[str, str]) -> TensorDict:
+    out = TensorDict({}, batch_size=batch.batch_size)
+    for old, new in names.items():
+        out.set(new, batch.get(old))
+    return out
 
 
 @FORMS

@@ -4,6 +4,7 @@
     core        random tables through the compiled core alone                    --library FILE
     dispatch    random sequences of calls on a local Ray                         --nodes
     documents   rows that hold several documents, in a replay
+    jagged      batches of jagged columns without masks, against loops over their rows
     log         processes that write a RolloutLog die, disks lose power and flip bits, others read   --kind KIND ...
     nested      nested batches whose entry LAYOUTS or fields were changed
     queue       sequences of puts and gets of TransferQueue, and its processes die while others put and get
@@ -37,7 +38,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NAMES = ("batches", "core", "dispatch", "documents", "log", "nested", "queue", "rows", "wire")
+NAMES = ("batches", "core", "dispatch", "documents", "jagged", "log", "nested", "queue", "rows", "wire")
 MOST_FAILURES = 5
 SECONDS = 20
 """The longest that a case takes in a process of its own."""
