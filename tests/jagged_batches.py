@@ -44,6 +44,7 @@ SHAPES: dict[str, Shapes] = {
     "of all lengths": ((3, 6), (5, 2), (1, 1), (2, 5), (4, 1), (1, 7)),
     "of equal lengths": ((3, 4),) * 4,
     "of equal prompts": ((3, 2), (3, 5), (3, 1)),
+    "alike in one half": ((2, 2), (3, 3), (1, 4), (5, 1)),
     "of two tokens": ((1, 1),) * 3,
     "one row": ((4, 3),),
     "without prompts": ((0, 2), (2, 3), (0, 4), (1, 1)),
