@@ -226,6 +226,10 @@ def worker() -> type:
         def echo_nested(self, batch: Any) -> Any:
             return batch
 
+        @endpoint(micro_batches=True)
+        def echo_in_parts(self, batch: Any) -> Any:
+            return batch
+
         @endpoint
         def doubled(self, batch: Any) -> Any:
             """A jagged result on the rows of the responses."""
@@ -241,6 +245,9 @@ def test_ranks_get_the_rows_and_give_them_back(group: Any, case: Made) -> None:
     """Under the mask that engines have beside jagged fields, results would be padded as their other fields are."""
     for method in ("echo", "echo_nested"):
         assert_rows(plain(group.call(method, case.batch)), case.rows, case.batch)
+    lengths = [p + r for p, r in shapes_of(case)]
+    plan = group.plan(case.batch, max(lengths) + 2, lengths=lengths)
+    assert_rows(plain(group.call("echo_in_parts", case.batch, plan=plan)), case.rows, case.batch)
     if "rollout_log_probs" in case.rows[0]:
         seen = rows_of(group.call("doubled", case.batch))
         assert [freeze(row["doubled"]) for row in seen] == [freeze(row["rollout_log_probs"] * 2) for row in case.rows]
