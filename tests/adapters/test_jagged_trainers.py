@@ -338,6 +338,14 @@ def test_packed_inputs_are_the_rows_one_after_the_other(case: Made) -> None:
         assert inputs.response.lengths.tolist() == [r for _, r in shapes]
 
 
+def test_sections_that_are_as_many_as_the_tokens_of_all_rows_are_no_tokens() -> None:
+    """torch takes the sections of rows of equal lengths for the ragged dim, here 4 of 4 tokens."""
+    case = jagged_batches.verl_v1(((2, 2), (1, 3)), sections=True)
+    assert case.batch["position_ids"]._ragged_idx == 1
+    with pytest.raises(mp.errors.ReplayError, match='field "position_ids"'):
+        PackedInputs.of(case.batch)
+
+
 @of_v1
 def test_results_of_different_calls_can_be_subtracted(case: Made) -> None:
     """Equal rows share their offsets, whichever call made them, as torch needs it."""
@@ -378,14 +386,41 @@ def check_line(seen: TensorDict, case: Made) -> None:
         assert list(map(freeze, got.values())) == list(map(freeze, want.values()))
 
 
-REGISTRIES = {"its preset": mp.fields.prime_rl, "RL_FIELDS": mp.RL_FIELDS}
+PRESET = mp.fields.prime_rl
+WITHOUT_AXIS = ("[1, T] with cu_seqlens", "[T] with seq_lens", "[T] with positions")
+"""Lines from which the preset of prime-rl computes no axis."""
+CASES = [(line, "RL_FIELDS") for line in LINES] + [(line, "its preset") for line in LINES if line not in WITHOUT_AXIS]
+of_lines = pytest.mark.parametrize(("line", "registry"), CASES, ids=[", ".join(own) for own in CASES])
 
 
-@pytest.mark.parametrize("registry", REGISTRIES)
+def line_of(line: str, shape: str, registry: str) -> Made:
+    case = LINES[line](SHAPES[shape], 0)
+    return case if registry == "its preset" else case._replace(registry=mp.RL_FIELDS)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("line", LINES)
+@of_lines
 def test_lines_come_back(line: str, shape: str, registry: str) -> None:
-    case = LINES[line](SHAPES[shape], 0)._replace(registry=REGISTRIES[registry])
+    check_ways(line_of(line, shape, registry))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@of_lines
+def test_packed_inputs_of_lines_keep_documents_apart(line: str, shape: str, registry: str) -> None:
+    """Under its preset, a line [T] with cu_seqlens has a row for each document, else it is one row."""
+    case = line_of(line, shape, registry)
+    by_document = line == "[T] with cu_seqlens" and registry == "its preset"
+    check_documents(case, len(case.rows) if by_document else 1)
+
+
+@pytest.mark.parametrize("line", WITHOUT_AXIS)
+def test_lines_without_an_axis_of_the_preset_are_one_row(line: str) -> None:
+    case = line_of(line, "of all lengths", "its preset")
+    check_ways(case)
+    check_documents(case, 1)
+
+
+def check_ways(case: Made) -> None:
     before = freeze(case.batch)
     for name, way in WAYS.items():
         if name != "a view":  # of rows
@@ -393,13 +428,8 @@ def test_lines_come_back(line: str, shape: str, registry: str) -> None:
     assert freeze(case.batch) == before
 
 
-@pytest.mark.parametrize("registry", REGISTRIES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("line", LINES)
-def test_packed_inputs_of_lines_keep_documents_apart(line: str, shape: str, registry: str) -> None:
-    """The tokens of the loss mask are scored, but for the first of a document, which no output scores. Under the preset
-    a line [T] with cu_seqlens has a row for each document, else it is one row."""
-    case = LINES[line](SHAPES[shape], 0)
+def check_documents(case: Made, rows: int) -> None:
+    """The tokens of the loss mask are scored, but for the first of a document, which no output scores."""
     ends = np.cumsum([0, *(len(row["input_ids"]) for row in case.rows)]).tolist()
     scored = [
         begin + at
@@ -407,12 +437,11 @@ def test_packed_inputs_of_lines_keep_documents_apart(line: str, shape: str, regi
         for at, on in enumerate(row["loss_mask"].tolist())
         if on and at
     ]
-    own = {"registry": REGISTRIES[registry], "scored": ("loss_mask",), "no_prompt": "skip"}
-    inputs = PackedInputs.of(case.batch, options=ReplayOptions(**own))
+    options = ReplayOptions(registry=case.registry, scored=("loss_mask",), no_prompt="skip")
+    inputs = PackedInputs.of(case.batch, options=options)
     assert inputs.cu_seqlens.tolist() == ends
     assert inputs.input_ids[0].tolist() == [token for row in case.rows for token in row["input_ids"].tolist()]
     assert inputs.position_ids[0].tolist() == [at for row in case.rows for at in range(len(row["input_ids"]))]
     assert inputs.predict.tolist() == [at - 1 for at in scored]
     assert inputs.targets.tolist() == [inputs.input_ids[0, at].item() for at in scored]
-    by_document = line == "[T] with cu_seqlens" and registry == "its preset"
-    assert inputs.response.num_rows == (len(case.rows) if by_document else 1)
+    assert inputs.response.num_rows == rows

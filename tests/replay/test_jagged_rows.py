@@ -123,10 +123,19 @@ def test_a_loss_mask_on_the_sequence_names_the_tokens(shape: str, form: str) -> 
     rows = [{new: row[old] for old, new in names.items()} for row in case.rows]
     case = Made(renamed(case.batch, names), rows, mp.RL_FIELDS)
 
-    def truth(model: Any) -> list[Tensor]:
-        return [truth_of(model, row, "input_ids", row["loss_mask"].tolist()) for row in case.rows]
+    check(qwen3, forms(case)[form], of_marked(case), scored=("loss_mask",), no_prompt="skip")
+    check(qwen3, forms(case)[form], of_marked(case), no_prompt="skip")
 
-    check(qwen3, forms(case)[form], truth, scored=("loss_mask",), no_prompt="skip")
+
+def of_marked(case: Made) -> Any:
+    """At the tokens of the loss mask of each row, 0 at the first token of a row."""
+
+    def truth(model: Any) -> list[Tensor]:
+        masks = [row["loss_mask"] for row in case.rows]
+        rows = [truth_of(model, row, "input_ids", on.tolist()) for row, on in zip(case.rows, masks, strict=True)]
+        return [row[on] for row, on in zip(rows, masks, strict=True)]
+
+    return truth
 
 
 def renamed(batch: TensorDict, names: dict[str, str]) -> TensorDict:
@@ -152,8 +161,10 @@ def test_responses_of_verl_in_micro_batches_and_with_shared_prompts() -> None:
     for seen in (plan.restore(parts), response_log_probs(replay, case.batch, plan=plan)):
         assert float((seen.values() - whole.values()).detach().abs().max()) <= LIMIT
     twice = mp.nesting.take(case.batch, [0, 1, 2, 2, 1, 0])
-    case = case._replace(rows=[case.rows[row] for row in (0, 1, 2, 2, 1, 0)])
-    check(qwen3, twice, of_responses(case), share_prefixes=True, min_shared=1)
+    shared = response_log_probs(replay, twice, options=ReplayOptions(share_prefixes=True, min_shared=1))
+    rows = row_list(whole)
+    wanted = torch.cat([rows[row] for row in (0, 1, 2, 2, 1, 0)])
+    assert float((shared.values() - wanted).detach().abs().max()) <= LIMIT
 
 
 def test_log_probs_can_be_subtracted_from_those_of_the_batch() -> None:
@@ -194,30 +205,38 @@ def test_responses_of_slime(shape: str, form: str) -> None:
 # -------------------------------------------------------------------- prime-rl
 
 
-def of_documents(case: Made, by_document: bool) -> Any:
-    """At all tokens of the documents, 0 where the loss mask is; of each document, or of the one row."""
+def of_line(case: Made) -> Any:
+    """At all tokens of the line, 0 where the loss mask is and at the first token of a document."""
 
     def truth(model: Any) -> list[Tensor]:
-        rows = [truth_of(model, row, "input_ids", row["loss_mask"].tolist()) for row in case.rows]
-        return rows if by_document else [torch.cat(rows)]
+        return [torch.cat([truth_of(model, row, "input_ids", row["loss_mask"].tolist()) for row in case.rows])]
 
     return truth
 
 
-@FORMS
-@pytest.mark.parametrize("shape", ["of all lengths", "of two tokens", "without prompts"])
+OF_LINES = pytest.mark.parametrize("shape", ["of all lengths", "of two tokens", "without prompts"])
+
+
+@pytest.mark.parametrize("form", ["as it is", "nested", "decoded"])
+@OF_LINES
 @pytest.mark.parametrize("line", LINES)
 def test_lines_of_prime_rl(line: str, shape: str, form: str) -> None:
     """Without an axis of the registry, a line is one row."""
     case = LINES[line](SHAPES[shape], 3)._replace(registry=mp.RL_FIELDS)
-    options: dict[str, Any] = {"scored": ("loss_mask",), "no_prompt": "skip"}
-    check(qwen3, forms(case)[form], of_documents(case, False), **options)
+    check(qwen3, forms(case)[form], of_line(case), scored=("loss_mask",), no_prompt="skip")
+
+
+@OF_LINES
+@pytest.mark.parametrize("line", LINES)
+def test_packed_lines_of_prime_rl(line: str, shape: str) -> None:
+    case = LINES[line](SHAPES[shape], 3)._replace(registry=mp.RL_FIELDS)
+    check(qwen3, forms(case)["packed"], of_line(case), scored=("loss_mask",), no_prompt="skip")
 
 
 @FORMS
-@pytest.mark.parametrize("shape", ["of all lengths", "of two tokens", "without prompts"])
+@OF_LINES
 def test_lines_of_prime_rl_under_its_preset(shape: str, form: str) -> None:
-    """A row for each document, by their cu_seqlens."""
+    """A row for each document by their cu_seqlens, and in it the tokens of the loss mask."""
     case = prime_rl_line(SHAPES[shape], 3, dims=1)
     options: dict[str, Any] = {"scored": ("loss_mask",), "no_prompt": "skip", "registry": presets.prime_rl}
-    check(qwen3, forms(case)[form], of_documents(case, True), **options)
+    check(qwen3, forms(case)[form], of_marked(case), **options)
