@@ -280,6 +280,13 @@ def test_responses_are_padded_for_losses(case: Made, form: str) -> None:
     assert freeze(seen) == freeze(padded_rows(case.rows[-2:], fields, width))
 
 
+def test_all_fields_of_the_response_are_padded_by_default() -> None:
+    case = made("verl V1", "of all lengths")
+    fields = [field for field in case.rows[0] if field in (*ON_RESPONSE, "responses")]
+    seen = mp.select_and_pad_to_response(nested_of(case))
+    assert freeze(seen) == freeze(padded_rows(case.rows, fields, max(len(row["responses"]) for row in case.rows)))
+
+
 def padded_rows(rows: list[jagged_batches.Row], fields: list[str], width: int) -> TensorDict:
     out = TensorDict({}, batch_size=[len(rows)])
     for field in fields:
