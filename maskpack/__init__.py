@@ -5,6 +5,7 @@ nest_batch_by_mask, unnest_batch_by_mask
                                   convert padded fields to nested (jagged) tensors, and back
 select_and_pad_to_response, extract_response   fields and model outputs at the response width, for losses
 from_engine                       pack what vLLM or SGLang generated
+check                             what in a batch will go wrong: masks, lengths, documents, values
 report                            the bytes of each field of a packed batch, as a table, metrics or JSON
 
 maskpack.dispatch                 WorkerGroup and endpoint: batches to Ray actors and back
@@ -34,6 +35,7 @@ from maskpack.errors import MaskpackError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.check import Finding, check
 from maskpack.nesting.nest import nest_batch_by_mask, unnest_batch_by_mask
 from maskpack.nesting.response import extract_response, select_and_pad_to_response
 from maskpack.packed.batch import PackedBatch, compress, decompress
@@ -50,12 +52,14 @@ __all__ = [
     "PER_ROW",
     "RL_FIELDS",
     "ZERO",
+    "Finding",
     "MaskAxis",
     "MaskNestingRegistry",
     "MaskNestingSpec",
     "MaskpackError",
     "PackedBatch",
     "RowLayout",
+    "check",
     "compress",
     "decompress",
     "extract_response",

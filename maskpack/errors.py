@@ -23,7 +23,13 @@ class RegistryError(MaskpackError, ValueError):
 
 
 class LayoutError(MaskpackError, ValueError):
-    """Shapes, masks, row lengths or arguments that do not match."""
+    """Shapes, masks, row lengths or arguments that do not match.
+
+    Attributes:
+        path: the path of a field whose shape is that of none of its masks; else None.
+    """
+
+    path: tuple[str, ...] | None = None
 
 
 class FieldError(LayoutError, KeyError):

@@ -29,7 +29,6 @@ from tensordict import TensorDict, TensorDictBase
 import maskpack as mp
 from maskpack.core import pads
 from maskpack.core.pads import SIGNED_ZERO
-from maskpack.nesting.coverage import dense_fields
 
 B = len(ROWS)
 DTYPES = [
@@ -320,7 +319,7 @@ def test_34_torchs_defaults_change_nothing(default):
         out["inputs"] = mp.replay.PackedInputs.of(scored, options=mp.replay.ReplayOptions(multiple_of=16))
         out["inputs of packed"] = mp.replay.PackedInputs.of(compress(scored))
         out["report"] = mp.report(packed).metrics()
-        out["fields"] = dense_fields(odd_fields, mp.RL_FIELDS, pad_token_id=PAD)
+        out["fields"] = mp.check(odd_fields, pad_token_id=PAD)
         return out
 
     with warnings.catch_warnings():

@@ -60,7 +60,7 @@ TESTS = {
     "examples/test_demo.py::test_demo_runs_from_any_directory",
     "layout/test_jagged.py::test_maskpack_needs_no_private_name_to_be_imported",
     "layout/test_kernels.py::test_one_graph_for_a_compiler",
-    "nesting/test_coverage.py::test_records_go_nowhere_unless_the_program_says_so",
+    "nesting/test_check.py::test_records_go_nowhere_unless_the_program_says_so",
     "nesting/test_sub_batches.py::test_a_file_names_a_class_that_the_reader_has_imported",
     "ops/test_log_probs.py::test_kernels_of_ranks_with_a_slice_each",
     "packed/test_device_work.py::test_coded_blocks_are_those_of_the_host",

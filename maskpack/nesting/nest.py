@@ -18,7 +18,7 @@ from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length
-from maskpack.nesting.coverage import check_coverage, nbytes_of, off_axis, warn_dense
+from maskpack.nesting.check import nbytes_of, need_none, off_axis, uncovered, warn_uncovered
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.read import Opened, Read, read
 from maskpack.nesting.schema import LAYOUTS, FieldForm, jagged_dim
@@ -66,14 +66,15 @@ def nest_batch_by_mask(
     opened = Opened.of(batch, options)
     found, entries, rows = read(opened), opened.seen.entries, opened.rows
     schema, off = found.schema, off_axis(opened, found.layouts)
-    check_coverage(schema.forms, opened.batch, options, off)
+    if options.strict:
+        need_none(options.call, uncovered(opened, schema.forms, off))
     fields = _jagged_fields(found, options.call)
 
     def nested(form: FieldForm) -> Any:
         return rows_only(form.node) if form.node is not None else fields.get(form.path, entries[form.path])
 
     out = unflatten(rows_only(schema.root), [(form.path, nested(form)) for form in schema.forms], rows)
-    warn_dense(schema.forms, options, opened.batch, off, lambda: nbytes_of({**entries, **found.values}.values()), 2)
+    warn_uncovered(opened, schema.forms, off, lambda: nbytes_of({**entries, **found.values}.values()), 2)
     home = next((own.device for own in found.layouts.values()), torch.device(schema.root.device or "cpu"))
     flat = {path for path, values in found.values.items() if values.dim() == 1}
     return out.set(LAYOUTS, layouts_entry(schema, found.layouts, found.pads, flat, rows, home))

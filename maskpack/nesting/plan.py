@@ -373,10 +373,12 @@ class _Planner:
                 f"{spec.ragged_dim}; expected a dim after the rows, below {value.dim()}. Give the dim of the "
                 "width."
             )
-        raise LayoutError(
+        error = LayoutError(
             f'{self.options.call}: field "{show(path)}" is {tuple(value.shape)}; '
             f"{'; '.join(map(str, axes))}. Fix the producer, or give the field another mask in the registry."
         )
+        error.path = path
+        raise error
 
     def _jagged(self, path: Path, value: Tensor, spec: MaskNestingSpec | None) -> FieldForm:
         """A field that is already nested keeps its form. A new field of a nested batch gets the layout of its spec.

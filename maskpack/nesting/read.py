@@ -400,10 +400,8 @@ def fitting_pad(x: Tensor, layout: RowLayout, pads: Sequence[PadValue]) -> PadVa
 
 
 def _message(opened: Opened, form: FieldForm, layouts: Mapping[str, RowLayout]) -> str:
-    x = opened.seen.entries[form.path].detach().movedim(form.ragged_dim, 1).cpu()
     pads = opened.plan.pads[form.path]
-    pad = next((pad for pad in (ANY_ZERO, SIGNED_ZERO) if pad in pads), pads[0])
-    place, seen = _first_non_pad(x, layouts[form.layout or ""].to("cpu"), pad)
+    place, seen, pad = non_pad_of(opened, form, layouts)
     zero = ""
     if seen in ("0.0", "-0.0"):
         zero = _MIXED_ZEROS if pad is SIGNED_ZERO else _OTHER_ZERO if pad == 0 else ""
@@ -413,6 +411,16 @@ def _message(opened: Opened, form: FieldForm, layouts: Mapping[str, RowLayout]) 
         "producer, check pad_token_id, give the field its true pad or mask in the registry, or let it stay padded: "
         "with MaskNestingSpec(None), or without strict mode."
     )
+
+
+def non_pad_of(
+    opened: Opened, form: FieldForm, layouts: Mapping[str, RowLayout]
+) -> tuple[tuple[int, ...], str, PadValue]:
+    """Index and value of one element that is under the mask of a lossy field, and the pad that it is not."""
+    x = opened.seen.entries[form.path].detach().movedim(form.ragged_dim, 1).cpu()
+    pads = opened.plan.pads[form.path]
+    pad = next((pad for pad in (ANY_ZERO, SIGNED_ZERO) if pad in pads), pads[0])
+    return *_first_non_pad(x, layouts[form.layout or ""].to("cpu"), pad), pad
 
 
 def _first_non_pad(x: Tensor, layout: RowLayout, pad: PadValue) -> tuple[tuple[int, ...], str]:

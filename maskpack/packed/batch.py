@@ -35,7 +35,7 @@ from maskpack.fields.registry import Key, Path, show
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import has_masks
-from maskpack.nesting.coverage import check_coverage, off_axis, warn_dense
+from maskpack.nesting.check import need_none, off_axis, uncovered, warn_uncovered
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.nested import layouts_entry, read_nested
 from maskpack.nesting.read import Opened
@@ -485,12 +485,13 @@ def compress(
     if like is not None and not has_masks(opened.batch, options.registry):
         check_uids(opened.batch, like, "compress")
     table, schema = encoded_batch(opened)
-    off = off_axis(opened, table.layouts) if opened.plan.declared else {}
-    check_coverage(schema.forms, opened.batch, options, off)
+    off = off_axis(opened, table.layouts) if opened.plan.declared else []
+    if options.strict:
+        need_none(options.call, uncovered(opened, schema.forms, off))
     entries = opened.seen.entries
     objects = {f.path: Objects.of(entries[f.path]).stowed() for f in schema.forms if f.kind == "object"}
     packed = PackedBatch(table.rows, schema, Rows.of(table, schema), objects, codec)
-    warn_dense(schema.forms, options, opened.batch, off, lambda: packed.nbytes, 2)
+    warn_uncovered(opened, schema.forms, off, lambda: packed.nbytes, 2)
     return packed
 
 

@@ -42,6 +42,7 @@ from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, sh
 from maskpack.layout.jagged import Jagged, host_offsets, values_of
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
+from maskpack.nesting.documents import BOUNDS, LENGTHS, documents_of, row_of_document
 from maskpack.nesting.nested import NOTHING
 from maskpack.nesting.response import RESPONSE, SEQUENCE, ResponseAxis, scoring
 from maskpack.nesting.schema import Schema
@@ -49,7 +50,6 @@ from maskpack.ops import pack_torch as plain
 from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
 from maskpack.replay.context import ContextShard, need_same, shard_of
-from maskpack.replay.documents import BOUNDS, LENGTHS, documents_of, row_of_document
 from maskpack.replay.media import Media
 from maskpack.replay.options import DEFAULT, NoPrompt, ReplayOptions, need_options
 from maskpack.replay.routes import RoutedExperts

@@ -6,7 +6,7 @@ from tensordict import TensorDictBase
 
 from maskpack.fields.options import Registry, registry_of
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.nesting.coverage import dense_fields
+from maskpack.nesting.check import COVERAGE, check
 from maskpack.tools.suggest import Suggester
 
 
@@ -24,18 +24,18 @@ def assert_covered(batch: TensorDictBase, registry: Registry = RL_FIELDS, *, pad
             register.
         LayoutError, RegistryError: as `compress`.
     """
-    fields = dense_fields(batch, registry, pad_token_id=pad_token_id)
-    if not fields:
+    found = [one for one in check(batch, registry, pad_token_id=pad_token_id) if one.kind in COVERAGE]
+    if not found:
         return
     suggester = Suggester(batch, registry_of(registry, "assert_covered"), pad_token_id)
-    out = [f"assert_covered: {len(fields)} of the fields are not covered by their mask; expected none:"]
-    for field in fields:
-        out.append(f"  {field}")
-        if not field.is_off_axis:
-            one = suggester.suggest(field)
-            out += [f"    {one.seen}", f"    {one.line}"]
-    if any(field.is_off_axis for field in fields):
+    out = [f"assert_covered: {len(found)} of the fields are not covered by their mask; expected none:"]
+    for one in found:
+        out.append(f"  {one.line}")
+        if one.kind != "axis":
+            suggestion = suggester.suggest(one)
+            out += [f"    {suggestion.seen}", f"    {suggestion.line}"]
+    if any(one.kind == "axis" for one in found):
         out.append("Fix the producer of a field that has other rows, or give it another mask in the registry.")
-    if not all(field.is_off_axis for field in fields):
+    if not all(one.kind == "axis" for one in found):
         out.append("Add the lines to the registry: registry | {...}.")
     raise AssertionError("\n".join(out))

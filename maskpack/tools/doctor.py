@@ -29,7 +29,8 @@ from maskpack.fields.options import not_strict, reading
 from maskpack.fields.presets import PRESETS
 from maskpack.fields.registry import MaskNestingRegistry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.nesting.coverage import DenseField
+from maskpack.nesting.check import COVERAGE, Finding, check, stays_padded
+from maskpack.nesting.documents import BOUNDS, LENGTHS
 from maskpack.nesting.nest import unnest_batch_by_mask
 from maskpack.nesting.response import RESPONSE, SEQUENCE
 from maskpack.nesting.rows import take
@@ -38,9 +39,8 @@ from maskpack.packed.batch import PackedBatch, compress, decompress
 from maskpack.packed.report import Report, printable, report
 from maskpack.packed.table import forget
 from maskpack.replay import PackedInputs, ReplayOptions
-from maskpack.replay.documents import BOUNDS, LENGTHS
 from maskpack.tools import files
-from maskpack.tools.suggest import FoundAxes, Suggester, Suggestion, found_axes, is_integer, is_mask, is_padded, line_of
+from maskpack.tools.suggest import FoundAxes, Suggester, Suggestion, found_axes, line_of
 
 _CALL = "maskpack doctor"
 _NAMES = ("RL_FIELDS", "MaskNestingRegistry", "MaskNestingSpec", "MaskAxis", *PUBLIC)
@@ -67,7 +67,7 @@ class Diagnosis:
         before: sizes with the registry given, or with RL_FIELDS; None if that refuses the batch.
         refusal: why it does.
         padded: the fields that stay padded with that.
-        packed_rows: that rows hold several documents, and what to do; empty if they do not.
+        findings: what else will go wrong.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Diagnosis:
     why: str
     before: Report | None = None
     refusal: str = ""
-    padded: tuple[DenseField, ...] = ()
-    packed_rows: str = ""
+    padded: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def adds(self) -> bool:
@@ -111,7 +111,8 @@ def diagnose(
     except LayoutError as error:
         refusal = str(error)
     rows = _some_rows(batch)
-    packed_rows, remedy, blind = _packed_rows(rows)
+    packed = tuple(one for one in check(rows, {}) if one.kind == "documents")
+    blind = any(one.path[-1] not in ("position_ids", *BOUNDS, *LENGTHS) for one in packed)
     bases = {"": MaskNestingRegistry({}), "RL_FIELDS": RL_FIELDS, **PRESETS}
     bases = bases if registry is None else {"registry": registry}
     fits: dict[tuple[str, bool], Diagnosis] = {}
@@ -131,10 +132,9 @@ def diagnose(
 
     name, axes = min(fits, key=rank)
     out = _fit(batch, name, bases[name], axes, pad_token_id, blind)
-    if packed_rows:
-        packed_rows += " Replay keeps them apart." if out.scored is not None else f" {remedy}"
     padded = () if before is None else (*_dense(before, known), *known.hidden())
-    return replace(out, before=before, refusal="" if before else refusal, padded=padded, packed_rows=packed_rows)
+    findings = out.findings if out.scored is not None else (*packed, *out.findings)
+    return replace(out, before=before, refusal="" if before else refusal, padded=padded, findings=findings)
 
 
 def _fit(
@@ -155,7 +155,8 @@ def _fit(
     registry = known.registry | {one.key: one.spec for one in lines}
     ids = found.ids or next((key for key in _IDS if (key,) in known.tensors), "input_ids")
     options = ReplayOptions(registry=registry, input_ids=ids, no_prompt="skip")
-    sizes, scored, why = list[Report](), 0, ""
+    sizes, scored, why, first = list[Report](), 0, "", 0
+    findings: dict[tuple[Any, str], Finding] = {}
     for part, packed in _packed(batch, registry, token, strict=True):
         back = dict(flatten(decompress(packed, max_bytes=None)))
         for path, x in flatten(part):
@@ -164,40 +165,22 @@ def _fit(
                     f'{_CALL}: field "{show(path)}" does not come back with its bits. Please report this.'
                 )
         sizes.append(report(packed))
+        for one in check(part, registry, pad_token_id=token or 0):
+            if one.kind not in COVERAGE:
+                findings.setdefault((one.path, one.kind), replace(one, rows=tuple(row + first for row in one.rows)))
+        first += packed.num_rows
         try:
             scored += 0 if why or blind else PackedInputs.of(part, options=options).response.num_tokens
         except MaskpackError as error:
             why = str(error)
     tokens = None if why or blind else scored
-    return Diagnosis(name, registry, found, lines, token, _sum(sizes), ids, tokens, why)
+    return Diagnosis(name, registry, found, lines, token, _sum(sizes), ids, tokens, why, findings=(*findings.values(),))
 
 
 def _same(x: Any, y: Any) -> bool:
     if x.is_nested:
         return difference(x.offsets(), y.offsets()) is None and _same(x.values(), y.values())
     return difference(x, y) is None
-
-
-def _packed_rows(rows: TensorDictBase) -> tuple[str, str, bool]:
-    """That rows hold several documents, what to do, and whether replay is blind to it."""
-    tensors = {path: x for path, x in flatten(rows) if isinstance(x, Tensor)}
-    flat = not any(x.dim() > 1 for x in tensors.values())
-    remedy = 'Replay keeps them apart beside a mask of all tokens: batch["attention_mask"] = torch.ones_like(ids).'
-    remedy = f"Give each field of tokens a row, x[None]. {remedy}" if flat else remedy
-    for path, x in tensors.items():
-        if is_padded(x) and x.dim() == 2 and x.shape[1] > 2 and is_integer(x) and not is_mask(x):
-            step = x.diff()
-            counts = ((step == 1) | (step == 0) | (x[:, 1:] == 0)).all(1)
-            again = (x[:, :-2] > 0) & (x[:, 1:-1] == 0) & (x[:, 2:] == 1)
-            if bool((counts & again.any(1)).any()):
-                seen = f"Packed rows: {show(path)} starts again inside a row, so that rows hold several documents."
-                blind = path != ("position_ids",)
-                return seen, "Replay reads position_ids alone: give the field that name." if blind else remedy, blind
-    for name in (*BOUNDS, *LENGTHS):
-        documents = tensors[name,].numel() - (name in BOUNDS) if (name,) in tensors else 0
-        if documents > 1 and (flat or any(x.dim() > 1 and len(x) == 1 for x in tensors.values())):
-            return f"Packed rows: {name} says that one row holds {documents:,} documents.", remedy, False
-    return "", "", False
 
 
 # -------------------------------------------------------------------- parts
@@ -244,8 +227,8 @@ def _plus(x: _T, y: _T, *names: str) -> _T:
     return replace(x, **{name: getattr(x, name) + getattr(y, name) for name in names})
 
 
-def _dense(sizes: Report, known: Suggester) -> list[DenseField]:
-    return [DenseField.of(of.path, known.tensors[of.path], of.reason) for of in sizes.fields if of.reason]
+def _dense(sizes: Report, known: Suggester) -> list[Finding]:
+    return [stays_padded(of.path, known.tensors[of.path], of.reason) for of in sizes.fields if of.reason]
 
 
 # -------------------------------------------------------------------- the command
@@ -307,16 +290,16 @@ def _short(one: Diagnosis, file: str) -> list[str]:
 
 
 def _lines(one: Diagnosis) -> list[str]:
-    return [line for of in one.suggestions for line in (f"  {of.field}", f"    {of.seen}", f"    {of.line}")]
+    return [line for of in one.suggestions for line in (f"  {of.field.line}", f"    {of.seen}", f"    {of.line}")]
 
 
 def _notes(one: Diagnosis) -> list[str]:
-    """About packed rows, and the pad token."""
+    """The findings, and the pad token."""
     specs = [one.registry.find(of.path) for of in one.sizes.fields if of.kind == "padded"]
     needed = any(spec is not None and Pad.PAD_TOKEN_ID in spec.pads for spec in specs)
     seen = "no padding shows the pad token" if one.pad_token_id is None else f"the pad token is {one.pad_token_id}"
     note = f"note: {seen}. Pass that of the tokenizer to compress as pad_token_id" if needed else ""
-    return [line for line in (one.packed_rows, note) if line]
+    return [*map(str, one.findings), *([note] if note else [])]
 
 
 def text(one: Diagnosis, file: str, note: str = "") -> str:
@@ -381,6 +364,8 @@ def as_json(one: Diagnosis, file: str, note: str = "") -> dict[str, Any]:
         "base": one.name,
         "registry": snippet(one),
         "response_tokens": one.scored,
-        **{name: getattr(one, name) or None for name in ("why", "refusal", "packed_rows")},
+        "why": one.why or None,
+        "refusal": one.refusal or None,
+        "findings": [*map(str, one.findings)],
         "pad_token_id": one.pad_token_id,
     }

@@ -32,7 +32,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec, Pad, PadValue
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.axes import Axes
-from maskpack.nesting.coverage import DenseField, hidden_tensors
+from maskpack.nesting.check import Finding, hidden_tensors
 from maskpack.nesting.nested import read_nested
 from maskpack.nesting.read import fitting_pad
 from maskpack.nesting.response import RESPONSE, SEQUENCE
@@ -60,7 +60,7 @@ class Suggestion(NamedTuple):
         seen: a clause about the values under the mask.
     """
 
-    field: DenseField
+    field: Finding
     key: Key
     spec: MaskNestingSpec
     seen: str
@@ -129,14 +129,14 @@ class Suggester:
         except LayoutError:
             return True
 
-    def hidden(self) -> Iterator[DenseField]:
+    def hidden(self) -> Iterator[Finding]:
         """The tensors inside Python objects that the registry does not declare without a mask."""
         for path, value in self._entries.items():
             spec = self.registry.find(path)
             if is_object(value) and (spec is None or spec.mask is not None):
                 yield from hidden_tensors(path, value)
 
-    def suggest(self, field: DenseField) -> Suggestion:
+    def suggest(self, field: Finding) -> Suggestion:
         """The registry entry for a field that stays padded."""
         path = field.path
         key = plain(next(path[:end] for end in range(len(path), 0, -1) if path[:end] in self._entries))
@@ -304,7 +304,7 @@ def is_mask(x: Tensor) -> bool:
     """Whether a field [B, S] has bools, or integers 0 and 1, and not 0 alone."""
     if not (is_padded(x) and x.dim() == 2 and x.numel()) or x.is_floating_point() or x.is_complex():
         return False
-    low, high = (int(end) for end in torch.aminmax(x))
+    low, high = (int(end) for end in torch.aminmax(x if x.dtype.is_signed or x.dtype.itemsize == 1 else x.long()))
     return low >= 0 and high == 1
 
 

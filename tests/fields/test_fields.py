@@ -24,7 +24,7 @@ from samples import (
 from tensordict import NonTensorData, TensorDict
 
 import maskpack as mp
-from maskpack.nesting.coverage import dense_fields
+from maskpack.nesting.check import COVERAGE
 
 B = len(ROWS)
 INT, FLOAT, BF16 = torch.int64, torch.float32, torch.bfloat16
@@ -90,7 +90,7 @@ def test_every_field(turn):
     dense = {"reward_baselines": torch.rand(B), "dummy_tensor": torch.zeros(B, 1, dtype=torch.uint8)}
     assert {*data, *dense} == set(mp.RL_FIELDS) - {"multi_modal_inputs", "global_token_num"}
     batch = TensorDict({**data, **dense}, batch_size=[B])
-    assert dense_fields(batch, mp.RL_FIELDS, pad_token_id=PAD) == ()
+    assert not {one.kind for one in mp.check(batch, pad_token_id=PAD)} & {*COVERAGE}
     nested = round_trips(batch)
     for name, value in data.items():
         mask = real_positions(table.get(name, ("sequence",))[0], ROWS, PROMPT, RESPONSE)

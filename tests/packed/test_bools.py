@@ -16,7 +16,6 @@ from maskpack import MaskNestingSpec
 from maskpack.core import native, objects
 from maskpack.errors import WireFormatError
 from maskpack.fields.registry import HINTS
-from maskpack.nesting.coverage import dense_fields
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
 REGISTRY = {name: MaskNestingSpec("m") for name in ("m", "x", "y")}
@@ -59,7 +58,7 @@ PLACES = {
 CALLS = {
     "compress": lambda batch, registry, **more: mp.compress(batch, registry=registry, **more),
     "nest_batch_by_mask": mp.nest_batch_by_mask,
-    "dense_fields": lambda batch, registry, **more: dense_fields(batch, registry),
+    "check": lambda batch, registry, **more: mp.check(batch, registry),
 }
 
 

@@ -21,7 +21,6 @@ import os, subprocess, sys
 import pytest, torch
 import maskpack as mp
 from maskpack import compress, nest_batch_by_mask
-from maskpack.nesting.coverage import dense_fields
 from maskpack.tools import cli
 from tensordict import TensorDict
 
@@ -50,7 +49,7 @@ def test_ignored():
     compress(batch(), registry=mp.RL_FIELDS | dict.fromkeys(("kl", "flaw"), mp.MaskNestingSpec(None)))
 
 def test_tools_show_what_stays_padded(tmp_path):
-    assert len(dense_fields(batch(), mp.RL_FIELDS)) == 2
+    assert len(mp.check(batch())) == 2
     torch.save(batch().to_dict(), tmp_path / "batch.pt")
     assert cli.main(["doctor", str(tmp_path / "batch.pt")]) == 1
     assert cli.main(["inspect", str(tmp_path / "batch.pt")]) == 0

@@ -408,15 +408,15 @@ def documents():
 
 
 LENGTHS = torch.tensor([5, 9, 4])
-AGAIN, MASK = "starts again inside a row", "Replay keeps them apart beside a mask of all tokens"
+AGAIN, MASK = "counts and starts again inside a row", "Replay keeps them apart beside a mask of all tokens"
 PACKED = {
     "position_ids": ({}, AGAIN),
-    "seq_lens": ({"seq_lens": LENGTHS, "position_ids": None}, "seq_lens says that one row holds 3 documents"),
+    "seq_lens": ({"seq_lens": LENGTHS, "position_ids": None}, '"seq_lens" says that one row holds 3 documents'),
     "cu_seqlens": (
         {"cu_seqlens": torch.tensor([0, 5, 14, 18], dtype=torch.int32), "position_ids": None},
-        "cu_seqlens says that one row holds 3 documents",
+        '"cu_seqlens" says that one row holds 3 documents',
     ),
-    "flat": ({"seq_lens": LENGTHS}, "seq_lens says that one row holds 3 documents"),
+    "flat": ({"seq_lens": LENGTHS}, '"seq_lens" says that one row holds 3 documents'),
 }
 
 
@@ -431,7 +431,7 @@ def test_packed_rows_are_named_and_replay_right_after_the_remedy(case, tmp_path,
     found = diagnose(TensorDict(batch, batch_size=[]))
     assert (found.registry.axes, found.scored) == ({}, None) if found.name != "RL_FIELDS" else found.scored is None
     shown = said([saved(batch, tmp_path / "b")], capsys, int(case != "flat"))
-    assert "Packed rows: " in shown
+    assert "documents: " in shown
     assert seen in shown
     assert MASK in shown
     assert "Not checked: replay" in shown
@@ -444,7 +444,7 @@ def test_packed_rows_are_named_and_replay_right_after_the_remedy(case, tmp_path,
     )
     found = diagnose(TensorDict(batch, batch_size=[]))
     assert found.scored == sum(int(mask.sum()) for mask in learn)
-    assert found.packed_rows.endswith("Replay keeps them apart.")
+    assert [one.kind for one in found.findings] == (["documents"] if case == "position_ids" else [])
     model, plain = tiny_models.pair(tiny_models.qwen3)
     _, options = executed(snippet(found))
     with torch.no_grad():
@@ -460,8 +460,9 @@ def test_positions_that_replay_does_not_read_are_named():
     batch["attn"] = torch.ones_like(batch["input_ids"])
     batch["pos"] = batch.pop("position_ids")
     found = diagnose(TensorDict(batch, batch_size=[1]))
-    assert found.packed_rows.startswith("Packed rows: pos starts again inside a row")
-    assert found.packed_rows.endswith("Replay reads position_ids alone: give the field that name.")
+    (one,) = found.findings
+    assert (one.path, one.kind) == (("pos",), "documents")
+    assert one.remedy == "Replay reads position_ids alone: give the field that name."
     assert (found.scored, found.found.axes) == (None, {})
     batch["position_ids"] = batch.pop("pos")
     found = diagnose(TensorDict(batch, batch_size=[1]))
@@ -476,7 +477,7 @@ def test_padding_starts_no_document(positions):
     mask = mask if positions == "left" else mask.flip(1)
     counted = (mask.cumsum(1) - 1).clamp(min=0)
     counted = counted.masked_fill(~mask, 0) if positions == "zeros" else counted
-    assert diagnose(TensorDict({"attn": mask, "pos": counted}, [2])).packed_rows == ""
+    assert diagnose(TensorDict({"attn": mask, "pos": counted}, [2])).findings == ()
 
 
 # -------------------------------------------------------------------- the command
@@ -565,7 +566,9 @@ def test_strict_checks_several_files(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("no batch")
     fields = len(samples.rollout_with().keys())
     shown = said(["--strict", *PAD, "text", "none", "odd", "bad", "good"], capsys, 2)
-    assert [line.partition(" (")[0][:40] for line in shown.splitlines() if not line.startswith("  note")] == [
+    assert [
+        line.partition(" (")[0][:40] for line in shown.splitlines() if not line.startswith(("  note", "  nonfi"))
+    ] == [
         "text: text is none of the files that are",
         "none: none: No such file or directory",
         shown.splitlines()[2][:40],
@@ -587,7 +590,8 @@ def test_json_has_the_figures(tmp_path, capsys):
     assert found["wire_bytes"] == wire_bytes(batch, registry)
     assert (found["stay_padded"], found["lines"]) == ([["mine"]], ["'mine': MaskNestingSpec('prompt', pad=-100),"])
     assert found["response_tokens"] == sum(r for _, r in samples.ROWS)
-    assert (found["base"], found["why"], found["refusal"], found["packed_rows"]) == ("RL_FIELDS", None, None, None)
+    assert (found["base"], found["why"], found["refusal"]) == ("RL_FIELDS", None, None)
+    assert {line.partition(":")[0] for line in found["findings"]} == {"nonfinite"}
 
 
 @pytest.mark.parametrize("command", ["doctor", "inspect"])

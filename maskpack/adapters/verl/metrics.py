@@ -23,7 +23,7 @@ from maskpack.adapters.verl.protocol import PackedProto, tensors_of
 from maskpack.core.tree import flatten
 from maskpack.dispatch.timeline import PREFIX
 from maskpack.errors import MaskpackWarning, ReplayError
-from maskpack.nesting import coverage
+from maskpack.nesting import check
 from maskpack.packed.report import report
 from maskpack.replay.mismatch import MismatchLimit, compare
 
@@ -67,7 +67,7 @@ class CallMetrics:
 def nbytes_of(data: Any) -> int:
     """Bytes of the tensors of a DataProto or a TensorDict, as they are; nested ones without their offsets."""
     tensors = tensors_of(data)
-    return 0 if tensors is None else coverage.nbytes_of(value for _, value in flatten(tensors))
+    return 0 if tensors is None else check.nbytes_of(value for _, value in flatten(tensors))
 
 
 def take_metrics() -> dict[str, float]:

@@ -26,7 +26,7 @@ from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.presets import verl
 from maskpack.fields.registry import Path
-from maskpack.nesting.coverage import check_strict, hidden_tensors
+from maskpack.nesting.check import hidden_tensors, need_none
 from maskpack.nesting.schema import LAYOUTS
 from maskpack.packed import batch as packing
 from maskpack.packed.batch import PackedBatch, Target
@@ -232,7 +232,7 @@ def _check_objects(data: Any, options: Options) -> None:
         spec = options.registry.find((name,))
         if spec is None or spec.mask is not None:
             hidden += hidden_tensors((name,), value)
-    check_strict("compress", hidden)
+    need_none("compress", hidden)
 
 
 def one_strict(call: str, strict_mask_nesting: bool | None, strict: bool | None) -> bool:

@@ -1,4 +1,4 @@
-"""dense_fields and strict mode: no tensor hides, and what is dense by design raises no alarm."""
+"""check and strict mode: no tensor hides, planted mistakes are found, and sound batches raise no alarm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 import maskpack as mp
 from maskpack import fields
 from maskpack.errors import MaskpackWarning
-from maskpack.nesting.coverage import dense_fields
+from maskpack.nesting.check import COVERAGE
 from maskpack.testing import assert_covered
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -94,8 +94,13 @@ def with_object(value, name="extra"):
     return batch.set(name, entry(value))
 
 
+def covered(batch, registry=mp.RL_FIELDS, **options):
+    """The findings that strict mode makes errors of."""
+    return [one for one in mp.check(batch, registry, **options) if one.kind in COVERAGE]
+
+
 def paths(batch, registry=mp.RL_FIELDS, **options):
-    return [field.path for field in dense_fields(batch, registry, pad_token_id=PAD, **options)]
+    return [one.path for one in covered(batch, registry, pad_token_id=PAD, **options)]
 
 
 @pytest.mark.parametrize(("value", "place"), HIDING.values(), ids=HIDING)
@@ -134,8 +139,8 @@ def test_a_range_is_not_counted_out():
     """A pickle of a few bytes makes one of any length; nor are single bytes looked at."""
     batch = rollout()
     batch.set("meta", NonTensorData([range(1 << 20), bytearray(1 << 20)]))
-    found, peak = with_peak(dense_fields, batch, mp.RL_FIELDS, pad_token_id=PAD)
-    assert found == ()
+    found, peak = with_peak(mp.check, batch, pad_token_id=PAD)
+    assert [one for one in found if one.kind in COVERAGE] == []
     assert peak < 8 << 20
 
 
@@ -167,9 +172,9 @@ def test_the_objects_of_all_rows_are_one_line():
     assert first.startswith("compress: 3 field(s) would stay padded")
     assert listed == lines
     assert "with MaskNestingSpec(None) a field, or the Python object" in last
-    found = dense_fields(batch, mp.RL_FIELDS)
-    assert [f"  {field}" for field in found] == lines
-    assert [(field.tensors, field.nbytes) for field in found] == [(1, 12 * rows), (rows, nbytes), (1, 8)]
+    found = mp.check(batch)
+    assert [f"  {one.line}" for one in found] == lines
+    assert [one.kind for one in found] == ["padded", "hidden", "hidden"]
 
 
 def test_what_the_error_says_to_do_covers_a_batch():
@@ -205,8 +210,8 @@ def test_jagged_fields_are_no_failure():
 def test_a_sparse_tensor_is_dense_to_us():
     """It can be neither nested nor packed; it stays as it is, or the error has a name."""
     batch = TensorDict({"graph": torch.eye(3).to_sparse()}, batch_size=[3])
-    (found,) = dense_fields(batch, {})
-    assert "sparse" in found.reason
+    (found,) = mp.check(batch, {})
+    assert "sparse" in found.seen
     with pytest.warns(mp.errors.MaskpackWarning, match="graph"):
         nested = mp.nest_batch_by_mask(batch, {})
     assert nested["graph"] is batch["graph"]
@@ -320,7 +325,8 @@ def test_a_declared_jagged_field_of_other_rows_than_its_mask(make, registry, mas
         assert str(told.value).splitlines()[2:] == [
             "Fix the producer of a field that has other rows, or give it another mask in the registry."
         ]
-        (off,) = dense_fields(batch, registry, pad_token_id=0)
+        (off,) = mp.check(batch, registry, pad_token_id=0)
+        assert (off.kind, off.rows) == ("axis", (int(seen[4]),))
         call(batch, registry | {off.path[-1]: mp.MaskNestingSpec(None)}, **options)
 
 

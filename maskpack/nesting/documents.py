@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from maskpack.core.index import IntArray, cumulated
+from maskpack.core.index import IntArray, SpanTable, cumulated
 from maskpack.errors import ReplayError
 from maskpack.layout.row_layout import RowLayout, host_spans
 
@@ -49,7 +49,7 @@ def documents_of(
     starts = [sequence.row_offsets]
     if sequence.num_rows == 1:
         starts += [_joined(sequence, name, field, call) for name, field in given.items()]
-    begins, odd = _looked_at(positions, numbers)
+    begins, odd = begins_of(positions, numbers)
     if begins is not None and odd is not None:
         inner = np.unique(sequence.row_offsets)[1:-1] - 1
         at = torch.from_numpy(inner).to(begins.device, non_blocking=True)
@@ -78,7 +78,7 @@ def _row_of(token: int, sequence: RowLayout) -> int:
     return int((sequence.row_offsets <= token).sum()) - 1
 
 
-def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+def begins_of(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask,
     and whether its position does not follow the one before. None without positions and masks."""
     begins = odd = None
@@ -98,29 +98,47 @@ def _looked_at(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Ten
     return begins, odd
 
 
+def rows_that_count_again(x: Tensor) -> IntArray:
+    """The rows of a field [B, S] that counts from 0, as positions do, and starts again; none of another field. Padding
+    that repeats a number, or is 0, starts nothing."""
+    whole = not (x.is_nested or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    if not whole or x.layout != torch.strided or x.dim() != 2 or x.shape[1] < 3 or not len(x):
+        return np.empty(0, np.int64)
+    x = x.long()
+    step = x.diff()
+    counts = ((step == 1) | (step == 0) | (x[:, 1:] == 0)).all(1)
+    again = (x[:, :-2] > 0) & (x[:, 1:-1] == 0) & (x[:, 2:] == 1)
+    return (counts & again.any(1) & (x.max() > 1)).cpu().numpy().nonzero()[0]
+
+
 def _need_steps(sequence: RowLayout, positions: Tensor, odd: IntArray, starts: Sequence[IntArray], call: str) -> None:
     """Raises ReplayError unless positions step over masked columns, or where a document begins, at these places."""
-    odd = odd[~np.isin(odd + 1, np.concatenate(starts))]
-    spans = host_spans(sequence)
-    before = np.cumsum(spans.counts) - spans.counts
-    one, other = (_columns(spans.starts, before, odd + place) for place in (0, 1))
-    low, high = (positions.cpu().numpy()[odd + place].astype(np.int64) for place in (0, 1))
-    wrong: IntArray = np.flatnonzero(high - low != other - one)
+    wrong = wrong_steps(sequence, positions, odd[~np.isin(odd + 1, np.concatenate(starts))])
     if wrong.size:
-        at = int(wrong[0])
-        row = _row_of(int(odd[at]), sequence)
+        at = wrong[:1]
+        (low,), (high,) = positions.cpu().numpy()[at].tolist(), positions.cpu().numpy()[at + 1].tolist()
+        one, other = (int(_columns(host_spans(sequence), at + place)[0]) for place in (0, 1))
         raise ReplayError(
-            f'{call}: field "position_ids" goes from {low[at]} to {high[at]} in row {row}, from column {one[at]} to '
-            f"{other[at]}; expected steps of 1, over masked columns too, or 0 where another document begins. Let each "
-            "document count from 0 (of M-RoPE, give all sections), or drop the field: positions then count the valid "
-            "tokens of each row."
+            f'{call}: field "position_ids" goes from {low} to {high} in row {_row_of(int(at[0]), sequence)}, from '
+            f"column {one} to {other}; expected steps of 1, over masked columns too, or 0 where another document "
+            "begins. Let each document count from 0 (of M-RoPE, give all sections), or drop the field: positions then "
+            "count the valid tokens of each row."
         )
 
 
-def _columns(starts: IntArray, before: IntArray, tokens: IntArray) -> IntArray:
-    """The columns of packed tokens, by the spans: where they start, and how many tokens are before them."""
+def wrong_steps(sequence: RowLayout, positions: Tensor, odd: IntArray) -> IntArray:
+    """Those of some packed tokens whose next one has another position than its column says. `odd` are tokens where
+    the positions [T] make no step of 1."""
+    spans, numbers = host_spans(sequence), positions.cpu().numpy().astype(np.int64)
+    steps = _columns(spans, odd + 1) - _columns(spans, odd)
+    return odd[numbers[odd + 1] - numbers[odd] != steps]
+
+
+def _columns(spans: SpanTable, tokens: IntArray) -> IntArray:
+    """The columns of packed tokens."""
+    before = np.cumsum(spans.counts) - spans.counts
     span = np.searchsorted(before, tokens, side="right") - 1
-    return starts[span] + tokens - before[span]
+    return spans.starts[span] + tokens - before[span]
 
 
 def _joined(sequence: RowLayout, name: str, field: Tensor, call: str) -> IntArray:
