@@ -6,13 +6,15 @@ import dataclasses
 import subprocess
 import warnings
 from collections import deque, namedtuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import test_presets
 import torch
 import warm_workers
 from fuzz_wire import with_peak
-from samples import PAD, assert_same, per_row, rollout
+from samples import PAD, assert_same, freeze, per_row, rollout
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 import maskpack as mp
@@ -390,3 +392,325 @@ def test_a_warning_says_what_the_batch_takes_all_the_same_once_a_schema(call) ->
     assert len(said) == 1
     assert said[0].endswith(f"; the first such batch takes {packed:,} bytes instead of {padded:,} all the same")
     assert [str(one.message) for one in second] == said, "Python shows equal texts once"
+
+
+# -------------------------------------------------------------------- planted mistakes
+
+EOS = 2
+
+
+class Rows(test_presets.Maker):
+    """Rows of two or more prompt tokens and of a scored response token; a seed draws the rest."""
+
+    def __init__(self, seed, count=6, most=9):
+        super().__init__(seed, count=count, most=most, empty=False)
+        for row in self.rows:
+            row.ids, row.prompt, row.scored = [3, 4, *row.ids], row.prompt + 2, [0, 0, *row.scored]
+            row.ids, row.scored[row.prompt] = [max(token, 3) for token in row.ids], 1
+        self.log_probs = [[-1 - self.rng.random() for _ in row.ids] for row in self.rows]
+
+
+def v1(make):
+    """verl's V1: jagged columns without masks, each with offsets of its own."""
+    padded = test_presets.verl(make)
+    on, columns = padded["attention_mask"] != 0, padded["prompts"].shape[1]
+    places = {"prompts": on[:, :columns], "input_ids": on, "position_ids": on}
+    values = {name: (x, places.get(name, on[:, columns:])) for name, x in padded.exclude("attention_mask").items()}
+    rows = {name: [own[at] for own, at in zip(x, place, strict=True)] for name, (x, place) in values.items()}
+    return TensorDict(
+        {name: torch.nested.as_nested_tensor(own, layout=torch.jagged) for name, own in rows.items()}, [len(padded)]
+    )
+
+
+TRAINERS = {**test_presets.CASES, "verl v1": v1}
+
+
+def sound(trainer, seed=0, **more):
+    torch.manual_seed(seed)
+    return TRAINERS[trainer](Rows(seed, **more))
+
+
+def findings(batch, trainer, **options):
+    registry = test_presets.registry_of(trainer) | options.pop("registry", {})
+    return mp.check(batch, registry, pad_token_id=PAD, **{"eos_token_id": EOS, **options})
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_sound_batches_have_no_findings(trainer):
+    """2,000 of them: left and right pads, holes, log-probs of 0, weights as masks, groups, rows of one token."""
+    for seed in range(-(-2000 // len(TRAINERS))):
+        batch = sound(trainer, seed, count=2 + seed % 5, most=1 + seed % 9)
+        if seed % 3 == 0:
+            batch.set(
+                "uid", per_row([str(row // 2) for row in range(len(batch) // 2 * 2)] + ["last"] * (len(batch) % 2))
+            )
+        if seed % 4 == 0 and trainer in ("verl", "verl v1"):
+            batch["response_mask"] = batch["response_mask"] * 0.5
+        if seed % 5 == 0 and trainer == "verl":
+            batch["old_log_probs"][:, ::2] = 0
+        assert findings(batch, trainer) == [], seed
+
+
+def test_prompts_alone_empty_rows_and_batches_without_rows():
+    prompts = rollout(((3, 0), (0, 0), (5, 0)), objects=False).exclude("position_ids")
+    assert mp.check(prompts, pad_token_id=PAD, eos_token_id=PAD) == []
+    assert mp.check(rollout((), objects=False), pad_token_id=PAD, eos_token_id=PAD) == []
+
+
+def short_row(mask):
+    """A row of several tokens that ends before the width."""
+    return next(row for row, on in enumerate(mask != 0) if int(on.sum()) > 1 and not on[-1])
+
+
+def with_field(name, value):
+    def change(batch):
+        batch.set(name, value)
+
+    return change
+
+
+def of_rows(name, make, row=None):
+    """A column of Python objects."""
+
+    def change(batch):
+        batch.set(name, per_row([make(batch, at) for at in range(len(batch))]))
+        return row
+
+    return change
+
+
+def put(name, row, column, value):
+    def change(batch):
+        x = batch[name]
+        (x.unbind()[row] if x.is_nested else x[row])[column] = value
+        return row
+
+    return change
+
+
+def rolled(name, by):
+    def change(batch):
+        batch[name] = batch[name].roll(by, 1)
+        return 0
+
+    return change
+
+
+def narrow(batch):
+    batch["advantages"] = batch["advantages"][:, 1:].clone()
+
+
+def wide(batch):
+    batch["advantages"] = torch.nn.functional.pad(batch["advantages"], (1, 0))
+
+
+def cut(by):
+    def change(batch):
+        whole = batch["log_probs"].unbind()
+        rows = [own[: len(own) - by * (at == 2)] for at, own in enumerate(whole)]
+        batch["rollout_log_probs"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return 2
+
+    return change
+
+
+def mask_beyond(batch):
+    row = short_row(batch["attention_mask"])
+    batch["response_mask"][row, -1] = 1
+    return row
+
+
+def mask_of_tokens(batch):
+    batch["response_mask"] *= batch["attention_mask"][:, batch["prompts"].shape[1] :]
+
+
+def loss_beyond(batch):
+    batch["token_mask"][:, -1] = 1
+    return int((batch["input_lengths"] < batch["token_mask"].shape[1]).nonzero()[0])
+
+
+def loss_of_tokens(batch):
+    batch["token_mask"] *= torch.arange(batch["token_mask"].shape[1]) < batch["input_lengths"][:, None]
+
+
+def numbered(batch):
+    columns = batch["attention_mask"][1].nonzero()[:, 0]
+    batch["attention_mask"][1, columns[2:]] = 2
+    return 1
+
+
+def bounds(batch):
+    """The row alone, beside the lengths of its documents."""
+    on = batch["attention_mask"][1]
+    return TensorDict({**batch[1:2], "seq_lens": torch.unique_consecutive(on[on > 0], return_counts=True)[1]}, [])
+
+
+def positions_again(batch):
+    batch["position_ids"][1, 2 : int(batch["attention_mask"][1].sum())] -= 2
+    return 1
+
+
+def positions_from_1(batch):
+    batch["position_ids"][5] += 1
+    return 5
+
+
+def counted(batch):
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+
+
+def counted_right(batch):
+    counted(batch)
+    batch["position_ids"] *= batch["attention_mask"]
+
+
+def token_beyond(batch):
+    row = short_row(batch["completion_mask"])
+    batch["completion_ids"][row, -1] = 9
+    return row
+
+
+def pads_beyond(batch):
+    batch["completion_ids"][batch["completion_mask"] == 0] = PAD
+
+
+def ends_of_pads(batch):
+    """Each row ends with the pad token, which its mask of `ids != pad` hides."""
+    return short_row(batch["completion_mask"])
+
+
+def ends_in_mask(batch):
+    lengths = batch["completion_mask"].sum(1)
+    batch["completion_mask"][torch.arange(batch["completion_mask"].shape[1]) == lengths[:, None]] = 1
+
+
+def unscored(name, row):
+    def change(batch):
+        batch[name][row] = 0
+        return row
+
+    return change
+
+
+def without(row):
+    return lambda batch: batch[[at for at in range(len(batch)) if at != row]]
+
+
+def responses_again(batch):
+    if not batch["responses"].is_nested:
+        batch["responses"] = batch["input_ids"][:, batch["prompts"].shape[1] :].clone()
+        return
+    for own, whole in zip(batch["responses"].unbind(), batch["input_ids"].unbind(), strict=True):
+        own.copy_(whole[len(whole) - len(own) :])
+
+
+def image(patches):
+    grid = torch.tensor([[1, 2, 2]])
+    return lambda batch, row: {"pixel_values": torch.ones(patches if row == 2 else 4, 3), "image_grid_thw": grid}
+
+
+def experts(less):
+    return lambda batch, row: np.zeros((int(batch["input_lengths"][row]) - less * (row == 3), 2), np.int64)
+
+
+class Planted(NamedTuple):
+    """A mistake: the trainer, what makes it (and returns its row, if it is of rows), the field and the kind that are
+    found, and what the remedy says: a change of the batch, or a spec of the field."""
+
+    trainer: str
+    plant: Any
+    field: str
+    kind: str
+    mend: Any
+
+
+KEPT, NAN, INFINITE = mp.MaskNestingSpec(None), float("nan"), float("-inf")
+UIDS, MINE = (lambda batch, row: "abcdef"[row]), (lambda batch, row: [torch.ones(2)])
+PLANTED = {
+    "another width": Planted("nemo_rl", narrow, "advantages", "axis", wide),
+    "other row lengths": Planted("slime jagged", cut(1), "rollout_log_probs", "axis", cut(0)),
+    "stays padded": Planted("trl", with_field("mine", torch.ones(6, 3)), "mine", "padded", KEPT),
+    "hidden": Planted("slime", of_rows("mine", MINE), "mine/[0]/[0]", "hidden", KEPT),
+    "a mask of pads": Planted("verl", mask_beyond, "response_mask", "mask", mask_of_tokens),
+    "a mask of its own axis": Planted("nemo_rl", loss_beyond, "token_mask", "mask", loss_of_tokens),
+    "a mask to the left": Planted(
+        "areal rollout", rolled("loss_mask", -1), "loss_mask", "shift", rolled("loss_mask", 1)
+    ),
+    "a mask with numbers": Planted("verl", numbered, "attention_mask", "documents", bounds),
+    "positions again": Planted("prime_rl", positions_again, "position_ids", "documents", counted_right),
+    "a token under the mask": Planted("trl", token_beyond, "completion_ids", "lossy", pads_beyond),
+    "a hidden end": Planted("trl rows", ends_of_pads, "completion_ids", "eos", ends_in_mask),
+    "nothing scored": Planted("verl", unscored("response_mask", 4), "response_mask", "unscored", without(4)),
+    "no loss": Planted("areal rollout", unscored("loss_mask", 2), "loss_mask", "unscored", without(2)),
+    "experts": Planted(
+        "nemo_rl",
+        of_rows("routed_experts", experts(1), 3),
+        "routed_experts",
+        "counts",
+        of_rows("routed_experts", experts(0)),
+    ),
+    "patches": Planted(
+        "verl v1",
+        of_rows("multi_modal_inputs", image(5), 2),
+        "multi_modal_inputs",
+        "counts",
+        of_rows("multi_modal_inputs", image(4)),
+    ),
+    "NaN": Planted(
+        "slime",
+        put("rollout_log_probs", 3, 0, NAN),
+        "rollout_log_probs",
+        "nonfinite",
+        put("rollout_log_probs", 3, 0, -1.0),
+    ),
+    "infinite": Planted(
+        "verl v1", put("old_log_probs", 2, 0, INFINITE), "old_log_probs", "nonfinite", put("old_log_probs", 2, 0, -1.0)
+    ),
+    "a uid twice": Planted(
+        "verl", of_rows("uid", lambda batch, row: "abcdee"[row], 4), "uid", "groups", of_rows("uid", UIDS)
+    ),
+    "positions from 1": Planted("verl", positions_from_1, "position_ids", "positions", counted),
+    "another response": Planted("verl v1", put("responses", 0, 0, 7), "responses", "tail", responses_again),
+    "another padded response": Planted("verl", put("responses", 3, 0, 8), "responses", "tail", responses_again),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_found_and_gone_after_the_remedy(name):
+    trainer, plant, field, kind, mend = PLANTED[name]
+    batch, eos = sound(trainer), PAD if kind == "eos" else EOS
+    assert kind == "eos" or findings(batch, trainer, eos_token_id=eos) == []
+    row = plant(batch)
+    before = freeze(batch)
+    (one,) = findings(batch, trainer, eos_token_id=eos)
+    assert freeze(batch) == before
+    assert ("/".join(one.path), one.kind) == (field, kind)
+    assert one.rows == () if row is None else row in one.rows
+    assert str(one).startswith(f"{kind}: ")
+    assert f'"{field}" ' in str(one)
+    assert str(one).endswith(f". {one.remedy}")
+    assert "\n" not in str(one)
+    registry = {one.path[0]: mend} if isinstance(mend, mp.MaskNestingSpec) else {}
+    changed = None if registry else mend(batch)
+    assert (
+        findings(changed if isinstance(changed, TensorDict) else batch, trainer, eos_token_id=eos, registry=registry)
+        == []
+    )
+
+
+def test_one_field_of_another_width_does_not_stop_the_rest():
+    batch = sound("nemo_rl")
+    narrow(batch)
+    batch["prev_logprobs"] = batch["prev_logprobs"][:, 2:].clone()
+    batch["generation_logprobs"][batch["token_mask"] != 0] = INFINITE
+    batch["generation_logprobs"][0, 2] = -1.0
+    assert {(one.path[0], one.kind) for one in findings(batch, "nemo_rl")} == {
+        ("advantages", "axis"),
+        ("prev_logprobs", "axis"),
+        ("generation_logprobs", "nonfinite"),
+    }
+
+
+def test_an_end_token_that_is_no_number_is_refused():
+    with pytest.raises(mp.errors.RegistryError, match=r"check: eos_token_id is '</s>'.*Pass tokenizer\.eos_token_id\."):
+        mp.check(rollout(), pad_token_id=PAD, eos_token_id="</s>")
