@@ -1,13 +1,12 @@
 """Time to check a batch, beside the one read of it that nesting does, too: `check` reads it and looks at valid tokens.
 
 Padded as trainers have it, and jagged, where the read copies no token: it makes layouts alone.
+Everything runs in one thread.
 """
 
 from __future__ import annotations
 
 from functools import partial
-
-import torch
 
 import maskpack
 from bench.harness.measure import interleaved, progress, torch_threads
@@ -35,8 +34,6 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
             _READ: partial(lambda form: read(Opened.of(form, options)), form),
             _CHECK: partial(maskpack.check, form, pad_token_id=PAD_ID),
         }
-        for threads in (1, torch.get_num_threads()):
-            with torch_threads(threads):
-                ms = interleaved(works, rounds)
-            target = "<= 1.5" if name == "padded" else None
-            yield times(f"check, {name}, {threads} threads", ms, ((_CHECK, _READ, target),))
+        with torch_threads(1):
+            ms = interleaved(works, rounds)
+        yield times(f"check, {name}", ms, ((_CHECK, _READ, "<= 1.5" if name == "padded" else None),))

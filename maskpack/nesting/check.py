@@ -61,7 +61,7 @@ class Finding:
     Attributes:
         path: the path of the field; inside a Python object it continues with keys and indices, as in
             `extra/[3]/tokens`.
-        kind: one word (docs/nesting.md has a table).
+        kind: one word (docs/api/batches.md has a table).
         rows: the first rows that have it; empty for the whole field.
         seen: what was seen, and what will go wrong.
         remedy: what to do.
@@ -259,7 +259,7 @@ def check(
             it.
 
     The batch is read once, as `nest_batch_by_mask` reads it; then only valid tokens are looked at. What no field of
-    the batch tells is not judged: without a loss mask, no token is scored. docs/nesting.md has a table of the kinds.
+    the batch tells is not judged: without a loss mask, no token is scored. docs/api/batches.md has a table of the kinds.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does, but for fields of another width.
     """
