@@ -259,7 +259,7 @@ def check(
             it.
 
     The batch is read once, as `nest_batch_by_mask` reads it; then only valid tokens are looked at. What no field of
-    the batch tells is not judged: without a loss mask, no token is scored. docs/api/batches.md has a table of the kinds.
+    the batch tells is not judged: without a loss mask, no token is scored. docs/api/batches.md has the kinds.
 
     Raises LayoutError and RegistryError as `nest_batch_by_mask` does, but for fields of another width.
     """
@@ -422,9 +422,8 @@ class _Scope:
         mask, ids = self._mask, self._ids
         if mask is None or ((flags := self._values(mask) != 0).all() and not self._is_own):
             return
-        tokens, counts = self._layout(mask).lengths, _sums(flags, self._layout(mask))
-        if self._is_own and ids is not None:
-            tokens = self._layout(ids).lengths
+        tokens = self._layout(ids if self._is_own and ids is not None else mask).lengths
+        counts: IntArray = np.diff(np.append(0, flags.cumsum())[self._layout(mask).row_offsets])
         rows = np.flatnonzero((counts == 0) & (tokens > 0))
         if counts.any() or not (self._is_own or (ids is not None and ids.layout == mask.layout)):
             seen = "scores no token: the loss does not see the row, and a mean over its tokens is 0 / 0"
@@ -447,7 +446,9 @@ class _Scope:
                     continue
                 if np.count_nonzero(has & ~flags) == len(np.unique(beside)):
                     seen = f'is one token to the {way} of field "{show(form.path)}": losses score other tokens'
-                    remedy = f"Move it, or the log-probs: torch.roll(mask, {1 if way == 'left' else -1}, 1)."
+                    remedy = (
+                        f"Move it by one token; if it is padded, torch.roll(mask, {1 if way == 'left' else -1}, 1)."
+                    )
                     yield from _found(self._mask, "shift", np.unique(row), seen, remedy)
                     return
 
@@ -459,7 +460,7 @@ class _Scope:
         mask, form = self._first("attention_mask"), self.fields.get("position_ids")
         form = form if form is not None and form.path in self.read.values else None
         home, ids = form or mask, self._ids
-        if home is None or (ids is not None and ids.layout != home.layout):
+        if home is None or (ids is not None and self._layout(ids) != self._layout(home)):
             return
         layout = self._layout(home)
         x = None if form is None else self.read.values[form.path].detach().cpu()
@@ -492,10 +493,11 @@ class _Scope:
     @cached_property
     def _given(self) -> IntArray | None:
         """Where documents begin in a batch of one row, if a field of it says so."""
-        for name in (name for name in (*BOUNDS, *LENGTHS) if name in self.fields):
-            x: Any = entry_at(self.batch, self.fields[name].path)
-            line: IntArray = x.reshape(-1).cpu().numpy().astype(np.int64)
-            return np.cumsum(line) if name in LENGTHS else line
+        for name in (*BOUNDS, *LENGTHS):
+            if name in self.fields and self.fields[name].kind == "dense":
+                x: Any = entry_at(self.batch, self.fields[name].path)
+                line: IntArray = x.reshape(-1).cpu().numpy().astype(np.int64)
+                return np.cumsum(line) if name in LENGTHS else line
         return None
 
     def _unmasked(self) -> Iterator[Finding]:
@@ -593,13 +595,12 @@ class _Scope:
         for name, form in self.fields.items():
             spec = self.registry.find(form.path) if form.kind == "object" else None
             axes = [self.read.opened.axes.find(mask, form.path) for mask in (() if spec is None else spec.masks)]
-            wanted = [axis.layout.lengths for axis in axes if axis is not None]
-            items = self._rows_of(name) if wanted else None
-            if items is None or not all(isinstance(item, Tensor | np.ndarray | list) for item in items):
-                continue
-            counts = np.array([len(item) for item in items], np.int64)
-            rows = min((np.flatnonzero(counts != own) for own in wanted), key=len)
-            yield from _found(form, "counts", rows, "has other lengths than its mask has tokens", _OFF_AXIS)
+            items = self._rows_of(name) if any(axes) else None
+            if items is not None and all(isinstance(item, Tensor | np.ndarray | list) for item in items):
+                counts = np.array([len(item) for item in items], np.int64)
+                wrong = [np.flatnonzero(counts != axis.layout.lengths) for axis in axes if axis is not None]
+                seen = "has other lengths than its mask has tokens"
+                yield from _found(form, "counts", min(wrong, key=len), seen, _OFF_AXIS)
 
     def _images(self) -> Iterator[Finding]:
         """Grids of images that need another number of patches than there are."""
@@ -643,11 +644,6 @@ def _found(form: FieldForm, kind: str, rows: IntArray, seen: str, remedy: str) -
 def _rows_at(layout: RowLayout, tokens: IntArray) -> IntArray:
     """The rows of some packed tokens, each once."""
     return np.unique(np.searchsorted(layout.row_offsets, tokens, side="right") - 1)
-
-
-def _sums(flags: _Array, layout: RowLayout) -> IntArray:
-    """How many of the packed flags of each row are true."""
-    return np.diff(np.append(0, flags.cumsum())[layout.row_offsets])
 
 
 def _counts_on(x: _Array, starts: IntArray) -> bool:

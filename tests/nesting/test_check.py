@@ -555,6 +555,14 @@ def positions_from_1(batch):
     return 5
 
 
+def later(by):
+    def change(batch):
+        batch["position_ids"].unbind()[3].add_(by)
+        return 3
+
+    return change
+
+
 def counted(batch):
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
@@ -670,6 +678,7 @@ PLANTED = {
         "verl", of_rows("uid", lambda batch, row: "abcdee"[row], 4), "uid", "groups", of_rows("uid", UIDS)
     ),
     "positions from 1": Planted("verl", positions_from_1, "position_ids", "positions", counted),
+    "jagged positions": Planted("verl v1", later(2), "position_ids", "positions", later(-2)),
     "another response": Planted("verl v1", put("responses", 0, 0, 7), "responses", "tail", responses_again),
     "another padded response": Planted("verl", put("responses", 3, 0, 8), "responses", "tail", responses_again),
 }
