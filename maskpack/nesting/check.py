@@ -276,10 +276,8 @@ def check(
     scopes: dict[Path, dict[str, FieldForm]] = {}
     for form in one.schema.forms:
         scopes.setdefault(form.path[:-1], {})[form.path[-1]] = form
-    wrong = {finding.path for finding in found if finding.kind == "axis"}
     for fields in scopes.values():
-        known = {name: form for name, form in fields.items() if form.path not in wrong}
-        found += _Scope(one, known, None if eos_token_id is None else int(eos_token_id)).findings()
+        found += _Scope(one, fields, None if eos_token_id is None else int(eos_token_id)).findings()
     return found
 
 

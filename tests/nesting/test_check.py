@@ -707,6 +707,27 @@ def test_a_planted_mistake_is_found_and_gone_after_the_remedy(name):
     )
 
 
+ALL, SOME = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], [[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]]
+SOUND = {
+    "NaN where nothing is scored": (ALL, SOME, [[NAN, -1, -1, -1, NAN], [NAN, 0, -1, -1, NAN]], EOS),
+    "certain tokens, and log-probs of all tokens": (ALL, SOME, [[-1, 0, -1, -1, -1], [-1, -1, 0, -1, -1]], EOS),
+    "rows without a prompt": (ALL, [[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]], [[0, -1, -1, -1, -1], [0, -1, -1, -1, -1]], EOS),
+    "prompts alone": (ALL, [[0] * 5] * 2, [[0] * 5] * 2, EOS),
+    "rows of one limit": ([[1, 1, 1, 0, 0]] * 2, [[0, 1, 1, 0, 0]] * 2, [[0, -1, -1, 0, 0]] * 2, 0),
+    "a short prompt alone": ([[1, 1, 0, 0, 0], ALL[0]], [[0] * 5, SOME[0]], [[0] * 5, [0, -1, -1, -1, 0]], 0),
+}
+
+
+@pytest.mark.parametrize(("mask", "loss", "log_probs", "eos"), SOUND.values(), ids=SOUND)
+def test_what_looks_like_a_mistake_and_is_none(mask, loss, log_probs, eos):
+    """Fields of AReaL, whose ids are padded with 0."""
+    mask = torch.tensor(mask)
+    batch = TensorDict({"attention_mask": mask, "input_ids": mask * 7, "loss_mask": torch.tensor(loss)}, [2])
+    batch["logprobs"] = torch.tensor(log_probs, dtype=torch.float32)
+    kinds = {one.kind for one in mp.check(batch, fields.areal, pad_token_id=0, eos_token_id=eos)}
+    assert kinds == ({"unscored"} if any(map(any, loss)) and not all(map(any, loss)) else set())
+
+
 def test_one_field_of_another_width_does_not_stop_the_rest():
     batch = sound("nemo_rl")
     narrow(batch)
