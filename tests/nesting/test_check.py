@@ -711,7 +711,7 @@ ALL, SOME = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], [[0, 1, 1, 1, 0], [0, 0, 1, 1, 0
 SOUND = {
     "NaN where nothing is scored": (ALL, SOME, [[NAN, -1, -1, -1, NAN], [NAN, 0, -1, -1, NAN]], EOS),
     "certain tokens, and log-probs of all tokens": (ALL, SOME, [[-1, 0, -1, -1, -1], [-1, -1, 0, -1, -1]], EOS),
-    "rows without a prompt": (ALL, [[1, 1, 0, 1, 0], [1, 1, 0, 1, 0]], [[0, -1, -1, -1, -1], [0, -1, -1, -1, -1]], EOS),
+    "rows without a prompt": (ALL, [[1, 1, 1, 1, 0]] * 2, [[0, -1, -1, -1, -1]] * 2, EOS),
     "prompts alone": (ALL, [[0] * 5] * 2, [[0] * 5] * 2, EOS),
     "rows of one limit": ([[1, 1, 1, 0, 0]] * 2, [[0, 1, 1, 0, 0]] * 2, [[0, -1, -1, 0, 0]] * 2, 0),
     "a short prompt alone": ([[1, 1, 0, 0, 0], ALL[0]], [[0] * 5, SOME[0]], [[0] * 5, [0, -1, -1, -1, 0]], 0),
