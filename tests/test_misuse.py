@@ -98,7 +98,7 @@ MISUSES = """
     BatchView.cat ; view.take ; view.with_fields ; BatchMeta.of ; RowLayout.from_mask ; RowLayout.from_lengths ;
     RowLayout.from_cu_seqlens ; RowLayout.cat ; L.take ; MaskAxis ; MaskNestingRegistry ;
     MaskNestingRegistry.from_dict ; rank_plans.for_rows ; plan.apply ; plan.restore ; prefix_tree ; inputs.shard ;
-    PackedInputs.of ; report ; assert_covered ; packed_trainer ; WorkerGroup ; group.put ; group.pack
+    PackedInputs.of ; report ; assert_covered ; check ; packed_trainer ; WorkerGroup ; group.put ; group.pack
 # ---- compress, and the arguments that it shares with nesting
 compress(b, pad_token_id=0, …) <- strict_mask_nesting="yes" ; verify="always" ; like=m ; like=b ; codec="gzip" ;
     codec=["zstd"]
@@ -303,6 +303,7 @@ report(b)
 assert_exact(…) <- view, view ; meta, meta ; sparse, sparse ; strided, strided ;
     {"k": [meta]}, {"k": [meta.clone()]}
 assert_covered(…) <- b ; b, None ; b, pad_token_id="0"
+check(…) <- b, None ; b, pad_token_id="0" ; b, eos_token_id="0"
 # ---- collator
 packed_trainer(print)
 PackedCollator(…) <- multiple_of=0 ; seq_idx="no" ; extras=None ; extras=("input_ids",)
@@ -419,6 +420,7 @@ def test_every_public_function_is_misused():
         if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
     }
     called -= {
+        "Finding",
         "MaskpackWarning",
         "MicroBatchPlan",
         "Mismatch",

@@ -459,7 +459,7 @@ CASES: dict[str, Case] = {
     ),
     "select_and_pad_to_response: a new field without a pad": Case(
         "mp.select_and_pad_to_response(nested, 'fresh', registry=own)",
-        "Nest the batch again with `pad_token_id`, which gives new fields their pad.",
+        "Nest the batch again with `pad_token_id`, which gives new fields their pad;",
         "again = mp.nest_batch_by_mask(nested, own, pad_token_id=PAD)\n"
         "got = mp.select_and_pad_to_response(again, 'fresh', registry=own)['fresh']",
         "batch['responses'] * 2",

@@ -37,8 +37,7 @@ class MaskAxis:
             `cu_seqlens` [B + 1] of fields that are packed as [T, *F]; or any field, if it is `jagged`. A way of the
             last kind is tried after those that know the padded width.
         part: the part of a mask: `all` columns, the `head` or `tail` of a split (see below), or the `prefix` of each
-            row up to its last valid token. Of a `jagged` field `all` tokens of its rows, or the `valid` ones, where it
-            is not 0.
+            row up to its last valid token. Of a `jagged` field `all` tokens of its rows.
         head, tail: fields that define the split; the first one in the batch is used. Its width is P for a `head` field
             and S - P for a `tail` field. An integer in the batch (`max_response_length`) is used as a width if no
             field gives one, first that of the head. For lengths, `head` names the fields that give the width.
@@ -50,7 +49,7 @@ class MaskAxis:
 
     source: Key
     form: Literal["mask", "lengths", "cu_seqlens", "jagged"] = "mask"
-    part: Literal["all", "head", "tail", "prefix", "valid"] = "all"
+    part: Literal["all", "head", "tail", "prefix"] = "all"
     head: tuple[Key, ...] = ()
     tail: tuple[Key, ...] = ()
     padded: Literal["right", "left"] = "right"
@@ -61,7 +60,7 @@ class MaskAxis:
         object.__setattr__(self, "head", need_keys(self.head, "head", "MaskAxis"))
         object.__setattr__(self, "tail", need_keys(self.tail, "tail", "MaskAxis"))
         _one_of("MaskAxis", "form", self.form, ("mask", "lengths", "cu_seqlens", "jagged"))
-        _one_of("MaskAxis", "part", self.part, _PARTS.get(self.form, ("all", "head", "tail", "prefix")))
+        _one_of("MaskAxis", "part", self.part, _PARTS if self.form == "mask" else ("all",))
         _one_of("MaskAxis", "padded", self.padded, ("right", "left"))
         if self.part in ("head", "tail") and not (self.head or self.tail):
             raise RegistryError(
@@ -77,7 +76,7 @@ class MaskAxis:
             )
 
 
-_PARTS = {"jagged": ("all", "valid")}
+_PARTS = ("all", "head", "tail", "prefix")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ RL_FIELDS = MaskNestingRegistry(
             MaskAxis("responses", form="jagged"),
             MaskAxis("response_mask", form="jagged"),
             MaskAxis("response_mask", part="prefix"),
-            MaskAxis("loss_mask", form="jagged", part="valid"),
         ),
     },
     fields={

@@ -383,12 +383,11 @@ def layout_of_core(own: HostLayout, anchor: int = 0) -> RowLayout:
 
 
 def layout_of_offsets(offsets: Tensor, on_host: IntArray) -> RowLayout:
-    """The layout of the rows of jagged values, from their offsets [B + 1] and a copy of these on the host. What kernels
-    read is made when they need it."""
+    """The layout of the rows of jagged values, from their offsets [B + 1] and a copy of these on the host. It keeps the
+    offsets, and what kernels read is made when they need it."""
     own = RowLayout.from_cu_seqlens(on_host)
     layout = replace(own, device=numbered(offsets.device))
-    layout.__dict__.update(_table=own._table, row_offsets=on_host)
-    layout.__dict__["offsets"] = shared_offsets(on_host, layout.device, offsets)
+    layout.__dict__.update(_table=own._table, row_offsets=on_host, offsets=offsets.to(torch.int64))
     return layout
 
 

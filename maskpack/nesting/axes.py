@@ -203,6 +203,8 @@ class Axes:
             flat = None if tensor.dim() != 1 or way.part != "all" else self._flat(tensor)
             if flat is not None:
                 return Axis(name, Source("marks", path), self, flat.rows, -1)
+            if tensor.dim() == 1 and not self.batch.batch_dims:
+                return None  # a line of tokens, of which nothing tells the rows
             if tensor.dim() != 2:
                 remedy = "Give one entry per row and position, or name another mask in the registry."
                 if tensor.dim() == 3 or 1 < self.batch.batch_dims == tensor.dim() - 1:
@@ -219,6 +221,8 @@ class Axes:
                 return Axis(name, source, self, rows, width)
             cut = self._cut(way, width, scope, name)
             return None if cut is None else Axis(name, source._replace(low=cut[0], width=cut[1]), self, rows, cut[1])
+        if way.form == "cu_seqlens" and self.batch.batch_dims:
+            return None
         self.by_value = True
         side = self._first(scope, way.head) if way.form == "lengths" else None
         source = Source(way.form, path, WHOLE, -1 if side is None else side.width)
@@ -227,10 +231,10 @@ class Axes:
         return Axis(name, source, self, layout.num_rows, layout.width, tokens, counted=True)
 
     def _of_jagged(self, way: MaskAxis, name: str, path: Path, field: Tensor) -> Axis | None:
-        """The axis of a jagged field: all tokens of its rows, or those where it is not 0."""
+        """The axis of a jagged field: all tokens of its rows, or of a mask those where it is not 0."""
         if way.form not in ("mask", "jagged") or way.part in ("head", "tail") or Jagged.of(field) is None:
             return None
-        whole = (way.form == "jagged" and way.part == "all") or way.part == "prefix"
+        whole = way.form == "jagged" or way.part == "prefix"
         source, rows = Source("jagged" if whole else "marks", path), field.size(0)
         return Axis(name, source, self, rows, -1, counted=whole)
 

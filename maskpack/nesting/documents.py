@@ -22,7 +22,7 @@ from maskpack.errors import ReplayError
 from maskpack.layout.row_layout import RowLayout, host_spans
 
 BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens")
-LENGTHS = ("seq_lens", "seq_lengths")
+LENGTHS = ("seq_lens", "seq_lengths", "sequence_lengths")
 """Fields of a batch of one row that say where its documents are."""
 
 

@@ -17,7 +17,7 @@ from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.jagged import all_values, check_lengths, jagged_all, requires_grad
-from maskpack.layout.row_layout import RowLayout, min_length
+from maskpack.layout.row_layout import RowLayout, min_length, shared_offsets
 from maskpack.nesting.check import nbytes_of, need_none, off_axis, uncovered, warn_uncovered
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.read import Opened, Read, read
@@ -91,9 +91,8 @@ def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
     fields: dict[Path, Tensor] = {}
     for (name, device), forms in groups.items():
         layout, values = found.layouts[name].to(device), [found.values[form.path].contiguous() for form in forms]
-        made = jagged_all(
-            values, layout.offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms]
-        )
+        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets)
+        made = jagged_all(values, offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms])
         fields.update(zip((form.path for form in forms), made, strict=True))
     return fields
 

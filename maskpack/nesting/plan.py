@@ -344,6 +344,8 @@ class _Planner:
             if axis.width < 0:
                 ragged.append(axis.name)
                 continue
+            if axis.tokens is not None and value.shape[:2] == (1, axis.tokens):
+                return replace(dense, reason="it is one row of tokens, without padding")
             axes.append(axis)
             is_flat = axis.tokens is not None and not self.batch.batch_dims
             if is_flat and value.dim() >= 1 and value.shape[0] == axis.tokens:

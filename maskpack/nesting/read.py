@@ -43,7 +43,7 @@ from maskpack.core.tree import dense_stack, has, need_batch
 from maskpack.errors import LayoutError, LossyPadError
 from maskpack.fields.options import Options
 from maskpack.layout.jagged import check_lengths, to_host
-from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core, shared_offsets
+from maskpack.layout.row_layout import RowLayout, core_layout, layout_of_core
 from maskpack.nesting import device_read
 from maskpack.nesting.axes import Axes
 from maskpack.nesting.jobs import PACKED, RECORDS, describe_padded, is_away, job_table, most_record
@@ -236,8 +236,7 @@ def _on_host(opened: Opened) -> tuple[dict[str, RowLayout], dict[Path, Found], s
         if (whole := host.parts.whole_of(place)) is not None:
             layout.__dict__["part_of"] = layouts[host.parts.names[whole]], low
         elif host.parts.origins[origin].way == "jagged":
-            own = seen.offsets[seen.jagged[host.parts.origins[origin].key]]
-            layout.__dict__["offsets"] = shared_offsets(layout.row_offsets, layout.device, own)
+            layout.__dict__["offsets"] = seen.offsets[seen.jagged[host.parts.origins[origin].key]].to(torch.int64)
     layouts = {name: layouts[name] for name in plan.sources}
     opened.check_jagged(layouts)
     fields = [

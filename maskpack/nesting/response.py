@@ -336,7 +336,7 @@ class ResponseAxis:
     def holds(self, path: Path, value: Tensor, registry: MaskNestingRegistry) -> bool:
         """Whether a field is on the response axis; used if no fields are named."""
         form = self.nested.forms.get(path)
-        if form is not None and form.layout is not None:
+        if form is not None and form.kind in ("padded", "flat"):
             return form.kind == "padded" and form.layout == RESPONSE
         if value.is_nested:
             own = Jagged.of(value)
@@ -422,8 +422,9 @@ class ResponseAxis:
         pad = spec.pads[0] if spec is not None and spec.pads else 0
         if isinstance(pad, Pad):
             raise LayoutError(
-                f'{call}: field "{show(path)}" was added after nesting; its pad {pad!r} is not known. '
-                "Nest the batch again with pad_token_id, which gives new fields their pad."
+                f'{call}: field "{show(path)}" was added after nesting, or never padded; its pad {pad!r} is not known. '
+                "Nest the batch again with pad_token_id, which gives new fields their pad; or give it a number in the "
+                'registry: registry | {"responses": ("response", 0)}.'
             )
         return Pads.of(pad, dtype)
 

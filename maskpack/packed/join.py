@@ -18,6 +18,7 @@ from torch import Tensor
 
 from maskpack.core import abi
 from maskpack.core.bits import Words, words
+from maskpack.core.index import IntArray
 from maskpack.core.objects import NotInJson, Objects, to_json
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node, entry_at, is_object, unflatten
@@ -85,7 +86,8 @@ def _schema_together(
     if frames is not None:
         return first.schema, frames, {}
     columns = [[batch.forms[form.path] for batch in batches] for form in first.schema.forms]
-    forms = [_form(column, call) for column in columns]
+    turned = [_turned(column, batches) for column in columns]
+    forms = [_form(column, call) if own is None else own for column, own in zip(columns, turned, strict=True)]
     axes = [name for name, _, _ in first.schema.axes if all(name in batch.frames for batch in batches)]
     named = dict.fromkeys(
         [*axes, *(name for column in columns for form in column for name in (form.layout, form.axis))]
@@ -98,12 +100,11 @@ def _schema_together(
         if form.reason == DIFFERENT_FORMS:
             values = _padded(form, column, batches, frames, call)
             forms[at], apart[form.path] = replace(form, shape=tuple(values.shape[1:])), (values, None)
-        elif form.kind == "jagged" and any(own.layout != form.layout for own in column):
-            both = [*zip(column, batches, strict=True)]
-            lengths = [part.layouts[own.layout or ""].lengths for own, part in both]
-            layout = RowLayout.from_lengths(np.concatenate(lengths))
-            values = [decoded(part, [own], False)[own.path] for own, part in both]
-            forms[at], apart[form.path] = replace(form, layout=name_of_jagged(form.path)), (torch.cat(values), layout)
+        elif form.kind == "jagged" and (turned[at] or any(own.layout != form.layout for own in column)):
+            parts = [_rows_of(own, part, form.ragged_dim) for own, part in zip(column, batches, strict=True)]
+            layout = RowLayout.from_lengths(np.concatenate([lengths for _, lengths in parts]))
+            forms[at] = replace(form, layout=name_of_jagged(form.path))
+            apart[form.path] = torch.cat([values for values, _ in parts]), layout
             frames[name_of_jagged(form.path)] = layout.width, 0
     kept = dict.fromkeys([*axes, *(name for form in forms for name in (form.layout, form.axis))])
     frames = {name: frame for name, frame in frames.items() if name in kept}
@@ -191,6 +192,28 @@ def _encoded(packed: PackedBatch, forms: Sequence[FieldForm]) -> Table:
     found = of_values(forms, values, packed.layouts, *rows, pads)
     assert found is not None
     return found.table
+
+
+def _turned(column: Sequence[FieldForm], batches: Sequence[PackedBatch]) -> FieldForm | None:
+    """The form [B, n, j] of a field that some batches hold as [B, n, j] and others as [B, j, n], or with other n: torch
+    takes rows [n, j] of equal lengths for those. None if the batches agree, or rows have no such n."""
+    form = column[0]
+    alike = all((own.ragged_dim, own.shape) == (form.ragged_dim, form.shape) for own in column)
+    if alike or any(own.kind != "jagged" or own.dtype != form.dtype or len(own.shape) != 1 for own in column):
+        return None
+    counts: set[int] = set()
+    for own, part in zip(column, batches, strict=True):
+        counts |= {own.shape[0]} if own.ragged_dim == 2 else {*part.layouts[own.layout or ""].lengths.tolist()}
+    return replace(form, ragged_dim=2, shape=(*counts,)) if len(counts) == 1 else None
+
+
+def _rows_of(form: FieldForm, packed: PackedBatch, dim: int) -> tuple[Tensor, IntArray]:
+    """The values [T, *F] of a jagged field with the ragged dim `dim`, and the lengths of its rows."""
+    values, lengths = decoded(packed, [form], False)[form.path], packed.layouts[form.layout or ""].lengths
+    if form.ragged_dim == dim:
+        return values, lengths
+    rows = values.view(packed.num_rows, -1, values.shape[1])
+    return rows.mT.flatten(0, 1), np.full(packed.num_rows, rows.shape[2], np.int64)
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:

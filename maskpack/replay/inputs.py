@@ -35,26 +35,29 @@ from torch.distributed import ProcessGroup
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray
 from maskpack.core.tensors import device_here
-from maskpack.core.tree import dense_at, entry_at, need_batch
+from maskpack.core.tree import dense_at, entry_at, has, need_batch
 from maskpack.errors import ReplayError
 from maskpack.fields.options import registry_of
 from maskpack.fields.registry import Key, MaskNestingRegistry, Path, path_of, show
-from maskpack.layout.jagged import Jagged, host_offsets, values_of
+from maskpack.layout.jagged import Jagged, host_offsets, jagged, values_of
 from maskpack.layout.prefix_tree import PrefixTree
 from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.documents import BOUNDS, LENGTHS, documents_of, row_of_document
 from maskpack.nesting.nested import NOTHING
 from maskpack.nesting.response import RESPONSE, SEQUENCE, ResponseAxis, scoring
-from maskpack.nesting.schema import Schema
+from maskpack.nesting.schema import FieldForm, Schema
 from maskpack.ops import pack_torch as plain
 from maskpack.ops.context_parallel import need_group
 from maskpack.packed.batch import PackedBatch, decompress
+from maskpack.packed.decode import shape_in
 from maskpack.replay.context import ContextShard, need_same, shard_of
 from maskpack.replay.media import Media
 from maskpack.replay.options import DEFAULT, NoPrompt, ReplayOptions, need_options
 from maskpack.replay.routes import RoutedExperts
 
 _CPU = torch.device("cpu")
+LOSS_MASK: Path = ("loss_mask",)
+"""The mask of the tokens to score, if a batch gives no response axis and the options name no mask."""
 _DIMS = {"input_ids": 1, "position_ids": 2, "routed_experts": 3}
 """The most dims of the packed tokens of a field."""
 
@@ -407,7 +410,7 @@ def _fields(
     places: dict[Key, Path] = {"input_ids": path_of(options.input_ids), "position_ids": ("position_ids",)}
     if options.routed_experts:
         places["routed_experts"] = ("routed_experts",)
-    places |= {path: path for path in (*map(path_of, options.scored), *_masks(options, call))}
+    places |= {path: path for path in (LOSS_MASK, *map(path_of, options.scored), *_masks(options, call))}
     places |= {name: (name,) for name in (*BOUNDS, *LENGTHS)}
     if not isinstance(batch, PackedBatch):
         need_batch(batch, call)
@@ -415,7 +418,36 @@ def _fields(
         fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
     else:
         fields = _decoded(batch, places, device)
-    return fields, axis_of(batch, options, call)
+    axis = axis_of(batch, options, call)
+    forms = cast("PackedBatch", batch).forms if isinstance(batch, PackedBatch) else axis.nested.forms
+    form = forms.get(("position_ids",))
+    if "position_ids" in fields and (form is None or form.kind == "jagged"):
+        fields["position_ids"] = _by_tokens(fields["position_ids"], axis.need_sequence(call), call)
+    return fields, axis
+
+
+def _by_tokens(field: _Field, sequence: RowLayout, call: str) -> _Field:
+    """Positions of which the rows [n, j] were taken for [j, n], as torch takes those of equal lengths: with the ragged
+    dim that they have. Raises ReplayError if it may be either."""
+    own = Jagged.of(field.value) if field.value.is_nested else None
+    if own is None or own.dim != 1 or own.values.dim() != 2 or not sequence.num_rows:
+        return field
+    offsets = host_offsets(field.value, sequence) if field.offsets is None else field.offsets
+    sections, tokens = int(offsets[1]), own.values.shape[1]
+    if (np.diff(offsets) != sections).any() or (sequence.lengths != tokens).any():
+        return field
+    rows = own.values.view(sequence.num_rows, sections, tokens)
+    if sections != tokens:
+        return field._replace(
+            value=jagged(rows.mT.flatten(0, 1), sequence.to(rows.device)), offsets=sequence.row_offsets
+        )
+    if not torch.equal(rows, rows.mT):
+        raise ReplayError(
+            f'{call}: field "{show(field.path)}" has rows of {tokens} x {tokens} numbers, of which either dim may be '
+            "the tokens; expected a ragged dim that tells. Build it from its values [n, T]: "
+            "torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)."
+        )
+    return field
 
 
 def _masks(options: ReplayOptions, call: str) -> list[Path]:
@@ -427,12 +459,15 @@ def _masks(options: ReplayOptions, call: str) -> list[Path]:
 def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: str) -> ResponseAxis:
     """The response axis of a batch, by the registry of the options."""
     registry = registry_of(options.registry, call)
-    whole = bool(options.scored)
+    has_mask = (
+        LOSS_MASK in cast("PackedBatch", batch).forms if isinstance(batch, PackedBatch) else has(batch, *LOSS_MASK)
+    )
+    whole, line = bool(options.scored) or has_mask, _line_of(batch, options)
     if not isinstance(batch, PackedBatch):
-        return ResponseAxis.of(batch, registry, call, or_sequence=whole, line=_line_of(batch, options))
+        return ResponseAxis.of(batch, registry, call, or_sequence=whole, line=line)
     columns, schema = _columns(batch, registry), cast("Schema", batch.schema)
     nested, padded = NOTHING._replace(layouts=batch.layouts), {name for name, _, _ in schema.axes}
-    return ResponseAxis.of(columns, registry, call, or_sequence=whole, nested=nested, padded=padded)
+    return ResponseAxis.of(columns, registry, call, or_sequence=whole, line=line, nested=nested, padded=padded)
 
 
 def _columns(packed: PackedBatch, registry: MaskNestingRegistry) -> TensorDictBase:
@@ -443,13 +478,21 @@ def _columns(packed: PackedBatch, registry: MaskNestingRegistry) -> TensorDictBa
     return decompress(packed, *paths, format="nested", device=_CPU) if paths else TensorDict()
 
 
-def _line_of(batch: TensorDictBase, options: ReplayOptions) -> RowLayout | None:
+def _line_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions) -> RowLayout | None:
     """The tokens of a batch [T] or [1, T] as one row, if it has fields that say where the documents in it are."""
-    ids = dense_at(batch, path_of(options.input_ids))
-    if ids is None or ids.dim() > 2 or ids.numel() != ids.shape[-1]:
+
+    def shape_at(path: Path) -> tuple[int, ...] | None:
+        if isinstance(batch, PackedBatch):
+            form = cast("FieldForm | None", batch.forms.get(path))
+            return shape_in(batch, form) if form is not None and form.kind == "dense" else None
+        tensor = dense_at(batch, path)
+        return None if tensor is None else tuple(tensor.shape)
+
+    shape = shape_at(path_of(options.input_ids))
+    if not shape or shape[:-1] not in ((), (1,)):
         return None
-    known = any(dense_at(batch, (name,)) is not None for name in (*BOUNDS, *LENGTHS, "position_ids"))
-    return RowLayout.from_lengths([ids.numel()]) if known else None
+    known = any(shape_at((name,)) for name in (*BOUNDS, *LENGTHS, "position_ids"))
+    return RowLayout.from_lengths([shape[-1]]) if known else None
 
 
 def _decoded(packed: PackedBatch, places: Mapping[Key, Path], device: torch.device | None) -> dict[Key, _Field]:
@@ -512,7 +555,8 @@ def _picked(
 ) -> npt.NDArray[np.bool_]:
     """bool [response tokens]: those at which no mask of `options.scored` is 0."""
     picked = np.ones(tokens.size, np.bool_)
-    for path in map(path_of, options.scored):
+    own_mask = [] if options.scored or axis.response is not axis.sequence else [LOSS_MASK]
+    for path in own_mask or map(path_of, options.scored):
         if path not in fields:
             raise ReplayError(
                 f'{call}: the batch has no field "{show(path)}"; expected a mask of the tokens to score. Keep '

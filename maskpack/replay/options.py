@@ -28,7 +28,7 @@ class ReplayOptions:
         scored: masks that pick the tokens to score, [B, R] or [B, S], padded or jagged, such as a loss mask with holes:
             those at which none of them is 0. The output layer or the value head runs on these alone, and log-probs and
             values of all other response tokens are 0. If the batch gives no response axis, all its tokens are the
-            response. One synchronisation for each mask on CUDA.
+            response, and without `scored` those that its `loss_mask` picks. One synchronisation for each mask on CUDA.
         multiple_of: T is rounded up to a multiple by a tail; with `context_group`, the shard of each rank is a
             multiple. A batch without tokens becomes a tail alone, because models do not run without tokens.
         no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises and

@@ -283,7 +283,10 @@ def test_responses_are_padded_for_losses(case: Made, form: str) -> None:
 def test_all_fields_of_the_response_are_padded_by_default() -> None:
     case = made("verl V1", "of all lengths")
     fields = [field for field in case.rows[0] if field in (*ON_RESPONSE, "responses")]
-    seen = mp.select_and_pad_to_response(nested_of(case))
+    with pytest.raises(mp.errors.LayoutError, match='"responses" was added after nesting, or never padded'):
+        mp.select_and_pad_to_response(nested_of(case))
+    registry = mp.RL_FIELDS | {"responses": ("response", 0)}
+    seen = mp.select_and_pad_to_response(nested_of(case), registry=registry)
     assert freeze(seen) == freeze(padded_rows(case.rows, fields, max(len(row["responses"]) for row in case.rows)))
 
 

@@ -179,4 +179,4 @@ def test_weighted_sums(weights_of_tokens):
 )
 def test_other_rows_are_refused(wrong):
     with pytest.raises(mp.errors.LayoutError):
-        wrong(nested(rollout(5), leaf(105)), nested(rollout(5), leaf(105)))
+        wrong(nested(rollout(5), leaf(105)), nested(rollout(5)[:-1], leaf(105)[:-1]))

@@ -112,13 +112,20 @@ def test_a_loss_mask_that_is_jagged_on_the_sequence_is_the_response() -> None:
     marks = [[0, 0, 1, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0, 0, 1]]
     batch["loss_mask"] = ragged([torch.tensor(row) for row in marks])
     predict = [at - 1 for at, mark in enumerate(itertools.chain(*marks)) if mark]
+    own = mp.RL_FIELDS | mp.MaskNestingRegistry({}, {"response": (mp.MaskAxis("loss_mask"),)})
     for form in (batch, mp.nest_batch_by_mask(batch), mp.compress(batch)):
         inputs = PackedInputs.of(form)
         assert inputs.predict.tolist() == predict
-        assert inputs.response.lengths.tolist() == [3, 1, 3]
+        assert inputs.response.lengths.tolist() == [6, 4, 6]
+        preset = PackedInputs.of(form, options=ReplayOptions(registry=own))
+        assert preset.predict.tolist() == predict
+        assert preset.response.lengths.tolist() == [3, 1, 3]
+    assert PackedInputs.of(batch).response.offsets is batch["input_ids"].offsets()
     batch["loss_mask"] = ragged([torch.tensor(row) for row in ([1, 0, 1, 1], [1], [1, 1, 0, 0, 1])])
-    with pytest.raises(LayoutError, match='"loss_mask" has 10 entries in 3 rows; the axis "sequence" has 16 tokens'):
+    with pytest.raises(ReplayError, match='"loss_mask" has 10 tokens in rows of other lengths than the sequence'):
         PackedInputs.of(batch)
+    with pytest.raises(LayoutError, match='"loss_mask" has 10 entries in 3 rows; the axis "sequence" has 16 tokens'):
+        PackedInputs.of(batch, options=ReplayOptions(registry=own))
     axis = {"response": (mp.MaskAxis("loss_mask", form="jagged"),)}  # the remedy
     registry = mp.RL_FIELDS | mp.MaskNestingRegistry({}, axis)
     inputs = PackedInputs.of(batch, options=ReplayOptions(registry=registry, scored=("loss_mask",)))

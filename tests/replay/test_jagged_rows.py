@@ -123,17 +123,17 @@ def test_a_loss_mask_on_the_sequence_names_the_tokens(shape: str, form: str) -> 
     rows = [{new: row[old] for old, new in names.items()} for row in case.rows]
     case = Made(renamed(case.batch, names), rows, mp.RL_FIELDS)
 
-    check(qwen3, forms(case)[form], of_marked(case), scored=("loss_mask",), no_prompt="skip")
-    check(qwen3, forms(case)[form], of_marked(case), no_prompt="skip")
+    check(qwen3, forms(case)[form], of_marked(case, whole=True), scored=("loss_mask",), no_prompt="skip")
+    check(qwen3, forms(case)[form], of_marked(case, whole=True), no_prompt="skip")
 
 
-def of_marked(case: Made) -> Any:
-    """At the tokens of the loss mask of each row, 0 at the first token of a row."""
+def of_marked(case: Made, whole: bool = False) -> Any:
+    """At the tokens of the loss mask of each row, 0 at the first token of a row; of the `whole` row 0 elsewhere."""
 
     def truth(model: Any) -> list[Tensor]:
         masks = [row["loss_mask"] for row in case.rows]
         rows = [truth_of(model, row, "input_ids", on.tolist()) for row, on in zip(case.rows, masks, strict=True)]
-        return [row[on] for row, on in zip(rows, masks, strict=True)]
+        return rows if whole else [row[on] for row, on in zip(rows, masks, strict=True)]
 
     return truth
 

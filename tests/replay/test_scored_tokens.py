@@ -170,9 +170,10 @@ def test_rows_without_a_response_axis_are_scored_where_a_mask_says() -> None:
         on, scored = batch["attention_mask"][b].bool(), batch["loss_mask"][b].bool()
         rows.append(torch.zeros(11, dtype=own.dtype).masked_scatter(scored, own)[on])
     for form in forms(batch, WHOLE):
-        with pytest.raises(LayoutError, match="the batch gives no response axis"):
-            response_log_probs(model, form, options=ReplayOptions(registry=WHOLE))
+        same(response_log_probs(model, form, options=ReplayOptions(registry=WHOLE)), rows, (model.table, model.head))
         same(response_log_probs(model, form, options=options), rows, (model.table, model.head))
+    with pytest.raises(LayoutError, match="the batch gives no response axis"):
+        response_log_probs(model, batch.exclude("loss_mask"), options=ReplayOptions(registry=WHOLE))
 
 
 def test_the_output_layer_runs_on_scored_tokens_alone() -> None:
