@@ -201,10 +201,9 @@ class Jagged(NamedTuple):
     def of(cls, field: Any) -> Jagged | None:
         """None for a tensor that is not nested, has the strided layout, or gaps between its rows."""
         private = cast("dict[str, Any]", vars(field))  # each attribute of torch takes microseconds
-        if private.keys() >= {"_values", "_offsets", "_ragged_idx", "_lengths"}:
-            values, offsets, dim, lengths = (
-                private[name] for name in ("_values", "_offsets", "_ragged_idx", "_lengths")
-            )
+        values, offsets, dim = private.get("_values"), private.get("_offsets"), private.get("_ragged_idx")
+        if values is not None and offsets is not None and dim is not None:
+            lengths = private.get("_lengths")
         elif field.is_nested and field.layout == torch.jagged:
             values, offsets, lengths = field.values().detach(), field.offsets(), field.lengths()
             # torch reads the private attribute, which may be set without changing the shape

@@ -16,7 +16,7 @@ from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import all_values, check_lengths, jagged_all, requires_grad
+from maskpack.layout.jagged import Jagged, all_values, check_lengths, jagged_all, requires_grad
 from maskpack.layout.row_layout import RowLayout, min_length, shared_offsets
 from maskpack.nesting.check import nbytes_of, need_none, off_axis, uncovered, warn_uncovered
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
@@ -150,7 +150,7 @@ def _nested_fields(
     for path, value in entries:
         form = forms.get(path)
         is_tensor = isinstance(value, Tensor)
-        if not is_tensor or not value.is_nested:
+        if not is_tensor or (Jagged.of(value) is None and not value.is_nested):
             if form is not None and form.layout is not None and not is_tensor:
                 raise LayoutError(
                     f'{call}: field "{show(path)}" is no longer a tensor; expected a jagged tensor. {INTACT}'
