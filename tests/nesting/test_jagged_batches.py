@@ -219,6 +219,14 @@ def test_rows_in_any_dim_are_values_in_front() -> None:
         assert mp.decompress(mp.compress(TensorDict({"x": regular}, [2])))["x"].offsets().tolist() == [0, 2, 3]
 
 
+def test_nested_values_lie_together() -> None:
+    x = torch.nested.nested_tensor_from_jagged(torch.arange(12).view(3, 4).T, torch.tensor([0, 1, 4]))
+    nested = mp.nest_batch_by_mask(TensorDict({"x": x}, [2]))
+    assert not x.values().is_contiguous()
+    assert nested["x"].values().is_contiguous()
+    assert nested["x"].values().tolist() == x.values().tolist()
+
+
 def test_a_shape_that_lies_and_int32_offsets_become_true_ones() -> None:
     """verl sets the ragged dim by hand, without changing the shape."""
     values, offsets = torch.arange(20).view(4, 5), torch.tensor([0, 3, 5], dtype=torch.int32)
