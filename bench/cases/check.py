@@ -36,4 +36,4 @@ def run(rows: int, rounds: int, *, scale: float = 1.0) -> RowGroups:
         }
         with torch_threads(1):
             ms = interleaved(works, rounds)
-        yield times(f"check, {name}", ms, ((_CHECK, _READ, "<= 1.5" if name == "padded" else None),))
+        yield times(f"check, {name}", ms, ((_CHECK, _READ, "<= 1.5"),))
