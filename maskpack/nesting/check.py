@@ -503,7 +503,7 @@ class _Scope:
         valid."""
         dense = {name: form for name, form in self.fields.items() if form.kind == "dense"}
         tensors: dict[str, Tensor] = {name: self.read.opened.seen.entries[form.path] for name, form in dense.items()}
-        remedy = 'Replay keeps them apart beside a mask of all tokens: batch["attention_mask"] = torch.ones_like(ids).'
+        remedy = "Replay keeps documents apart by position_ids, cu_seqlens or seq_lens; other models need to be told."
         for name, x in tensors.items():
             if (rows := rows_that_count_again(x)).size:
                 seen = "counts and starts again inside a row, as positions of several documents do"
@@ -516,7 +516,7 @@ class _Scope:
                 count = tensors[name].numel() - (name in BOUNDS)
                 if count > 1:
                     seen = f"says that one row holds {count:,} documents, and nothing says which tokens are valid"
-                    remedy = f"Give each field of tokens a row, x[None]. {remedy}" if flat else remedy
+                    remedy = f"{remedy} Name the mask of a batch [T] in ReplayOptions(scored=)." if flat else remedy
                     yield Finding(dense[name].path, "documents", (), seen, remedy)
                     return
 

@@ -133,7 +133,7 @@ def diagnose(
     name, axes = min(fits, key=rank)
     out = _fit(batch, name, bases[name], axes, pad_token_id, blind)
     padded = () if before is None else (*_dense(before, known), *known.hidden())
-    findings = out.findings if out.scored is not None else (*packed, *out.findings)
+    findings = (*(packed if blind else ()), *out.findings)
     return replace(out, before=before, refusal="" if before else refusal, padded=padded, findings=findings)
 
 

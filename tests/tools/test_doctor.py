@@ -408,7 +408,7 @@ def documents():
 
 
 LENGTHS = torch.tensor([5, 9, 4])
-AGAIN, MASK = "counts and starts again inside a row", "Replay keeps them apart beside a mask of all tokens"
+AGAIN, TOLD = "counts and starts again inside a row", "Replay keeps documents apart by position_ids, cu_seqlens or seq"
 PACKED = {
     "position_ids": ({}, AGAIN),
     "seq_lens": ({"seq_lens": LENGTHS, "position_ids": None}, '"seq_lens" says that one row holds 3 documents'),
@@ -421,37 +421,30 @@ PACKED = {
 
 
 @pytest.mark.parametrize("case", PACKED)
-def test_packed_rows_are_named_and_replay_right_after_the_remedy(case, tmp_path, capsys):
-    """Beside a mask of all tokens, log-probs are those of each row alone."""
+def test_packed_rows_are_named_and_replayed_as_they_are(case, tmp_path, capsys):
+    """The log-probs are those of each document alone. A batch [T] has no response axis: options name its loss mask."""
     batch, rows, learn = documents()
     more, seen = PACKED[case]
     batch = {name: x for name, x in {**batch, **more}.items() if x is not None}
     if case == "flat":
         batch = {name: x if name == "seq_lens" else x[0] for name, x in batch.items()}
     found = diagnose(TensorDict(batch, batch_size=[]))
-    assert (found.registry.axes, found.scored) == ({}, None) if found.name != "RL_FIELDS" else found.scored is None
+    assert found.scored == (None if case == "flat" else sum(int(mask.sum()) for mask in learn))
+    assert [one.kind for one in found.findings] == ["documents"]
     shown = said([saved(batch, tmp_path / "b")], capsys, int(case != "flat"))
     assert "documents: " in shown
     assert seen in shown
-    assert MASK in shown
-    assert "Not checked: replay" in shown
-    if case == "flat":
-        assert "Give each field of tokens a row, x[None]." in shown
-        batch = {name: x if name == "seq_lens" else x[None] for name, x in batch.items()}
-    exec(
-        re.search(r'batch\["attention.*ones_like\(ids\)', shown)[0],
-        {**globals(), "batch": batch, "ids": batch["input_ids"]},
-    )
-    found = diagnose(TensorDict(batch, batch_size=[]))
-    assert found.scored == sum(int(mask.sum()) for mask in learn)
-    assert [one.kind for one in found.findings] == (["documents"] if case == "position_ids" else [])
+    assert TOLD in shown
+    assert ("Name the mask of a batch [T] in ReplayOptions(scored=)" in shown) == (case == "flat")
+    assert ("Not checked: replay" in shown) == (case == "flat")
+    options = ReplayOptions(scored=("loss_mask",)) if case == "flat" else executed(snippet(found))[1]
     model, plain = tiny_models.pair(tiny_models.qwen3)
-    _, options = executed(snippet(found))
     with torch.no_grad():
         ours = response_log_probs(replayable(model), TensorDict(batch, batch_size=[]), options=options)
         alone = [plain(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
     truth = [scores[at - 1, row[at]] for scores, row in zip(alone, rows, strict=True) for at in range(2, len(row))]
-    assert torch.allclose(ours.values(), torch.stack(truth), atol=1e-5)
+    ours = ours.values()
+    assert torch.allclose(ours[ours != 0], torch.stack(truth), atol=1e-5)
 
 
 def test_positions_that_replay_does_not_read_are_named():
