@@ -25,6 +25,7 @@ from torch import Tensor
 from maskpack.core.arguments import said
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
+from maskpack.core.latest import Latest
 from maskpack.core.objects import Objects
 from maskpack.core.pads import Pads, holds
 from maskpack.core.tree import entry_at
@@ -38,7 +39,7 @@ from maskpack.nesting.schema import FieldForm
 from maskpack.ops import pack_torch
 
 _PLAIN = (str, bytes, bytearray, range, int, float, complex, bool, type(None))
-_LEAVES = (*_PLAIN, np.generic, torch.dtype, torch.device)
+_LEAVES = (*_PLAIN, type, np.generic, torch.dtype, torch.device)
 
 COVERAGE = ("padded", "hidden", "axis", "lossy", "mask")
 """The kinds that strict mode raises errors for; of `mask`, one under which a field has tokens."""
@@ -131,14 +132,11 @@ def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
     if is_tensor_collection(item) or isinstance(item, Mapping):
         yield from ((str(name), child) for name, child in cast("Mapping[Any, Any]", item).items())
-    elif isinstance(item, np.ndarray):
-        array = cast("Any", item)
-        yield from ((f"[{index}]", child) for index, child in enumerate(array.flat if array.dtype == object else ()))
     elif isinstance(item, Collection):
-        yield from ((f"[{index}]", child) for index, child in enumerate(cast("Collection[Any]", item)))
-    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-        yield from ((field.name, getattr(item, field.name)) for field in dataclasses.fields(item))
-    elif not isinstance(item, type):
+        held = cast("Any", item)
+        items = held if not isinstance(item, np.ndarray) else held.flat if held.dtype == object else ()
+        yield from ((f"[{index}]", child) for index, child in enumerate(items))
+    else:
         slots = [name for kind in type(item).__mro__ for name in getattr(kind, "__slots__", ())]
         yield from ((name, getattr(item, name)) for name in slots if hasattr(item, name))
         yield from getattr(item, "__dict__", {}).items()
@@ -204,8 +202,8 @@ def nbytes_of(values: Iterable[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
-_SAID: dict[str, str] = {}
-_MOST_SAID = 1_000
+_said: Latest[str] = Latest(1_000)
+"""The latest warnings, by their texts without bytes."""
 
 
 def warn_uncovered(
@@ -230,14 +228,11 @@ def warn_uncovered(
     if not fields:
         return
     text = f"{call}: fields stay padded: {fields}"
-    warning = _SAID.get(text)
+    warning = _said.get(text)
     if warning is None:
         padded = nbytes_of(entry_at(opened.batch, form.path) for form in forms if form.node is None)
         warning = f"{text}; the first such batch takes {sent():,} bytes instead of {padded:,} all the same"
-        if len(_SAID) >= _MOST_SAID:
-            _SAID.clear()
-        _SAID[text] = warning
-    warnings.warn(warning, MaskpackWarning, stacklevel=level + 1)
+    warnings.warn(_said.keep(text, warning), MaskpackWarning, stacklevel=level + 1)
 
 
 # -------------------------------------------------------------------- check
@@ -298,16 +293,16 @@ def _under_mask(one: Read, finding: Finding) -> Finding:
     """The finding of a field that has non-pad values under its mask, with one of them."""
     form = one.opened.plan.schema.by_path[finding.path]
     (row, *place), seen, _ = non_pad_of(one.opened, form, one.layouts)
-    where = f"it has non-pad values under its mask, such as {seen} at {(row, *place)}"
-    seen = f"{finding.seen.partition(':')[0]}: {where}"
+    what = finding.seen.partition(":")[0]
+    seen = f"{what}: it has non-pad values under its mask, such as {seen} at {(row, *place)}"
     if form.path[-1] in _SCORED:
         remedy = f'Multiply it by the mask "{form.layout}", or let that mask reach as far.'
-        return Finding(finding.path, "mask", (row,), f"{seen}; it marks what is no token", remedy)
+        return Finding(form.path, "mask", (row,), f"{seen}; it marks what is no token", remedy)
     remedy = (
         f'Fix the mask "{form.layout}", or write the pad there (pad_token_id, for tokens); or give the field its true '
         "pad or mask in the registry."
     )
-    return Finding(finding.path, "lossy", (row,), seen, remedy)
+    return Finding(form.path, "lossy", (row,), seen, remedy)
 
 
 _IDS = ("input_ids", "sequences", "tokens", "token_ids")
@@ -334,20 +329,12 @@ class _Scope:
     def __init__(self, one: Read, fields: Mapping[str, FieldForm], eos: int | None) -> None:
         self.read, self.fields, self.eos = one, fields, eos
         self.registry, self.batch = one.opened.options.registry, one.opened.batch
-        self._scored: dict[str, _Array | None] = {}
 
     def findings(self) -> Iterator[Finding]:
-        yield from self._outside()
-        yield from self._shifted()
-        yield from self._unscored()
-        yield from self._positions()
-        yield from self._unmasked()
-        yield from self._hidden_end()
-        yield from self._no_tail()
-        yield from self._no_numbers()
-        yield from self._counts()
-        yield from self._images()
-        yield from self._groups()
+        of_masks = self._outside, self._shifted, self._unscored
+        of_tokens = self._positions, self._unmasked, self._hidden_end, self._no_tail, self._no_numbers
+        for find in (*of_masks, *of_tokens, self._counts, self._images, self._groups):
+            yield from find()
 
     # ---------------------------------------------------------------- fields
 
@@ -379,26 +366,22 @@ class _Scope:
         source = None if self._mask is None else self.read.opened.plan.sources.get(self._mask.layout or "")
         return self._mask is not None and source is not None and (source.way, source.key) == ("mask", self._mask.path)
 
-    def _columns(self, mask: FieldForm, flags: _Array, width: int) -> Tensor | None:
+    def _columns(self, mask: FieldForm, width: int) -> Tensor | None:
         """The flags of the tokens of a mask in their columns, bool [B, width]; None if its columns cannot be told."""
         own = self._layout(mask)
         tails = {key for ways in self.registry.axes.values() for way in ways if way.part == "tail" for key in way.tail}
         if mask.kind != "padded" or own.width > width or (own.width < width and mask.path[-1] not in tails):
             return None
-        columns = pack_torch.unpack(torch.from_numpy(flags), own.to("cpu"), False)
+        columns = pack_torch.unpack(torch.from_numpy(self._values(mask) != 0), own.to("cpu"), False)
         return torch.nn.functional.pad(columns, (width - own.width, 0))
 
     def scored(self, form: FieldForm) -> _Array | None:
         """Which tokens of a field are scored, bool [T]; None if no mask tells."""
-        name = form.layout or ""
-        if name not in self._scored:
-            mask, layout = self._mask, self._layout(form)
-            flags = None if mask is None else self._values(mask) != 0
-            if mask is not None and flags is not None and mask.layout != name and self._layout(mask) != layout:
-                columns = self._columns(mask, flags, layout.width) if form.kind == "padded" else None
-                flags = None if columns is None else pack_torch.pack(columns, layout.to("cpu")).numpy()
-            self._scored[name] = flags
-        return self._scored[name]
+        mask, layout = self._mask, self._layout(form)
+        if mask is None or mask.layout == form.layout or self._layout(mask) == layout:
+            return None if mask is None else self._values(mask) != 0
+        columns = self._columns(mask, layout.width) if form.kind == "padded" else None
+        return None if columns is None else pack_torch.pack(columns, layout.to("cpu")).numpy()
 
     # ---------------------------------------------------------------- masks
 
@@ -409,7 +392,7 @@ class _Scope:
         if mask is None or ids is None or ids.kind != "padded" or not self._is_own or moved:
             return
         whole = self._layout(ids)
-        columns = self._columns(mask, self._values(mask) != 0, whole.width)
+        columns = self._columns(mask, whole.width)
         if columns is not None and whole is not self._layout(mask):
             outside: _Array = (columns & ~whole.to("cpu").to_mask()).numpy()
             rows: IntArray = np.flatnonzero(outside.any(1))
@@ -469,10 +452,8 @@ class _Scope:
         counted = None if x is None or x.dim() > 1 else x.numpy()
         if not numbers and (x is None or (counted is not None and _counts_on(counted, starts))):
             return
-        both = begins_of(x, [torch.from_numpy(cast("Any", own)) for own in numbers])
+        both = begins_of(layout, x, [torch.from_numpy(cast("Any", own)) for own in numbers])
         begins, odd = (np.empty(0, np.bool_) if own is None else own.numpy() for own in both)
-        begins[starts[starts > 0] - 1] = odd[starts[starts > 0] - 1] = False
-        odd &= ~begins
         if layout.num_rows == 1 and (given := self._given) is not None:
             begins[given[(given > 0) & (given < layout.num_tokens)] - 1] = False
         seen = "shows several documents, which attend to each other in a model that is not told"

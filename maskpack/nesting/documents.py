@@ -49,18 +49,14 @@ def documents_of(
     starts = [sequence.row_offsets]
     if sequence.num_rows == 1:
         starts += [_joined(sequence, name, field, call) for name, field in given.items()]
-    begins, odd = begins_of(positions, numbers)
+    begins, odd = begins_of(sequence, positions, numbers)
     if begins is not None and odd is not None:
-        inner = np.unique(sequence.row_offsets)[1:-1] - 1
-        at = torch.from_numpy(inner).to(begins.device, non_blocking=True)
-        begins.index_fill_(0, at, False)
-        odd.index_fill_(0, at, False)
         some, strange = cast("list[bool]", torch.stack([begins.any(), odd.any()]).tolist())
         if some:
             starts.append(begins.nonzero().squeeze(1).cpu().numpy() + 1)
         if strange:
             assert positions is not None
-            _need_steps(sequence, positions, (odd & ~begins).nonzero().squeeze(1).cpu().numpy(), starts, call)
+            _need_steps(sequence, positions, odd.nonzero().squeeze(1).cpu().numpy(), starts, call)
     if len(starts) == 1:
         return sequence.row_offsets
     return np.unique(np.concatenate(starts))
@@ -78,24 +74,28 @@ def _row_of(token: int, sequence: RowLayout) -> int:
     return int((sequence.row_offsets <= token).sum()) - 1
 
 
-def begins_of(positions: Tensor | None, numbers: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask,
-    and whether its position does not follow the one before. None without positions and masks."""
+def begins_of(
+    sequence: RowLayout, positions: Tensor | None, numbers: Sequence[Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """For all packed tokens but the first, bools [T - 1]: whether it begins a document by the positions or a mask but
+    not the row, and whether its position does not follow the one before. None without positions and masks."""
     begins = odd = None
     if positions is not None:
         wide = positions.long()
         if wide.dim() == 1:
             step = wide[1:] - wide[:-1]
             begins = (step < 0) | ((wide[1:] == 0) & (step == 0))
-            odd = (step != 1) & ~begins
+            odd = step != 1
         else:  # sections of images and videos stay, go back and jump, but they begin with zeros
             begins = (wide[1:] == 0).all(1)
     for number in numbers:
         changes = number[1:] != number[:-1]
         begins = changes if begins is None else begins | changes.to(begins.device)
-    if begins is not None and odd is None:
-        odd = torch.zeros_like(begins)
-    return begins, odd
+    if begins is None:
+        return None, None
+    odd = torch.zeros_like(begins) if odd is None else odd & ~begins
+    inner = torch.from_numpy(np.unique(sequence.row_offsets)[1:-1] - 1).to(begins.device, non_blocking=True)
+    return begins.index_fill_(0, inner, False), odd.index_fill_(0, inner, False)
 
 
 def rows_that_count_again(x: Tensor) -> IntArray:
