@@ -159,8 +159,4 @@ def _joined(sequence: RowLayout, name: str, field: Tensor, call: str) -> IntArra
         )
     if total == sequence.num_tokens:
         return bounds
-    valid = np.zeros(sequence.width, np.bool_)
-    spans = host_spans(sequence)
-    for start, count in zip(spans.starts.tolist(), spans.counts.tolist(), strict=True):
-        valid[start : start + count] = True
-    return np.append(0, np.cumsum(valid))[bounds]
+    return cumulated(sequence.to("cpu").to_mask(torch.int64)[0].numpy())[bounds]

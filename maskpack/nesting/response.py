@@ -24,7 +24,7 @@ from torch import Tensor
 from maskpack.core.arguments import whole
 from maskpack.core.index import IntArray, ranges
 from maskpack.core.keys import Key, Path, path_of, show
-from maskpack.core.pads import EDGE, PAD_TOKEN_ID, Pad, Pads, PadValue, holds, pad_tensor
+from maskpack.core.pads import PAD_TOKEN_ID, Pad, Pads, PadValue, holds
 from maskpack.core.tensors import need_gradients, need_tensor
 from maskpack.core.tree import Node, flatten, has, need_batch, number_at, select_entries
 from maskpack.errors import LayoutError
@@ -150,10 +150,8 @@ def _columns_of(layout: RowLayout, row: int) -> str:
 
 def _pad_of(value: Tensor, dim: int, layout: RowLayout, pads: Sequence[PadValue]) -> PadValue:
     """The pad that a padded field has, or the first one of its spec."""
-    if len(pads) == 1:
-        return pads[0]
-    tried = [pad for pad in pads if pad is not PAD_TOKEN_ID and holds(pad, value.dtype)]
-    found = fitting_pad(value.detach().movedim(dim, 1).cpu(), layout.to("cpu"), tried)
+    tried = [pad for pad in pads if pad is not PAD_TOKEN_ID and holds(pad, value.dtype)] if len(pads) > 1 else []
+    found = fitting_pad(value.detach().movedim(dim, 1).cpu(), layout.to("cpu"), tried) if tried else None
     return pads[0] if found is None else found
 
 
@@ -294,13 +292,11 @@ class ResponseAxis:
         response, shift = self.response, sequence.width - self.response.width - self.shift
         if response.__dict__.get("part_of") == (sequence, shift):
             return ranges(sequence.row_offsets[1:] - response.lengths, response.lengths)
+        if self.on_rows:
+            sequence, shift = RowLayout.from_lengths(sequence.lengths, max(sequence.width, response.width)), -self.shift
         own, spans = host_spans(response), host_spans(sequence)
         numbers = np.arange(response.num_rows)
         rows, starts = np.repeat(numbers, np.diff(own.splits)), own.starts + shift
-        if self.on_rows:
-            starts = own.starts - self.shift
-            odd = (starts < 0) | (starts + own.counts > sequence.lengths[rows])
-            return int(rows[odd][0]) if odd.any() else ranges(sequence.row_offsets[rows] + starts, own.counts)
         keys = np.repeat(numbers, np.diff(spans.splits)) * sequence.width + spans.starts
         at = np.searchsorted(keys, rows * sequence.width + starts, side="right") - 1  # the span that holds the start
         if not keys.size:
@@ -460,24 +456,20 @@ class ResponseAxis:
         full = np.isin(rows, np.repeat(rows, np.diff(table.splits))[ends]) | (value.shape[dim] == 0)
         shape = [*columns.shape[:dim], width - columns.shape[dim], *columns.shape[dim + 1 :]]
         last = value.narrow(dim, -1, 1).expand(shape) if value.shape[dim] else columns.new_zeros(shape)
-        if isinstance(pads, Pads):
-            full &= ~pads.edges
-        if not full.any():
+        if full.any() and not isinstance(pads, Pads):
+            pad = _pad_of(value, dim, layout, pads)
+            if pad is PAD_TOKEN_ID and not full.all():
+                pad = last[int(full.argmin())].flatten()[0].item()
+            if pad is PAD_TOKEN_ID or not holds(pad, columns.dtype):
+                raise LayoutError(
+                    f'{call}: field "{show(path)}" has pad {pad!r}, whose value is not known; expected it, because '
+                    f"{width} columns were asked for and the batch has {columns.shape[dim]}. Nest the batch with "
+                    "pad_token_id, or give the field a pad that its dtype holds."
+                )
+            pads = Pads.of(pad, columns.dtype)
+        full &= ~pads.edges if isinstance(pads, Pads) else False
+        if not full.any() or not isinstance(pads, Pads):
             return torch.cat([columns, last], dim)
-        pad, constant = None, None
-        if isinstance(pads, Pads):
-            constant = pads.words(columns.dtype).view(-1, *[1] * (len(shape) - 1))
-        elif (pad := _pad_of(value, dim, layout, pads)) is EDGE:
-            return torch.cat([columns, last], dim)
-        elif pad is not PAD_TOKEN_ID:
-            constant = pad_tensor(0 if isinstance(pad, Pad) else pad, columns.dtype)
-        elif not full.all():
-            constant = last[int(full.argmin())].flatten()[0]
-        if constant is None:
-            raise LayoutError(
-                f'{call}: field "{show(path)}" has pad {pad!r}, whose value is not known; expected it, because {width} '
-                f"columns were asked for and the batch has {columns.shape[dim]}. Nest the batch with pad_token_id, or "
-                "give the field a pad that its dtype holds."
-            )
-        fills = torch.from_numpy(full).view(-1, *[1] * (len(shape) - 1)).to(columns.device, non_blocking=True)
-        return torch.cat([columns, torch.where(fills, constant.to(columns.device, non_blocking=True), last)], dim)
+        by_row = [torch.from_numpy(full), pads.words(columns.dtype)]
+        fills, constants = (x.view(-1, *[1] * (len(shape) - 1)).to(columns.device, non_blocking=True) for x in by_row)
+        return torch.cat([columns, torch.where(fills, constants, last)], dim)

@@ -8,7 +8,6 @@ Row bounds are read once for each call. Jagged fields with equal bounds share on
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,7 +21,10 @@ from maskpack.core.arguments import list_of
 from maskpack.core.bits import DTYPES, words
 from maskpack.core.index import IntArray, Rows, cumulated, no_single_row, ranges, row_index
 from maskpack.core.keys import Path, show
-from maskpack.core.objects import lazy_stack  # type: ignore[reportUnknownVariableType]
+from maskpack.core.objects import (
+    is_same,
+    lazy_stack,  # type: ignore[reportUnknownVariableType]
+)
 from maskpack.core.tree import Node, dense_stack, flatten, has, is_lazy, is_object, need_batch, unflatten, with_names
 from maskpack.errors import LayoutError, MaskpackError
 from maskpack.layout.jagged import GAPS, Jagged, jagged_all, to_host, values_of
@@ -298,22 +300,11 @@ def _differing_objects(entries: Sequence[dict[Path, Any]]) -> set[Path]:
     keep the first."""
     first = entries[0]
     single = {path for path in first if all(_is_single(own[path]) for own in entries)}
-    return {path for path in single if not all(_same(own[path].data, first[path].data) for own in entries)}
+    return {path for path in single if not all(is_same(own[path].data, first[path].data) for own in entries)}
 
 
 def _is_single(value: Any) -> bool:
     return isinstance(value, NonTensorData) and bool(value.batch_size)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two objects have equal bits, by their pickles: == takes 1 for 1.0, and 0.0 for -0.0. Equal objects whose
-    pickles differ are kept for their rows, too."""
-    if one is other:
-        return True
-    try:
-        return pickle.dumps(one) == pickle.dumps(other)
-    except (pickle.PicklingError, TypeError, AttributeError):  # one that cannot be pickled is kept for its rows
-        return False
 
 
 def _of_rows(value: Any) -> Any:

@@ -234,8 +234,7 @@ class PackedBatch:
         Raises FieldError for a field that is not in the batch, and LayoutError if none is named.
         """
         check_named(fields, "PackedBatch.select")
-        forms = select_entries([(form.path, form) for form in self.schema.forms], fields, "PackedBatch.select")
-        return restricted(self, {path for path, _ in forms})
+        return restricted(self, {form.path for form in _forms_of(self, fields, "PackedBatch.select")})
 
     def narrow(self, field: Key, start: int, length: int, *, dim: int | None = None) -> PackedBatch:
         """Keeps a part of the elements of one field, like `torch.narrow`, with all rows and the other fields.
@@ -258,8 +257,8 @@ class PackedBatch:
             LayoutError: the field is no tensor, or has no such dim, or fewer elements in it.
         """
         call = "PackedBatch.narrow"
-        ((path, form),) = select_entries([(form.path, form) for form in self.schema.forms], [field], call)[-1:]
-        if form.dtype is None or path != path_of(field):
+        form = _forms_of(self, [field], call)[-1]
+        if form.dtype is None or form.path != path_of(field):
             raise LayoutError(
                 f'{call}: field "{show(field)}" is not a tensor; expected a tensor. Narrow the tensors in it.'
             )
@@ -268,7 +267,7 @@ class PackedBatch:
         start += size if start < 0 else 0
         if start + length > size:
             raise LayoutError(
-                f'{call}: field "{show(path)}" from {start} on, {length} of them; expected at most {size} in all. '
+                f'{call}: field "{show(form.path)}" from {start} on, {length} of them; expected at most {size} in all. '
                 "Narrow to indices that the dim has."
             )
         return self if length == size else narrowed(self, form, at, start, length)
@@ -383,7 +382,7 @@ class PackedBatch:
         """
         self._need_rows("to_arrow")
         call = "PackedBatch.to_arrow"
-        chosen = {path for path, _ in select_entries([(form.path, None) for form in self.schema.forms], fields, call)}
+        chosen = {form.path for form in _forms_of(self, fields, call)}
         nested, asked = decompress(self, *fields, format="nested", device="cpu"), [path_of(key) for key in fields]
         paths = [path for key in self.keys() if (path := path_of(key)) in chosen]
         paths.sort(key=lambda path: next((at for at, own in enumerate(asked) if path[: len(own)] == own), 0))
@@ -393,6 +392,11 @@ class PackedBatch:
         flag(allow_pickle, "allow_pickle", call)
         flag(checksum, "checksum", call)
         return Pieces(*write_message(self, allow_pickle), checksum=checksum)
+
+
+def _forms_of(packed: PackedBatch, fields: Sequence[Key], call: str) -> list[FieldForm]:
+    """The forms of some fields, of what is in them, and of the sub-batches that they are in; all if none is named."""
+    return [form for _, form in select_entries([*packed.forms.items()], fields, call)]
 
 
 def _dim_of_element(packed: PackedBatch, form: FieldForm, dim: Any, call: str) -> tuple[int, int]:
@@ -533,9 +537,7 @@ def decompress(
         raise LayoutError(f'decompress: format is {said(format)}; expected "padded" or "nested". Choose one of these.')
     if widths not in ("padded", "trim"):
         raise LayoutError(f'decompress: widths is {said(widths)}; expected "padded" or "trim". Choose one of these.')
-    forms = [
-        form for _, form in select_entries([(form.path, form) for form in packed.schema.forms], fields, "decompress")
-    ]
+    forms = _forms_of(packed, fields, "decompress")
     stored = packed
     if widths == "trim":
         packed = trimmed(packed, forms, "decompress")

@@ -177,13 +177,8 @@ def _of_sglang(output: Mapping[str, Any], given: Any, name: str, shape: tuple[in
         response = _numbers(own if response is None else response, "iu", name, "output_ids")
         if response.tolist() != own:
             at = next((at for at, ids in enumerate(zip(own, response, strict=False)) if ids[0] != ids[1]), "the end")
-            _fail(
-                name,
-                "output_token_logprobs",
-                f"{len(own)} tokens",
-                f"the {response.size} of output_ids, which differ at {at}",
-                "Fix the producer",
-            )
+            wanted = f"the {response.size} of output_ids, which differ at {at}"
+            _fail(name, "output_token_logprobs", f"{len(own)} tokens", wanted)
     elif response is None and _never_begun(output, about):
         response = np.zeros(0, np.int64)
     elif response is None:
@@ -196,18 +191,12 @@ def _of_sglang(output: Mapping[str, Any], given: Any, name: str, shape: tuple[in
     if prompt is None and hasattr(known, "__len__") and len(known) == count:
         prompt = _pairs(known, name, "input_token_logprobs")[1]
     if prompt is None:
-        _fail(
-            name,
-            "prompt_token_ids",
-            None,
-            "the ids of the prompt",
-            "Pass prompts=, or return_prompt_token_ids=True to SGLang",
-        )
+        remedy = "Pass prompts=, or return_prompt_token_ids=True to SGLang"
+        _fail(name, "prompt_token_ids", None, "the ids of the prompt", remedy)
     ids = _numbers(prompt, "iu", name, "prompt_token_ids")
     if count is not None and count != ids.size:
-        _fail(
-            name, "prompt_tokens", count, f"the {ids.size} tokens of its prompt", "Pass prompts in the order of outputs"
-        )
+        remedy = "Pass prompts in the order of outputs"
+        _fail(name, "prompt_tokens", count, f"the {ids.size} tokens of its prompt", remedy)
     routed = about.get("routed_experts")
     experts = None if routed is None else _experts([routed], ids.size + response.size, name, shape)
     return _Row(name, ids, response, log_probs, experts)
@@ -225,7 +214,7 @@ def _pairs(pairs: Any, name: str, field: str) -> tuple[list[Any], list[Any]]:
     try:
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     except (TypeError, LookupError):
-        _fail(name, field, said(pairs), "a list of (log-prob, token id, text)", "Fix the producer")
+        _fail(name, field, said(pairs), "a list of (log-prob, token id, text)")
 
 
 def _sampled(log_probs: Any, ids: IntArray, name: str) -> Any:
@@ -235,22 +224,22 @@ def _sampled(log_probs: Any, ids: IntArray, name: str) -> Any:
         firsts = _numbers(log_probs.start_indices, "iu", name, "logprobs.start_indices")
         tokens = _numbers(log_probs.token_ids, "iu", name, "logprobs.token_ids")
         if firsts.size != ids.size:
-            _fail(name, "logprobs", f"{firsts.size} positions", f"{ids.size}, the tokens", "Fix the producer")
+            _fail(name, "logprobs", f"{firsts.size} positions", f"{ids.size}, the tokens")
         if not ((firsts >= 0) & (firsts < tokens.size)).all():
             _fail(name, "logprobs.start_indices", "out of range", f"places of {tokens.size} candidates", "Fix it")
         odd = np.flatnonzero(tokens[firsts] != ids)
         if odd.size:
             at = int(odd[0])
-            _fail(name, "logprobs", f"other tokens at position {at}", f"token {ids[at]} first", "Fix the producer")
+            _fail(name, "logprobs", f"other tokens at position {at}", f"token {ids[at]} first")
         numbers = _numbers(log_probs.logprobs, "f", name, "logprobs.logprobs")
         if numbers.size != tokens.size:
             _fail(name, "logprobs", f"{numbers.size} log-probs", f"one for each of {tokens.size} candidates", "Fix it")
         return numbers[firsts]
     listed: bool = isinstance(log_probs, Sequence | np.ndarray)
     if not listed:
-        _fail(name, "logprobs", said(log_probs), "one for each token", "Fix the producer")
+        _fail(name, "logprobs", said(log_probs), "one for each token")
     if len(log_probs) != ids.size:
-        _fail(name, "logprobs", f"{len(log_probs)} positions", f"{ids.size}, the tokens", "Fix the producer")
+        _fail(name, "logprobs", f"{len(log_probs)} positions", f"{ids.size}, the tokens")
     if not ids.size or not isinstance(log_probs[0], Mapping):
         return _numbers(log_probs, "f", name, "logprobs")
     try:
@@ -258,7 +247,7 @@ def _sampled(log_probs: Any, ids: IntArray, name: str) -> Any:
         values = list(map(attrgetter("logprob"), values)) if hasattr(values[0], "logprob") else values
     except (KeyError, TypeError, AttributeError) as error:
         seen = f"candidates without a sampled token or its log-prob ({error})"
-        _fail(name, "logprobs", seen, "a log-prob of each sampled token", "Fix the producer")
+        _fail(name, "logprobs", seen, "a log-prob of each sampled token")
     return _numbers(values, "f", name, "logprobs")
 
 
@@ -268,17 +257,11 @@ def _experts(parts: Sequence[Any], tokens: int, name: str, shape: tuple[int, int
     arrays = [_array(part, name, shape) for part in parts]
     if len({array.shape[1:] for array in arrays}) > 1 or sum(map(len, arrays)) not in (tokens, tokens - 1):
         seen = " and ".join(str(array.shape) for array in arrays)
-        _fail(name, "routed_experts", seen, f"({tokens} or {tokens - 1}, layers, k), of all tokens", "Fix the producer")
+        _fail(name, "routed_experts", seen, f"({tokens} or {tokens - 1}, layers, k), of all tokens")
     ids = np.concatenate(arrays)
     low, high = int(ids.min(initial=0)), int(ids.max(initial=0))
     if low < -1 or high > _MOST_EXPERTS:
-        _fail(
-            name,
-            "routed_experts",
-            f"ids from {low} to {high}",
-            f"experts up to {_MOST_EXPERTS}, or -1",
-            "Fix the producer",
-        )
+        _fail(name, "routed_experts", f"ids from {low} to {high}", f"experts up to {_MOST_EXPERTS}, or -1")
     out = np.full((tokens, *ids.shape[1:]), -1, np.int16)
     out[: len(ids)] = ids
     return out
@@ -290,9 +273,9 @@ def _array(part: Any, name: str, shape: tuple[int, int] | None) -> Any:
         text = isinstance(part, str | bytes)
         ids: Any = np.frombuffer(base64.b64decode(part, validate=True), "<i4") if text else np.asarray(part)
     except (TypeError, ValueError) as error:
-        _fail(name, "routed_experts", f"no base64 of int32, and no array ({error})", "one of them", "Fix the producer")
+        _fail(name, "routed_experts", f"no base64 of int32, and no array ({error})", "one of them")
     if ids.dtype.kind not in "iu":
-        _fail(name, "routed_experts", f"{ids.dtype}", "integers", "Fix the producer")
+        _fail(name, "routed_experts", f"{ids.dtype}", "integers")
     if ids.ndim == 3:
         return ids
     if shape is None or ids.size % (shape[0] * shape[1]):
@@ -311,20 +294,20 @@ def _numbers(values: Any, kind: str, name: str, field: str) -> Any:
         try:
             found = np.array(array("q" if integers else "f", cast("Any", values)))
         except (TypeError, OverflowError) as error:
-            _fail(name, field, f"a list ({error})", f"{_KINDS[kind]}", "Fix the producer")
+            _fail(name, field, f"a list ({error})", _KINDS[kind])
         if integers and found.size and found.max() <= 1 and bool in set(map(type, cast("Any", values))):
-            _fail(name, field, "a list with bools", f"{_KINDS[kind]}", "Fix the producer")
+            _fail(name, field, "a list with bools", _KINDS[kind])
     else:
         found = np.asarray(values)
     if found.ndim != 1 or (found.size and found.dtype.kind not in kind):
-        _fail(name, field, f"{found.dtype} {found.shape}", f"{_KINDS[kind]} (n,)", "Fix the producer")
+        _fail(name, field, f"{found.dtype} {found.shape}", f"{_KINDS[kind]} (n,)")
     if integers and found.size and not 0 <= found.min() <= found.max() <= np.iinfo(np.int64).max:
         odd = found.min() if found.min() < 0 else found.max()
-        _fail(name, field, str(int(odd)), "ids from 0 that int64 holds", "Fix the producer")
+        _fail(name, field, str(int(odd)), "ids from 0 that int64 holds")
     return found.astype(np.int64 if integers else np.float32)
 
 
-def _fail(name: str, field: str, seen: Any, expected: str, remedy: str) -> NoReturn:
+def _fail(name: str, field: str, seen: Any, expected: str, remedy: str = "Fix the producer") -> NoReturn:
     raise LayoutError(f'{_CALL}: "{field}" of {name} is {seen}; expected {expected}. {remedy}.')
 
 

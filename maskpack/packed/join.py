@@ -3,12 +3,11 @@ of one (`narrowed`), or spans of tokens (`tokens_taken`). `check_uids` compares 
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from maskpack.core import abi
 from maskpack.core.bits import Words, words
 from maskpack.core.index import IntArray
-from maskpack.core.objects import NotInJson, Objects, to_json
+from maskpack.core.objects import Objects, is_same
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node, entry_at, is_object, unflatten
 from maskpack.errors import LayoutError
@@ -478,7 +477,7 @@ def _objects(parts: Sequence[Objects], dims: Sequence[tuple[int, ...]], field: s
         return Objects([row for part in parts for row in part.data], 1, True)
     if all(part.depth == 1 for part in parts):
         return Objects([row for part in parts for row in part.data], 1, False, all(part.bare for part in parts))
-    if not any(part.depth for part in parts) and all(_equal(part.data, parts[0].data) for part in parts):
+    if not any(part.depth for part in parts) and all(is_same(part.data, parts[0].data) for part in parts):
         return parts[0]
     depth = max(part.depth for part in parts) or len(dims[0])
     spread = [_spread(part, sizes, depth) for part, sizes in zip(parts, dims, strict=True)]
@@ -495,20 +494,3 @@ def _spread(part: Objects, dims: tuple[int, ...], depth: int) -> list[Any]:
         return [below(item, at + 1) for item in items]
 
     return below(part.data, 0)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two objects of whole batches are one, or plain data that is equal bit by bit."""
-    if a is b:
-        return True
-    arrays: tuple[list[Words], list[Words]] = [], []
-
-    def kept(held: list[Words], words: Words) -> int:
-        held.append(words)
-        return len(held)
-
-    try:
-        one, other = (json.dumps(to_json(x, partial(kept, own))) for x, own in zip((a, b), arrays, strict=True))
-    except NotInJson:
-        return False
-    return one == other and all(map(np.array_equal, *arrays))
