@@ -449,9 +449,9 @@ class _Scope:
         numbers = [] if mask is None or mask.layout != home.layout else [self._values(mask)]
         numbers = [own for own in numbers if own.dtype.kind in "iu" and own.size and int(own.max()) > 1]
         starts = layout.row_offsets[:-1][layout.lengths > 0]
-        counted = None if x is None or x.dim() > 1 else x.numpy()
-        if not numbers and (x is None or (counted is not None and _counts_on(counted, starts))):
+        if x is None and not numbers:
             return
+        counted = None if x is None or x.dim() > 1 else x.numpy()
         both = begins_of(layout, x, [torch.from_numpy(cast("Any", own)) for own in numbers])
         begins, odd = (np.empty(0, np.bool_) if own is None else own.numpy() for own in both)
         if layout.num_rows == 1 and (given := self._given) is not None:
@@ -623,10 +623,3 @@ def _found(form: FieldForm, kind: str, rows: IntArray, seen: str, remedy: str) -
 def _rows_at(layout: RowLayout, tokens: IntArray) -> IntArray:
     """The rows of some packed tokens, each once."""
     return np.unique(np.searchsorted(layout.row_offsets, tokens, side="right") - 1)
-
-
-def _counts_on(x: _Array, starts: IntArray) -> bool:
-    """Whether positions [T] count 0, 1, 2 from each start of a row."""
-    jumps = x[1:] - x[:-1] != 1
-    jumps[starts[1:] - 1] = False
-    return not jumps.any() and not x[starts].any()

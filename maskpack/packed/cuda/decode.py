@@ -122,10 +122,8 @@ def _decode(
     out.update(values)
     for name, paths in jagged.items():
         layout, sent = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
-        offsets, dims = (
-            shared_offsets(first[name], sent.device, sent),
-            [jagged_dim(packed.forms[path]) for path in paths],
-        )
+        offsets = shared_offsets(first[name], sent.device, sent)
+        dims = [jagged_dim(packed.forms[path]) for path in paths]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
         out.update(zip(paths, made, strict=True))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import tensordict
@@ -76,30 +76,30 @@ class _MessageReader:
         self._claimed = 0
 
     def batch(self, kind: type[PackedBatch]) -> PackedBatch:
-        manifest, call = self._manifest, self._call
-        _only(manifest, ("rows", "root", "axes", "layouts", "fields", "body", "codec"), call)
-        rows = _get(manifest, "rows", int, call)
+        manifest = self._manifest
+        self._only(manifest, ("rows", "root", "axes", "layouts", "fields", "body", "codec"))
+        rows = self._get(manifest, "rows", int)
         if not 0 <= rows < _MOST:
-            fail(call, f"{rows} rows", f"0 to {_MOST}")
+            self._fail(f"{rows} rows", f"0 to {_MOST}")
         sent = sum(array.nbytes for array in self._arrays)
         name = self._restore()
-        entries = _get(manifest, "fields", list, call)
+        entries = self._get(manifest, "fields", list)
         forms = [self._form(entry) for entry in entries]
         root = self._node(manifest.get("root"))
         if root.kind is not None:
-            fail(call, f"a root of class {root.kind.__name__}", "a TensorDict")
-        names = _get(manifest, "layouts", list, call)
+            self._fail(f"a root of class {root.kind.__name__}", "a TensorDict")
+        names = self._get(manifest, "layouts", list)
         if not all(map(objects.is_text, names)) or len(set(names)) != len(names):
-            fail(call, f"layouts {brief(names)}", "different names")
+            self._fail(f"layouts {brief(names)}", "different names")
         table = self._table(rows, 1 if root.more_dims is None else rows, names, sent)
         layouts = table.layouts
-        axes = _get(manifest, "axes", list, call)
+        axes = self._get(manifest, "axes", list)
         if any(type(axis) is not str or axis not in layouts for axis in axes) or len(set(axes)) != len(axes):
-            fail(call, f"axes {brief(axes)}", "names of layouts")
+            self._fail(f"axes {brief(axes)}", "names of layouts")
         known = {"padded": set(axes)}
         for form in forms:
             if form.layout is not None and form.layout not in known.get(form.kind, layouts):
-                fail(call, f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
+                self._fail(f'field "{show(form.path)}" on layout {brief(form.layout)}', "one that is there, or an axis")
         axes = [(axis, layouts[axis].width, layouts[axis].anchor) for axis in axes]
         self._check_tree(forms, layouts, rows, root)
         self._check_fields(table, [form for form in forms if form.dtype is not None])
@@ -109,31 +109,23 @@ class _MessageReader:
 
     def _table(self, rows: int, dense_rows: int, names: list[str], sent: int) -> Table:
         """The table, whose layouts can be read; its fields are not checked yet."""
-        call = self._call
-        line, body = (
-            np.array(self._array(0)),
-            self._body(),
-        )  # what is checked here stays so, also of a file that is mapped
+        line, body = np.array(self._array(0)), self._body()  # copied: what is checked stays so if the file is mapped
         if line.dtype != np.int64 or line.size < 3 or not all(0 <= count < _MOST for count in line[:3].tolist()):
-            fail(call, f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
+            self._fail(f"a table of {line.dtype} {line.shape}", "int64, which begins with three counts")
         counts = [*line[:3].tolist(), int(line[2])]
         dtypes: tuple[Any, ...] = (abi.STORED, abi.ENTRY, np.dtype(np.int64), abi.ARRAY)
         sizes = [count * dtype.itemsize // 8 for count, dtype in zip(counts, dtypes, strict=True)]
         if line.size != 3 + sum(sizes) or counts[0] != len(names):
-            fail(
-                call,
-                f"a table of {line.size} numbers for {counts[:3]} layouts, entries and fields",
-                "as many as these take",
-            )
+            seen = f"a table of {line.size} numbers for {counts[:3]} layouts, entries and fields"
+            self._fail(seen, "as many as these take")
         parts = np.split(line[3:], np.cumsum(sizes)[:-1])
         stored, entries, fields, pads = (part.view(dtype) for part, dtype in zip(parts, dtypes, strict=True))
         most = (FREE_BYTES + sent - layout_bytes(len(names), rows, 0)) // 16
         bad = native.check_layouts(stored, body, rows, most) if most >= 0 else 1
         if bad:
             seen = f"layout {brief(names[bad - 1]) if names else ''} of {rows} rows"
-            fail(
-                call, seen, f"spans that rise within its width, and layouts that take at most {FREE_BYTES + sent} bytes"
-            )
+            most = FREE_BYTES + sent
+            self._fail(seen, f"spans that rise within its width, and layouts that take at most {most} bytes")
         self._claim(layout_bytes(len(names), rows, 0), "its layouts")
         return Table(rows, dense_rows, tuple(names), stored, entries, fields, pads, body)
 
@@ -144,27 +136,26 @@ class _MessageReader:
         arrays = [self._array(number) for number in numbers]
         if not isinstance(body, list):
             if arrays[0].dtype != np.uint8:
-                fail(self._call, f"a body of {arrays[0].dtype}", "uint8")
+                self._fail(f"a body of {arrays[0].dtype}", "uint8")
             return arrays[0]
         if len(set(numbers)) != len(numbers):
-            fail(self._call, f"a body of arrays {brief(numbers)}", "each once")
+            self._fail(f"a body of arrays {brief(numbers)}", "each once")
         return side_by_side(arrays)[0]
 
     def _check_fields(self, table: Table, forms: list[FieldForm]) -> None:
         """That every field can be decoded to its dtype and shape."""
-        call = self._call
         if len(forms) != table.fields.size:
-            fail(call, f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
+            self._fail(f"{len(forms)} tensors with {table.fields.size} entries", "one for each")
         places = {name: place for place, name in enumerate(table.names)}
         for number, (form, at) in enumerate(zip(forms, table.fields.tolist(), strict=True)):
             name = f'field "{show(form.path)}"'
             if not 0 <= at < table.entries.size:
-                fail(call, f"{name} in entry {at} of {table.entries.size}", "one that is there")
+                self._fail(f"{name} in entry {at} of {table.entries.size}", "one that is there")
             # before the check of the entry, which takes as long as it has words: as many as the field claims
             layout = -1 if form.layout is None else places[form.layout]
             entry, wanted = tuple(table.entries[at].tolist()[1:4]), (layout, words_of_one(form), size_of_word(form))
             if entry != wanted:
-                fail(call, f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
+                self._fail(f"{name} with an entry of layout, words and bytes {entry}", f"{wanted}")
             assert form.dtype is not None
             self._check_pads(table, number, form)
         bools = np.array([form.dtype is torch.bool for form in forms], np.int64)
@@ -172,19 +163,19 @@ class _MessageReader:
         line = table.rows, table.dense_rows, most, table.fields, bools
         bad = native.check_fields(table.entries, table.layout_rows, table.body, *line)
         if bad < 0:
-            fail(call, f'field "{show(forms[-bad - 1].path)}" of bools with other bytes', "0 and 1 alone")
+            self._fail(f'field "{show(forms[-bad - 1].path)}" of bools with other bytes', "0 and 1 alone")
         if bad > len(forms):
-            fail(call, "an entry of the table that no field needs", "none")
+            self._fail("an entry of the table that no field needs", "none")
         if bad:
             seen = f'field "{show(forms[bad - 1].path)}": an entry that cannot be decoded'
-            fail(call, seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
+            self._fail(seen, f"one as to_bytes writes it, which takes at most {most} bytes besides the field")
 
     def _check_pads(self, table: Table, number: int, form: FieldForm) -> None:
         """That a padded field has a record for each row, or one for all, and other fields have none."""
         name, (begin, size, count) = f'field "{show(form.path)}"', table.pads[number].tolist()
         assert form.dtype is not None
         if not (0 <= begin <= table.body.size and 0 <= size < _MOST and 0 <= count * size <= table.body.size - begin):
-            fail(self._call, f"{name} with {count} pads of {size} bytes at {begin}", "records inside the body")
+            self._fail(f"{name} with {count} pads of {size} bytes at {begin}", "records inside the body")
         sizes = [1 + form.dtype.itemsize]
         if form.layout is not None and not form.shape and has_signs(form.dtype):
             sizes.append(sizes[0] + -(-table.frames[form.layout][0] // 8))
@@ -192,27 +183,27 @@ class _MessageReader:
         held = count in (1, table.rows) and size in sizes
         if not (held or (count == 0 and table.rows == 0) if padded else count == 0):
             seen = f"{name}, {form.kind}, with {count} pads of {size} bytes"
-            fail(self._call, seen, f"1 or {table.rows} of {sizes} bytes beside padded fields, and only there")
+            self._fail(seen, f"1 or {table.rows} of {sizes} bytes beside padded fields, and only there")
         if padded:
             pads = table.pads_of(number, form.dtype.itemsize)
             known = not (pads.records[:, 0] > abi.EDGE).any() and pads.fits(table.frames[form.layout or ""][0])
             if not known or (form.dtype is torch.bool and odd_bools(pads.records[:, 1])):
-                fail(self._call, f"{name} with a pad of other bytes", "a word, EDGE and zeros, bools of 0 and 1 alone")
+                self._fail(f"{name} with a pad of other bytes", "a word, EDGE and zeros, bools of 0 and 1 alone")
 
     def _restore(self) -> str | None:
         """Puts the arrays of the codec in the place of what travels; its name, None without one."""
-        squeezed, call = self._manifest.get("codec"), self._call
+        squeezed = self._manifest.get("codec")
         if squeezed is None:
             return None
-        _only(squeezed, ("name", "arrays"), call)
-        name = _get(squeezed, "name", str, call)
+        self._only(squeezed, ("name", "arrays"))
+        name = self._get(squeezed, "name", str)
         if name not in CODECS:
-            fail(call, f"codec {brief(name)}", f"one of {', '.join(CODECS)}")
-        check_codec(name, call)
+            self._fail(f"codec {brief(name)}", f"one of {', '.join(CODECS)}")
+        check_codec(name, self._call)
         records = squeezed.get("arrays")
-        check_records(self._arrays, records, call)
+        check_records(self._arrays, records, self._call)
         self._claim(size_of(records), "the compressed arrays")
-        self._arrays = restored_arrays(self._arrays, records, call)
+        self._arrays = restored_arrays(self._arrays, records, self._call)
         return name
 
     def _claim(self, nbytes: int, what: str) -> None:
@@ -228,7 +219,7 @@ class _MessageReader:
 
     def _array(self, number: Any) -> Words:
         if type(number) is not int or not 0 <= number < len(self._arrays):
-            fail(self._call, f"array number {brief(number)}", f"one of {len(self._arrays)}")
+            self._fail(f"array number {brief(number)}", f"one of {len(self._arrays)}")
         return self._arrays[number]
 
     def _form(self, entry: Any) -> FieldForm:
@@ -239,35 +230,34 @@ class _MessageReader:
         return self._new_form(entry)
 
     def _new_form(self, entry: Any) -> FieldForm:
-        call = self._call
-        path = self._path(_get(entry, "path", list, call))
-        kind = _get(entry, "kind", str, call)
+        path = self._path(self._get(entry, "path", list))
+        kind = self._get(entry, "kind", str)
         if kind not in _MEMBERS:
-            fail(call, f'field "{show(path)}" of kind {brief(kind)}', f"one of {', '.join(_MEMBERS)}")
-        _only(entry, _MEMBERS[kind], call)
-        hints: tuple[str, ...] = tuple(_get(entry, "hints", list, call)) if "hints" in entry else ()
+            self._fail(f'field "{show(path)}" of kind {brief(kind)}', f"one of {', '.join(_MEMBERS)}")
+        self._only(entry, _MEMBERS[kind])
+        hints: tuple[str, ...] = tuple(self._get(entry, "hints", list)) if "hints" in entry else ()
         if not all(objects.is_text(hint) and is_hint(hint) for hint in hints):
-            fail(call, f"hints {brief(hints)}", f"{', '.join(HINTS)}, concat:head,tail or near:field")
+            self._fail(f"hints {brief(hints)}", f"{', '.join(HINTS)}, concat:head,tail or near:field")
         if kind == "node":
             return FieldForm(path, "node", node=self._node(entry.get("node")))
         if kind == "object":
             return FieldForm(path, "object", hints=hints)
-        dtype, shape = _get(entry, "dtype", str, call), _get(entry, "shape", list, call)
-        device, reason = _get(entry, "device", str, call), entry.get("reason")
+        dtype, shape = self._get(entry, "dtype", str), self._get(entry, "shape", list)
+        device, reason = self._get(entry, "device", str), entry.get("reason")
         if dtype not in DTYPES or not _DEVICE.fullmatch(device) or ("reason" in entry and not objects.is_text(reason)):
-            fail(call, f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
+            self._fail(f'field "{show(path)}" of dtype {brief(dtype)} on {brief(device)}', "those of torch")
         if len(shape) > objects.MOST_DIMS or any(type(size) is not int or not 0 <= size < _MOST for size in shape):
-            fail(call, f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
+            self._fail(f'field "{show(path)}" of element shape {brief(shape)}', f"at most {objects.MOST_DIMS} sizes")
         layout, axis = entry.get("layout"), entry.get("axis")
         form = FieldForm(path, kind, layout, 1, DTYPES[dtype], None, device, tuple(shape), hints, reason, axis)
         if "axis" in entry and not objects.is_text(axis):
-            fail(call, f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
+            self._fail(f'field "{show(path)}" on axis {brief(axis)}', "the name of a layout")
         if (layout is None) != (kind == "dense") or not isinstance(layout, str | None):
-            fail(call, f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
+            self._fail(f'field "{show(path)}" of kind {kind} on layout {brief(layout)}', "a layout, unless it is dense")
         if kind == "padded" or "dim" in entry:
-            dim = _get(entry, "dim", int, call)
+            dim = self._get(entry, "dim", int)
             if not 1 <= dim <= len(shape) + 1:
-                fail(call, f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
+                self._fail(f'field "{show(path)}" is ragged along dim {dim}', f"1 to {len(shape) + 1}")
             form = replace(form, ragged_dim=dim)
         return form
 
@@ -277,23 +267,20 @@ class _MessageReader:
         kind = self._kind(held.pop("kind")) if "kind" in held else None
         names = held.pop("names", None)
         if set(held) != {"dims", "device"} or not isinstance(dims, list | None) or not isinstance(device, str | None):
-            fail(self._call, f"node {brief(node)}", "dims and device")
+            self._fail(f"node {brief(node)}", "dims and device")
         sizes = None if dims is None else tuple(cast("list[Any]", dims))
         if len(sizes or ()) > objects.MOST_DIMS or any(type(n) is not int or not 0 <= n < _MOST for n in sizes or ()):
-            fail(self._call, f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
+            self._fail(f"node of dims {brief(sizes)}", f"at most {objects.MOST_DIMS} whole numbers below {_MOST}")
         if device is not None and not _DEVICE.fullmatch(device):
-            fail(self._call, f"node on device {brief(device)}", "one of torch")
+            self._fail(f"node on device {brief(device)}", "one of torch")
         if names is None:
             return Node(sizes, device, kind)
         line: list[Any] = cast("list[Any]", names) if isinstance(names, list) else []
         texts = [name for name in line if name is not None]
         known = all(map(objects.is_text, texts)) and len(set(texts)) == len(texts)
         if not known or not any(line) or sizes is None or len(line) != 1 + len(sizes):
-            fail(
-                self._call,
-                f"names of dims {brief(names)}",
-                "a text or null for each batch dim, all different, and not null alone",
-            )
+            wanted = "a text or null for each batch dim, all different, and not null alone"
+            self._fail(f"names of dims {brief(names)}", wanted)
         return Node(sizes, device, kind, tuple(line))
 
     def _kind(self, name: Any) -> Any:
@@ -305,12 +292,12 @@ class _MessageReader:
         whole = isinstance(kind, type) and is_tensorclass(kind) and is_dataclass(kind)  # no base of tensorclasses
         if not whole or issubclass(kind, _OBJECTS):
             seen = f"a sub-batch of class {brief(name)}"
-            fail(self._call, seen, "a tensorclass that this process has; import its module first")
+            self._fail(seen, "a tensorclass that this process has; import its module first")
         return cast("Any", kind)
 
     def _path(self, names: list[Any]) -> Path:
         if not 0 < len(names) <= MOST_PATH or not all(map(objects.is_text, names)) or names[0] == LAYOUTS:
-            fail(self._call, f"path {brief(names)}", f'1 to {MOST_PATH} names, the first not "{LAYOUTS}"')
+            self._fail(f"path {brief(names)}", f'1 to {MOST_PATH} names, the first not "{LAYOUTS}"')
         return tuple(names)
 
     def _objects(self, forms: list[FieldForm], entries: list[Any], rows: int, root: Node) -> dict[Path, Objects]:
@@ -319,30 +306,30 @@ class _MessageReader:
         for form, entry in zip(forms, entries, strict=True):
             if form.kind != "object":
                 continue
-            depth, stacked = _get(entry, "depth", int, self._call), "stacked" in entry
+            depth, stacked = self._get(entry, "depth", int), "stacked" in entry
             if "pickle" in entry and not self._pickled:
                 raise WireFormatError(
                     f'{self._call}: field "{show(form.path)}" is a pickle, which runs code when it is read; expected '
                     "JSON. Pass allow_pickle=True if you trust who wrote it."
                 )
             if ("pickle" in entry) == ("json" in entry):
-                fail(self._call, f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
+                self._fail(f'field "{show(form.path)}" with {brief(entry)}', "either json or pickle")
             data = self._unpickled(entry["pickle"]) if "pickle" in entry else self._said(entry["json"])
             dims = above.get(form.path[:-1], root).batch_size(rows)
             if stacked and not (entry["stacked"] is True and depth == 1 and ("pickle" in entry or data == [])):
-                fail(self._call, f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
+                self._fail(f'field "{show(form.path)}", stacked, of depth {depth}', "pickled rows of depth 1")
             if depth and not stacked and not len(dims) <= depth <= objects.MOST_DEPTH:
                 seen = f'field "{show(form.path)}" of depth {depth}'
-                fail(self._call, seen, f"0, or at least {len(dims)} and at most {objects.MOST_DEPTH}")
+                self._fail(seen, f"0, or at least {len(dims)} and at most {objects.MOST_DEPTH}")
             if not _is_list(data, (*dims, *[None] * depth)[:depth]):
-                fail(self._call, f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
+                self._fail(f'field "{show(form.path)}" of depth {depth}', f"lists of {dims} items")
             found[form.path] = Objects(data, depth, stacked)
             self._claim(found[form.path].decoded_nbytes, f'field "{show(form.path)}"')
         return found
 
     def _unpickled(self, numbers: Any) -> Any:
         if not isinstance(numbers, list) or not numbers:
-            fail(self._call, f"pickle {brief(numbers)}", "numbers of arrays")
+            self._fail(f"pickle {brief(numbers)}", "numbers of arrays")
         # copies: who unpickles an array may write to it
         stream, *buffers = [bytearray(self._array(number)) for number in cast("list[Any]", numbers)]
         return pickle.loads(stream, buffers=buffers)
@@ -353,7 +340,7 @@ class _MessageReader:
         except WireFormatError:
             raise
         except ValueError as error:
-            fail(self._call, f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
+            self._fail(f"{error}, in the object {brief(data)}", "one as to_bytes writes it")
 
     # ---------------------------------------------------------------- what must fit together
 
@@ -365,10 +352,10 @@ class _MessageReader:
             name = f'field "{show(form.path)}"'
             above = nodes.get(form.path[:-1])
             if form.path in seen or above is None:
-                fail(self._call, f"{name} twice, or without what it lies in", "each once")
+                self._fail(f"{name} twice, or without what it lies in", "each once")
             seen.add(form.path)
             if above.kind is not None and form.path[-1] not in {member.name for member in fields_of(above.kind)}:
-                fail(self._call, f"{name} in a sub-batch of class {above.kind.__name__}", "a field of that class")
+                self._fail(f"{name} in a sub-batch of class {above.kind.__name__}", "a field of that class")
             dims = above.batch_size(rows)
             shape: tuple[int, ...] = dims
             if form.node is not None:
@@ -377,28 +364,31 @@ class _MessageReader:
             elif form.dtype is not None:
                 shape = shape_of(form, layouts, root.batch_size(rows)[:1])
             if shape[: len(dims)] != dims and form.kind != "jagged":
-                fail(self._call, f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
+                self._fail(f"{name} of shape {brief(shape)}", f"{dims}, ... as the node it lies in")
             if form.kind == "jagged" and len(dims) > 1:  # its second dim is no number
-                fail(self._call, f"{name}, which is jagged", f"no such field in a node of {dims}")
+                self._fail(f"{name}, which is jagged", f"no such field in a node of {dims}")
             size = math.prod(max(size, 1) for size in shape) * (1 if form.dtype is None else form.dtype.itemsize)
             size = size if form.layout is None else max(size, rows)  # each row is looked at
             if size >= _MOST_BYTES:
-                fail(self._call, f"{name} of shape {brief(shape)}", "one that memory can hold")
+                self._fail(f"{name} of shape {brief(shape)}", "one that memory can hold")
             self._claim(size, name)
 
+    # ---------------------------------------------------------------- members of JSON
 
-def _get(entry: Any, name: str, kind: Callable[..., Any], call: str) -> Any:
-    """An entry of a JSON object, of a type."""
-    value = cast("dict[str, Any]", entry).get(name) if isinstance(entry, dict) else None
-    if type(value) is not kind:
-        fail(call, f'"{name}" is {brief(value)}', f"a {getattr(kind, '__name__', kind)}")
-    return value
+    def _get(self, entry: Any, name: str, kind: Callable[..., Any]) -> Any:
+        """An entry of a JSON object, of a type."""
+        value = cast("dict[str, Any]", entry).get(name) if isinstance(entry, dict) else None
+        if type(value) is not kind:
+            self._fail(f'"{name}" is {brief(value)}', f"a {getattr(kind, '__name__', kind)}")
+        return value
 
+    def _only(self, entry: Any, names: tuple[str, ...]) -> None:
+        odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
+        if odd:
+            self._fail(f"members {brief(odd)}", f"none but {', '.join(names)}")
 
-def _only(entry: Any, names: tuple[str, ...], call: str) -> None:
-    odd = sorted(set(cast("dict[str, Any]", entry)) - set(names)) if isinstance(entry, dict) else []
-    if odd:
-        fail(call, f"members {brief(odd)}", f"none but {', '.join(names)}")
+    def _fail(self, seen: str, expected: str) -> NoReturn:
+        fail(self._call, seen, expected)
 
 
 def _is_list(data: Any, sizes: tuple[int | None, ...]) -> bool:
