@@ -9,6 +9,7 @@ Equal offsets of a process are one tensor, so that torch takes tensors of differ
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -137,10 +138,14 @@ def _is_exact(way: _Way) -> bool:
 
 
 def _is_same(got: Any, values: Tensor, want: Any) -> bool:
-    """Whether `got`, a jagged tensor of `values`, equals `want` on the same offsets. No backward pass is run: it starts
-    threads, after which a process must not fork."""
+    """Whether `got`, a jagged tensor of `values`, equals `want` on the same offsets: in operations, after a pickle and
+    in the autograd graph."""
     from torch._C import _dispatch_keys as dispatch_keys  # type: ignore[reportPrivateUsage]
 
+    pickled: Any = pickle.loads(pickle.dumps(got))
+    expected: Any = pickle.loads(pickle.dumps(want))
+    # compared but not run: a backward pass starts threads, after which a process must not fork
+    graphs: list[Any] = [(field.detach().requires_grad_() * 2).values().grad_fn for field in (got, want)]
     return (
         type(got) is type(want)
         and all(getattr(got, name) == getattr(want, name) for name in ("shape", "dtype", "device", "layout"))
@@ -151,6 +156,12 @@ def _is_same(got: Any, values: Tensor, want: Any) -> bool:
         and got.offsets() is want.offsets()
         and got.lengths() is None
         and torch.equal((got - want).values(), values - values)
+        and all(map(torch.equal, got.unbind(), want.unbind()))
+        and torch.equal(got.to_padded_tensor(0.0), want.to_padded_tensor(0.0))
+        and torch.equal(pickled.values(), expected.values())
+        and torch.equal(pickled.offsets(), expected.offsets())
+        and _is_equal(vars(pickled).get("_metadata_cache"), vars(expected).get("_metadata_cache"))
+        and type(graphs[0]) is type(graphs[1])
     )
 
 

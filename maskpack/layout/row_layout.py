@@ -308,19 +308,10 @@ class RowLayout:
         layouts = list_of(layouts, RowLayout, "RowLayout.cat", "Pass a list of layouts.")
         left = max(layout.anchor for layout in layouts)
         right = max(layout.width - layout.anchor for layout in layouts)
-        layouts = [
-            layout
-            if (layout.anchor, layout.width) == (left, left + right)
-            else widened(layout, left - layout.anchor, right - (layout.width - layout.anchor))
-            for layout in layouts
-        ]
-        tables = [layout._table for layout in layouts]
-        spans_per_row = np.concatenate([np.diff(table.splits) for table in tables])
-        table = SpanTable(
-            np.concatenate([table.starts for table in tables]),
-            np.concatenate([table.counts for table in tables]),
-            cumulated(spans_per_row),
-        )
+        tables = [(layout._table, left - layout.anchor) for layout in layouts]
+        columns = [(table.starts + more, table.counts, np.diff(table.splits)) for table, more in tables]
+        starts, counts, spans_per_row = map(np.concatenate, zip(*columns, strict=True))
+        table = SpanTable(starts, counts, cumulated(spans_per_row))
         return layout_of_table(left + right, table, layouts[0].device, left)
 
     def _compact(self) -> tuple[npt.NDArray[Any], ...]:
@@ -463,12 +454,6 @@ def anchored(layout: RowLayout, anchor: int) -> RowLayout:
     other = replace(layout, anchor=anchor)
     other.__dict__.update(layout.__dict__ | {"anchor": anchor})
     return other
-
-
-def widened(layout: RowLayout, left: int, right: int) -> RowLayout:
-    """The same rows with `left` and `right` more columns of padding."""
-    table = SpanTable(layout._table.starts + left, layout._table.counts, layout._table.splits)
-    return layout_of_table(left + layout.width + right, table, layout.device, left + layout.anchor)
 
 
 def prefix_of(layout: RowLayout) -> RowLayout:

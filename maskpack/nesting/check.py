@@ -453,7 +453,7 @@ class _Scope:
             return
         counted = None if x is None or x.dim() > 1 else x.numpy()
         both = begins_of(layout, x, [torch.from_numpy(cast("Any", own)) for own in numbers])
-        begins, odd = (np.empty(0, np.bool_) if own is None else own.numpy() for own in both)
+        begins, odd = (cast("Tensor", own).numpy() for own in both)
         if layout.num_rows == 1 and (given := self._given) is not None:
             begins[given[(given > 0) & (given < layout.num_tokens)] - 1] = False
         seen = "shows several documents, which attend to each other in a model that is not told"

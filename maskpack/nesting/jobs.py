@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 _NO_LAYOUT = -1
 _AT, _LIMIT = native.places_in(abi.ORIGIN, "at", "limit")
 _ROWS = native.places_in(abi.ORIGIN, "rows") + native.places_in(abi.JOB, "rows")
-PADDED, PACKED, RECORDS = native.places_in(
-    abi.FIELD, "padded", "packed", "pads"
-)  # of a job, which begins with its field
+PADDED, PACKED, RECORDS = native.places_in(abi.FIELD, "padded", "packed", "pads")
+"""Places of addresses in a job, which begins with its field."""
 _WAYS = {"mask": abi.OF_MASK, "prefix": abi.OF_PREFIX, "jagged": abi.OF_OFFSETS, "given": abi.OF_LAYOUT}
 
 
@@ -349,6 +348,7 @@ class HostJobs:
                 origins["trusts"][whole[form.path]] = 1 + place
         first = np.arange(count) * abi.ORIGIN_NUMBERS, origins.nbytes // 8 + np.arange(len(jobs)) * abi.JOB_NUMBERS
         is_padded = [own.way >= 0 for own in inputs[count:]]
+        targets = first[0] + _AT, first[1][table.order] + np.where(is_padded, PADDED, PACKED)
         limits = [(at, own.number - len(plan.forms)) for at, own in enumerate(inputs[:count]) if own.way == _OFFSETS]
         return cls(
             parts,
@@ -360,14 +360,8 @@ class HostJobs:
             padded,
             np.concatenate([native.numbers_of(own).reshape(-1) for own in (origins, jobs)]),
             np.array([own.number for own in inputs], np.int64),
-            np.concatenate([first[0] + _AT, first[1][table.order] + np.where(is_padded, PADDED, PACKED)]).astype(
-                np.int64
-            ),
-            [
-                (at, own)
-                for at, own in enumerate(inputs)
-                if own.way != _LAYOUT and _is_copied(read[own.number], own.way)
-            ],
+            np.concatenate(targets).astype(np.int64),
+            [(at, own) for at, own in enumerate(inputs) if _is_copied(read, own)],
             np.concatenate([begins + at for begins, at in zip(first, _ROWS, strict=True)] if dims else [first[0][:0]]),
             [(at * abi.ORIGIN_NUMBERS + _LIMIT, number) for at, number in limits],
             int((origins["size"] * origins["width"]).sum()),
@@ -405,8 +399,9 @@ def _describe_origin(row: Any, source: Source, numbers: Mapping[Path, int], seen
     return Input(numbers[source.key], _MASK)
 
 
-def _is_copied(x: Any, way: int) -> bool:
-    return _readable(x, way).data_ptr() != x.data_ptr()
+def _is_copied(read: Sequence[Any], own: Input) -> bool:
+    x = None if own.way == _LAYOUT else read[own.number]
+    return x is not None and _readable(x, own.way).data_ptr() != x.data_ptr()
 
 
 def _may_trust(
