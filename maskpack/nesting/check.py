@@ -497,7 +497,6 @@ class _Scope:
                 count = tensors[name].numel() - (name in BOUNDS)
                 if count > 1:
                     seen = f"says that one row holds {count:,} documents, and nothing says which tokens are valid"
-                    remedy = f"{remedy} Name the mask of a batch [T] in ReplayOptions(scored=)." if flat else remedy
                     yield Finding(dense[name].path, "documents", (), seen, remedy)
                     return
 

@@ -170,7 +170,10 @@ def _fit(
                 findings.setdefault((one.path, one.kind), replace(one, rows=tuple(row + first for row in one.rows)))
         first += packed.num_rows
         try:
-            scored += 0 if why or blind else PackedInputs.of(part, options=options).response.num_tokens
+            inputs = None if why or blind else PackedInputs.of(part, options=options)
+            if inputs is not None:  # of a batch without a response, a loss mask picks its tokens
+                tokens, own = inputs.response.num_tokens, inputs.scored
+                scored += tokens if own is None or tokens < inputs.num_tokens else len(own)
         except MaskpackError as error:
             why = str(error)
     tokens = None if why or blind else scored

@@ -422,22 +422,21 @@ PACKED = {
 
 @pytest.mark.parametrize("case", PACKED)
 def test_packed_rows_are_named_and_replayed_as_they_are(case, tmp_path, capsys):
-    """The log-probs are those of each document alone. A batch [T] has no response axis: options name its loss mask."""
+    """The log-probs are those of each document alone."""
     batch, rows, learn = documents()
     more, seen = PACKED[case]
     batch = {name: x for name, x in {**batch, **more}.items() if x is not None}
     if case == "flat":
         batch = {name: x if name == "seq_lens" else x[0] for name, x in batch.items()}
     found = diagnose(TensorDict(batch, batch_size=[]))
-    assert found.scored == (None if case == "flat" else sum(int(mask.sum()) for mask in learn))
+    assert found.scored == sum(int(mask.sum()) for mask in learn)
     assert [one.kind for one in found.findings] == ["documents"]
     shown = said([saved(batch, tmp_path / "b")], capsys, int(case != "flat"))
     assert "documents: " in shown
     assert seen in shown
     assert TOLD in shown
-    assert ("Name the mask of a batch [T] in ReplayOptions(scored=)" in shown) == (case == "flat")
-    assert ("Not checked: replay" in shown) == (case == "flat")
-    options = ReplayOptions(scored=("loss_mask",)) if case == "flat" else executed(snippet(found))[1]
+    assert "Not checked: replay" not in shown
+    _, options = executed(snippet(found))
     model, plain = tiny_models.pair(tiny_models.qwen3)
     with torch.no_grad():
         ours = response_log_probs(replayable(model), TensorDict(batch, batch_size=[]), options=options)
