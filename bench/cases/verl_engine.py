@@ -343,24 +343,18 @@ class Stage:
 
 def padded_bytes(way: Way) -> int:
     """Of the tensors of [rows, W, ...] elements that the forward pass makes outside the decoder, with W at least that
-    of the narrowest padded field, less the token by which predictions are shifted. Each micro-batch is run once more
-    without its last row, and the lesser number counts: the parts into which a kernel cuts a vocabulary may be as many
-    as the rows, but only once."""
+    of the narrowest padded field, less the token by which predictions are shifted."""
     total = 0
     decoder = way.engine.module.get_decoder()
     for part in way.parts:
         rows = part.batch_size[0]
         if rows == 1:  # nothing is padded
             continue
-        seen: list[int] = []
-        for count in {rows, max(rows - 1, 2)}:
-            some = tu.index_select_tensor_dict(part, torch.arange(count))
-            width = min(int(some[name].offsets().diff().max()) for name in ("prompts", "responses")) - 1
-            way.run(some, False)  # replay compares a row with the model, by a path of its own, when it meets the first
-            with PaddedBytes(count, width) as made, made.outside(decoder):
-                way.run(some, False)
-            seen.append(made.bytes)
-        total += min(seen)
+        width = min(int(part[name].offsets().diff().max()) for name in ("prompts", "responses")) - 1
+        way.run(part, False)  # replay compares a row with the model, by a path of its own, when it meets the first ones
+        with PaddedBytes(rows, width) as made, made.outside(decoder):
+            way.run(part, False)
+        total += made.bytes
     way.zero_grad()
     return total
 

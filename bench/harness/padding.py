@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 class PaddedBytes(TorchDispatchMode):
     """While it is entered, every operation of torch that makes a padded tensor of some rows is seen: a strided one of
-    [rows, W, ...] elements, W at least `width`. A broadcast view is none.
+    [rows, W, ...] elements, W at least `width`. A broadcast view is none, nor are some rows of a larger tensor.
 
     `rows` is more than 1, and `width` at most that of the narrowest padded field: the least of the longest prompt, the
     longest response and the longest row. One less finds tensors that are shifted by a token, too.
@@ -64,6 +64,8 @@ class PaddedBytes(TorchDispatchMode):
         if made.shape[0] != self.rows or made.shape[1] < self.width or 0 in made.stride():
             return
         storage = made.untyped_storage()
+        if 2 * made.nbytes < storage.nbytes():  # as the halves of a sum that is made in place
+            return
         if (known := StorageWeakRef(storage)) not in self._known:
             self._known.add(known)
             self.bytes += storage.nbytes()
