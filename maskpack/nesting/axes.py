@@ -221,7 +221,7 @@ class Axes:
                 return Axis(name, source, self, rows, width)
             cut = self._cut(way, width, scope, name)
             return None if cut is None else Axis(name, source._replace(low=cut[0], width=cut[1]), self, rows, cut[1])
-        if way.form == "cu_seqlens" and self.batch.batch_dims:
+        if way.form == "cu_seqlens" and tensor.dim() > 1:
             return None
         self.by_value = True
         side = self._first(scope, way.head) if way.form == "lengths" else None

@@ -209,17 +209,20 @@ class ResponseAxis:
         *,
         or_sequence: bool = False,
         line: RowLayout | None = None,
+        in_row: bool = False,
         nested: Nested | None = None,
         padded: Collection[str] | None = None,
     ) -> ResponseAxis:
-        """With `or_sequence`, all tokens are the response of a batch that gives no response axis; `line` is the
-        sequence of one that gives none. `nested` is what is known of the batch beside its entries, and `padded` are
-        those of its layouts that have a padded width, None for all."""
+        """With `or_sequence`, all tokens are the response of a batch that gives no response axis; `line` is the sequence
+        of one that gives none, or only one of fields [T], where its tokens are `in_row` [1, T]. `nested` is what is known
+        of the batch beside its entries, and `padded` are those of its layouts that have a padded width, None for all."""
         need_batch(batch, call)
         if nested is None:
             nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
         axes = Axes(batch, registry, nested.layouts, {}, call)
         response, sequence = axes.find(RESPONSE, (RESPONSE,)), axes.find(SEQUENCE, (SEQUENCE,))
+        if in_row and sequence is not None and sequence.tokens is not None:
+            sequence = None
         line = None if response is not None and response.counted else line  # where it ends is not known
         whole = line if sequence is None else sequence.layout
         if response is None and or_sequence and whole is not None:

@@ -165,6 +165,10 @@ class Table:
             found, far = far, far.union(*(reached for reached in own if reached & far))
         return [number for number, reached in enumerate(own) if reached & far]
 
+    def entry_places(self, at: int) -> list[Any]:
+        """The PLACEs of an entry that hold numbers."""
+        return [place for place in (self.entries[at][name] for name in "abc") if place["count"]]
+
     def array(self, place: Any) -> Words:
         """The bytes at a PLACE, uint8."""
         begin = int(place["at"])
@@ -304,8 +308,7 @@ class Table:
 
     def arrays_of(self, at: int) -> list[Words]:
         """The arrays of an entry, in unsigned integers."""
-        places = [self.entries[at][name] for name in "abc"]
-        return [self.array(place).view(f"u{place['size']}") for place in places if place["count"]]
+        return [self.array(place).view(f"u{place['size']}") for place in self.entry_places(at)]
 
     def with_plain(self, words: Mapping[int, Words]) -> Table:
         """The same values, with some entries plain: their words, flat, by the numbers of the entries."""

@@ -462,12 +462,14 @@ def axis_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions, call: s
     has_mask = (
         LOSS_MASK in cast("PackedBatch", batch).forms if isinstance(batch, PackedBatch) else has(batch, *LOSS_MASK)
     )
-    whole, line = bool(options.scored) or has_mask, _line_of(batch, options)
+    whole, (line, in_row) = bool(options.scored) or has_mask, _line_of(batch, options)
     if not isinstance(batch, PackedBatch):
-        return ResponseAxis.of(batch, registry, call, or_sequence=whole, line=line)
+        return ResponseAxis.of(batch, registry, call, or_sequence=whole, line=line, in_row=in_row)
     columns, schema = _columns(batch, registry), cast("Schema", batch.schema)
     nested, padded = NOTHING._replace(layouts=batch.layouts), {name for name, _, _ in schema.axes}
-    return ResponseAxis.of(columns, registry, call, or_sequence=whole, line=line, nested=nested, padded=padded)
+    return ResponseAxis.of(
+        columns, registry, call, or_sequence=whole, line=line, in_row=in_row, nested=nested, padded=padded
+    )
 
 
 def _columns(packed: PackedBatch, registry: MaskNestingRegistry) -> TensorDictBase:
@@ -478,8 +480,9 @@ def _columns(packed: PackedBatch, registry: MaskNestingRegistry) -> TensorDictBa
     return decompress(packed, *paths, format="nested", device=_CPU) if paths else TensorDict()
 
 
-def _line_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions) -> RowLayout | None:
-    """The tokens of a batch [T] or [1, T] as one row, if it has fields that say where the documents in it are."""
+def _line_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions) -> tuple[RowLayout | None, bool]:
+    """The tokens of a batch [T] or [1, T] as one row, if it has fields that say where the documents in it are; and
+    whether it is [1, T]."""
 
     def shape_at(path: Path) -> tuple[int, ...] | None:
         if isinstance(batch, PackedBatch):
@@ -490,9 +493,9 @@ def _line_of(batch: TensorDictBase | PackedBatch, options: ReplayOptions) -> Row
 
     shape = shape_at(path_of(options.input_ids))
     if not shape or shape[:-1] not in ((), (1,)):
-        return None
+        return None, False
     known = any(shape_at((name,)) for name in (*BOUNDS, *LENGTHS, "position_ids"))
-    return RowLayout.from_lengths([shape[-1]]) if known else None
+    return RowLayout.from_lengths([shape[-1]]) if known else None, len(shape) == 2
 
 
 def _decoded(packed: PackedBatch, places: Mapping[Key, Path], device: torch.device | None) -> dict[Key, _Field]:
