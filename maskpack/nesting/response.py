@@ -213,9 +213,10 @@ class ResponseAxis:
         nested: Nested | None = None,
         padded: Collection[str] | None = None,
     ) -> ResponseAxis:
-        """With `or_sequence`, all tokens are the response of a batch that gives no response axis; `line` is the sequence
-        of one that gives none, or only one of fields [T], where its tokens are `in_row` [1, T]. `nested` is what is known
-        of the batch beside its entries, and `padded` are those of its layouts that have a padded width, None for all."""
+        """With `or_sequence`, all tokens are the response of a batch that gives no response axis; `line` is the
+        sequence of one that gives none, or only one of fields [T], where its tokens are `in_row` [1, T]. `nested` is
+        what is known of the batch beside its entries, and `padded` are those of its layouts that have a padded width,
+        None for all."""
         need_batch(batch, call)
         if nested is None:
             nested = read_nested(batch, call) if has(batch, LAYOUTS) else NOTHING
