@@ -128,10 +128,12 @@ class Axes:
             self._layouts[source] = self._made(source)
         return self._layouts[source]
 
-    def rows_of(self, source: Source) -> RowLayout:
-        """The rows of which a mask says which tokens are `marks`."""
+    def rows_of(self, source: Source) -> Source:
+        """Of the `marks` of a mask, where its rows come from; any other source itself."""
+        if source.way != "marks":
+            return source
         flat = self._flat(entry_at(self.batch, source.key))
-        return self.layout_of(Source("jagged", source.key) if flat is None else flat.source)
+        return Source("jagged", source.key) if flat is None else flat.source
 
     def _made(self, source: Source) -> RowLayout:
         way, key, low, width = source
@@ -147,7 +149,7 @@ class Axes:
             on_host = self.bounds[key] if key in self.bounds else to_host([offsets])[0]
             return self._read(key, layout_of_offsets, offsets, on_host)
         if way == "marks":
-            rows = self.rows_of(source)
+            rows = self.layout_of(self.rows_of(source))
             marks = values_of(tensor.detach())[: rows.num_tokens] if tensor.is_nested else tensor
             if marks.dim() != 1:
                 raise LayoutError(

@@ -322,10 +322,9 @@ class _Planner:
         for form in [form for form in forms if form.kind == "jagged"]:
             spec = self.options.registry.find(form.path)
             axes = [looked.find(mask, form.path) for mask in (() if spec is None else spec.masks)]
-            found = {axis.name: axis.source for axis in axes if axis is not None}
-            if found:  # beside a jagged mask a field has its rows, whatever is 0 there
-                rows = {name: Source("jagged", own.key) if own.way == "marks" else own for name, own in found.items()}
-                out[form.path] = rows
+            # beside a mask of rows without padding a field has these rows, whatever is 0 in the mask
+            found = {axis.name: looked.rows_of(axis.source) for axis in axes if axis is not None}
+            out |= {form.path: found} if found else {}
         return out
 
     # ---------------------------------------------------------------- tensors

@@ -232,7 +232,7 @@ class ResponseAxis:
             raise _no_axis(RESPONSE, call)
         on_rows = response.source.way == "marks"
         if on_rows and whole is not None:
-            rows = axes.rows_of(response.source)
+            rows = axes.layout_of(axes.rows_of(response.source))
             if not np.array_equal(rows.row_offsets, whole.row_offsets):
                 raise LayoutError(
                     f'{call}: mask field "{show(response.source.key)}" has {rows.num_tokens} entries in '

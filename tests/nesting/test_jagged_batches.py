@@ -175,6 +175,16 @@ def test_the_documents_of_prime_rl_are_rows() -> None:
         assert inputs.predict.tolist() == [1, 2, 3, 5, 6, 9, 10]
 
 
+def test_jagged_fields_beside_a_line_have_its_rows() -> None:
+    batch = TensorDict({name: LINE[name] for name in ("input_ids", "loss_mask", "cu_seqlens")}, [])
+    batch["values"] = ragged([torch.ones(5), torch.ones(3), torch.ones(4)])
+    registry = fields.prime_rl | {"values": ("response", 0)}
+    same(mp.decompress(mp.compress(batch, registry=registry, strict_mask_nesting=True)), batch)
+    batch["values"] = ragged([torch.ones(5), torch.ones(4), torch.ones(3)])
+    with pytest.raises(mp.errors.CoverageError, match=r'"values" .* row 1 has 4 tokens; mask "response" has 3'):
+        mp.compress(batch, registry=registry, strict_mask_nesting=True)
+
+
 def test_one_row_whose_end_is_not_known_is_refused() -> None:
     """Positions alone do not say that the last columns of [1, S] are tokens."""
     batch = TensorDict(
