@@ -232,7 +232,7 @@ class RowLayout:
     def offsets(self) -> Tensor:
         """int64 [B + 1]: the offsets tensor that all jagged fields with these row lengths share. One synchronisation
         at the first use of a layout scanned on CUDA."""
-        return shared_offsets(self.row_offsets, self.device)
+        return shared_offsets(self.row_offsets, self.device, width=self.width)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -406,12 +406,14 @@ class _Shared(NamedTuple):
 _shared: dict[tuple[Any, ...], _Shared] = {}
 
 
-def shared_offsets(row_offsets: IntArray, device: torch.device, given: Tensor | None = None) -> Tensor:
+def shared_offsets(
+    row_offsets: IntArray, device: torch.device, given: Tensor | None = None, *, width: int = -1
+) -> Tensor:
     """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it and nobody
     writes to it; on CUDA those of the current stream. Torch takes jagged tensors together only if they have one offsets
     tensor. If there is none yet, it is `given`, the same numbers on the device, or made."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = row_offsets.tobytes(), device, stream
+    key = row_offsets.tobytes(), width, device, stream  # axes of other widths are told apart by their offsets
     shared = None if torch.compiler.is_compiling() else _shared.get(key)
     tensor = None if shared is None else shared.tensor()
     if tensor is not None and shared is not None and tensor._version == shared.version:

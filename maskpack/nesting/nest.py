@@ -91,7 +91,7 @@ def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
     fields: dict[Path, Tensor] = {}
     for (name, device), forms in groups.items():
         layout, values = found.layouts[name].to(device), [found.values[form.path].contiguous() for form in forms]
-        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets)
+        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets, width=layout.width)
         made = jagged_all(values, offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms])
         fields.update(zip((form.path for form in forms), made, strict=True))
     return fields

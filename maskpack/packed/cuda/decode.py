@@ -122,7 +122,8 @@ def _decode(
     out.update(values)
     for name, paths in jagged.items():
         layout, sent = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
-        offsets = shared_offsets(first[name], sent.device, sent)
+        width = layout.max_length if packed.forms[paths[0]].kind == "jagged" else layout.width
+        offsets = shared_offsets(first[name], sent.device, sent, width=width)
         dims = [jagged_dim(packed.forms[path]) for path in paths]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
         out.update(zip(paths, made, strict=True))
