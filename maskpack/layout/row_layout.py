@@ -232,7 +232,7 @@ class RowLayout:
     def offsets(self) -> Tensor:
         """int64 [B + 1]: the offsets tensor that all jagged fields with these row lengths share. One synchronisation
         at the first use of a layout scanned on CUDA."""
-        return shared_offsets(self.row_offsets, self.device, width=self.width)
+        return shared_offsets(self.row_offsets, self.device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -407,18 +407,25 @@ _shared: dict[tuple[Any, ...], _Shared] = {}
 
 
 def shared_offsets(
-    row_offsets: IntArray, device: torch.device, given: Tensor | None = None, *, width: int = -1
+    row_offsets: IntArray, device: torch.device, given: Tensor | None = None, *, axes: list[IntArray] | None = None
 ) -> Tensor:
     """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it and nobody
     writes to it; on CUDA those of the current stream. Torch takes jagged tensors together only if they have one offsets
-    tensor. If there is none yet, it is `given`, the same numbers on the device, or made."""
+    tensor. If there is none yet, it is `given`, the same numbers on the device, or made.
+
+    `axes` are the offsets of the axes of the batch before this one, to which it is added: axes whose rows are equal, as
+    response and sequence of rows without a prompt, are told apart by their tensors."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = row_offsets.tobytes(), width, device, stream  # axes of other widths are told apart by their offsets
+    alike = 0
+    if axes is not None:
+        alike = sum(own is not row_offsets and np.array_equal(own, row_offsets) for own in axes)
+        axes.append(row_offsets)
+    key = row_offsets.tobytes(), alike, device, stream
     shared = None if torch.compiler.is_compiling() else _shared.get(key)
     tensor = None if shared is None else shared.tensor()
     if tensor is not None and shared is not None and tensor._version == shared.version:
         return tensor
-    tensor = None if given is None else given.to(torch.int64)
+    tensor = None if given is None or alike else given.to(torch.int64)  # given by the first axis, too
     if tensor is None:
         tensor = torch.from_numpy(np.array(row_offsets)).to(device, non_blocking=True)
     if type(tensor) is Tensor and not tensor.is_inference() and not torch.compiler.is_compiling():

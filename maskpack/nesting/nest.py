@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from maskpack.core.index import IntArray
 from maskpack.core.keys import Key, Path, show
 from maskpack.core.tensors import need_gradients
 from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
@@ -89,9 +90,10 @@ def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
             need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
             groups.setdefault((form.layout, values.device), []).append(form)
     fields: dict[Path, Tensor] = {}
+    axes: list[IntArray] = []
     for (name, device), forms in groups.items():
         layout, values = found.layouts[name].to(device), [found.values[form.path].contiguous() for form in forms]
-        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets, width=layout.width)
+        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets, axes=axes)
         made = jagged_all(values, offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms])
         fields.update(zip((form.path for form in forms), made, strict=True))
     return fields

@@ -230,7 +230,7 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
         if own.values.device.type != "cpu":
             layout = layouts[name] = layout_of_table(layout.width, host_spans(layout), own.values.device, layout.anchor)
         if np.array_equal(read[id(own.offsets)], layout.row_offsets):
-            shared_offsets(layout.row_offsets, layout.device, own.offsets, width=layout.width)
+            shared_offsets(layout.row_offsets, layout.device, own.offsets)
             layout.__dict__["offsets"] = own.offsets  # so that arithmetic between old and new fields works
     pads: dict[Path, Pads] = {}
     for digest, said in types.items():

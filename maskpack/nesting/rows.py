@@ -280,7 +280,7 @@ def _jagged_rows(
         taken = [picked(values[path], index) for path in paths]
         least, most = int(lengths.min()) if lengths.size else 0, int(lengths.max(initial=0))
         made = jagged_all(
-            taken, shared_offsets(cumulated(lengths), device, width=most), least, most, [dims[path] for path in paths]
+            taken, shared_offsets(cumulated(lengths), device), least, most, [dims[path] for path in paths]
         )
         out |= dict(zip(paths, made, strict=True))
     return out

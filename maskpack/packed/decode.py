@@ -263,10 +263,10 @@ def entries_of(
         found[path] = tensor
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.setdefault((form.layout, tensor.device), []).append(path)
+    axes: list[IntArray] = []
     for (name, home), paths in jagged.items():
         layout, dims = packed.layouts[name], [jagged_dim(packed.forms[path]) for path in paths]
-        width = layout.max_length if packed.forms[paths[0]].kind == "jagged" else layout.width
-        offsets = shared_offsets(layout.row_offsets, home, width=width)
+        offsets = shared_offsets(layout.row_offsets, home, axes=axes)
         made = jagged_all([found[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
         found.update(zip(paths, made, strict=True))
     for form in forms:

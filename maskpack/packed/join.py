@@ -100,7 +100,7 @@ def _schema_together(
             values = _padded(form, column, batches, frames, call)
             forms[at], apart[form.path] = replace(form, shape=tuple(values.shape[1:])), (values, None)
         elif form.kind == "jagged" and (turned[at] or any(own.layout != form.layout for own in column)):
-            parts = [_rows_of(own, part, form.ragged_dim) for own, part in zip(column, batches, strict=True)]
+            parts = [_rows_of(own, part, form) for own, part in zip(column, batches, strict=True)]
             layout = RowLayout.from_lengths(np.concatenate([lengths for _, lengths in parts]))
             forms[at] = replace(form, layout=name_of_jagged(form.path))
             apart[form.path] = torch.cat([values for values, _ in parts]), layout
@@ -206,13 +206,13 @@ def _turned(column: Sequence[FieldForm], batches: Sequence[PackedBatch]) -> Fiel
     return replace(form, ragged_dim=2, shape=(*counts,)) if len(counts) == 1 else None
 
 
-def _rows_of(form: FieldForm, packed: PackedBatch, dim: int) -> tuple[Tensor, IntArray]:
-    """The values [T, *F] of a jagged field with the ragged dim `dim`, and the lengths of its rows."""
+def _rows_of(form: FieldForm, packed: PackedBatch, wanted: FieldForm) -> tuple[Tensor, IntArray]:
+    """The values [T, *F] of a jagged field with the ragged dim of another form, and the lengths of its rows."""
     values, lengths = decoded(packed, [form], False)[form.path], packed.layouts[form.layout or ""].lengths
-    if form.ragged_dim == dim:
+    if form.ragged_dim == wanted.ragged_dim:
         return values, lengths
-    rows = values.view(packed.num_rows, -1, values.shape[1])
-    return rows.mT.flatten(0, 1), np.full(packed.num_rows, rows.shape[2], np.int64)
+    rows, (tokens,) = packed.num_rows, form.shape
+    return values.view(rows, *wanted.shape, tokens).mT.flatten(0, 1), np.full(rows, tokens, np.int64)
 
 
 def _form(column: Sequence[FieldForm], call: str) -> FieldForm:

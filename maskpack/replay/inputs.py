@@ -396,11 +396,12 @@ def _scored_once(predict: IntArray, scores: IntArray, tokens: int) -> tuple[IntA
 
 
 class _Field(NamedTuple):
-    """A field, its path in the batch, and its row offsets if they are on the host."""
+    """A field, its path in the batch, its row offsets if they are on the host, and whether it may be [T, *F]."""
 
     path: Path
     value: Tensor
     offsets: IntArray | None = None
+    is_flat: bool = False
 
 
 def _fields(
@@ -418,6 +419,8 @@ def _fields(
         fields = {name: _Field(places[name], value) for name, value in entries.items() if isinstance(value, Tensor)}
     else:
         fields = _decoded(batch, places, device)
+    if "input_ids" in fields and not fields["input_ids"].value.is_nested and fields["input_ids"].value.dim() == 1:
+        fields = {name: field._replace(is_flat=True) for name, field in fields.items()}
     axis = axis_of(batch, options, call)
     forms = cast("PackedBatch", batch).forms if isinstance(batch, PackedBatch) else axis.nested.forms
     form = forms.get(("position_ids",))
@@ -433,10 +436,11 @@ def _by_tokens(field: _Field, sequence: RowLayout, call: str) -> _Field:
     if own is None or own.dim != 1 or own.values.dim() != 2 or not sequence.num_rows:
         return field
     offsets = host_offsets(field.value, sequence) if field.offsets is None else field.offsets
-    sections, tokens = int(offsets[1]), own.values.shape[1]
-    if (np.diff(offsets) != sections).any() or (sequence.lengths != tokens).any():
+    field, lengths, tokens = field._replace(offsets=offsets), np.diff(offsets), own.values.shape[1]
+    sections = int(lengths.max(initial=0))
+    if lengths.size != sequence.num_rows or (lengths != sections).any() or (sequence.lengths != tokens).any():
         return field
-    rows = own.values.view(sequence.num_rows, sections, tokens)
+    rows = own.values[: lengths.sum()].reshape(sequence.num_rows, sections, tokens)
     if sections != tokens:
         return field._replace(
             value=jagged(rows.mT.flatten(0, 1), sequence.to(rows.device)), offsets=sequence.row_offsets
@@ -520,7 +524,7 @@ def _packed(fields: Mapping[Key, _Field], name: Key, sequence: RowLayout, call: 
         return None
     packed = _on(fields[name], sequence)
     if packed is None:
-        path, value, _ = fields[name]
+        path, value, *_ = fields[name]
         if value.is_nested:
             raise ReplayError(
                 f'{call}: field "{show(path)}" has {value.values().shape[0]} tokens in rows of other lengths than the '
@@ -540,7 +544,7 @@ def _packed(fields: Mapping[Key, _Field], name: Key, sequence: RowLayout, call: 
 
 def _on(field: _Field, layout: RowLayout) -> Tensor | None:
     """The tokens of a field on a layout, packed; None if the field has other rows."""
-    _, value, offsets = field
+    _, value, offsets, is_flat = field
     if value.is_nested:
         if Jagged.of(value) is None:
             return None
@@ -550,7 +554,7 @@ def _on(field: _Field, layout: RowLayout) -> Tensor | None:
         value = value.movedim(2, 1)
     if tuple(value.shape[:2]) == (layout.num_rows, layout.width):
         return plain.pack(value, layout.to(value.device))
-    return value if value.dim() != 2 and value.shape[:1] == (layout.num_tokens,) else None  # [T] beside cu_seqlens
+    return value if is_flat and value.dim() != 2 and value.shape[:1] == (layout.num_tokens,) else None
 
 
 def _picked(

@@ -185,6 +185,17 @@ def test_jagged_fields_beside_a_line_have_its_rows() -> None:
         mp.compress(batch, registry=registry, strict_mask_nesting=True)
 
 
+def test_one_number_for_each_row_is_none_for_each_token() -> None:
+    """Although there are as many tokens as rows."""
+    batch = TensorDict(
+        {"input_ids": torch.arange(6).view(3, 2), "attention_mask": torch.tensor([[1, 1], [1, 0], [0, 0]])}
+    )
+    batch["loss_mask"] = torch.tensor([0, 1, 1])
+    batch.batch_size = [3]
+    with pytest.raises(ReplayError, match='field "loss_mask" is'):
+        PackedInputs.of(batch, options=ReplayOptions(scored=("loss_mask",)))
+
+
 def test_one_row_whose_end_is_not_known_is_refused() -> None:
     """Positions alone do not say that the last columns of [1, S] are tokens."""
     batch = TensorDict(
@@ -265,6 +276,21 @@ def test_fields_that_share_rows_in_one_batch_alone_are_joined() -> None:
     assert mp.decompress(halves)["y"].offsets().tolist() == [0, 2, 3, 5, 8, 10, 10]
 
 
+def test_rows_of_sections_are_joined_whichever_dim_torch_took() -> None:
+    """torch takes rows [4, n] of equal lengths, and one row, for [n, 4] turned: the 4 are ragged then."""
+
+    def part(*lengths: int) -> TensorDict:
+        rows = [torch.arange(4 * n).view(4, n) + n for n in lengths]
+        return TensorDict({"p": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [len(rows)])
+
+    parts = [part(3), part(5, 5), part(2, 3), part(0)]
+    packed = [mp.compress(part) for part in parts]
+    got = mp.decompress(PackedBatch.cat([*packed, packed[1][:0]]))["p"]
+    assert got._ragged_idx == 2
+    for row, want in zip(got.unbind(), [row for part in parts for row in part["p"].unbind()], strict=True):
+        assert_same_tensor(row, want)
+
+
 def test_results_are_not_padded_like_a_batch_of_columns() -> None:
     batch = columns([2, 3], [4, 1])
     own = TensorDict({"old_log_probs": ragged([torch.ones(4), torch.ones(1)])}, [2])
@@ -290,6 +316,19 @@ def test_equal_offsets_are_one_tensor_as_long_as_one_has_it() -> None:
     given = torch.tensor([0, 3, 3, 8])
     assert shared_offsets(bounds, torch.device("cpu"), given) is given
     assert inside is not given
+
+
+def test_axes_with_equal_rows_have_offsets_of_their_own() -> None:
+    """Which axis the result of a worker is on is told by its offsets alone."""
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    batch = TensorDict({"attention_mask": mask, "input_ids": mask * 7, "responses": mask[:, 2:] * 7}, [2])
+    nested = [mp.nest_batch_by_mask(batch, pad_token_id=0)]
+    nested += [mp.decompress(mp.compress(batch, pad_token_id=0), format="nested")]
+    for own in nested:
+        assert own["responses"].offsets().tolist() == own["input_ids"].offsets().tolist()
+        assert own["responses"].offsets() is not own["input_ids"].offsets()
+        assert own["attention_mask"].offsets() is own["input_ids"].offsets()
+    assert (nested[0]["responses"] - nested[1]["responses"]).values().tolist() == [0, 0, 0]
 
 
 def test_results_of_separate_calls_are_subtracted() -> None:

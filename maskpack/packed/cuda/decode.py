@@ -120,10 +120,10 @@ def _decode(
             layout = packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], pads_of(packed, form), layout)
     out.update(values)
+    axes: list[IntArray] = []
     for name, paths in jagged.items():
         layout, sent = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
-        width = layout.max_length if packed.forms[paths[0]].kind == "jagged" else layout.width
-        offsets = shared_offsets(first[name], sent.device, sent, width=width)
+        offsets = shared_offsets(first[name], sent.device, sent, axes=axes)
         dims = [jagged_dim(packed.forms[path]) for path in paths]
         made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
         out.update(zip(paths, made, strict=True))
