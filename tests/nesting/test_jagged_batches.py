@@ -19,6 +19,7 @@ from maskpack.errors import LayoutError, ReplayError
 from maskpack.layout.jagged import Jagged
 from maskpack.layout.row_layout import layout_of_marks, shared_offsets
 from maskpack.nesting import cat, take
+from maskpack.nesting.axes import has_masks
 from maskpack.packed.batch import PackedBatch
 from maskpack.replay import PackedInputs, ReplayOptions
 
@@ -291,11 +292,58 @@ def test_rows_of_sections_are_joined_whichever_dim_torch_took() -> None:
         assert_same_tensor(row, want)
 
 
+def test_positions_of_equal_rows_are_those_of_tokens() -> None:
+    """torch took the sections for the ragged dim: they replay as the same rows with a ragged dim that tells do."""
+    batch = columns([3, 3], [2, 2])
+    lies = batch.copy()
+    lies["position_ids"] = torch.nested.as_nested_tensor(batch["position_ids"].unbind(), layout=torch.jagged)
+    assert lies["position_ids"]._ragged_idx == 1
+    for form in (lies, mp.compress(lies), mp.nest_batch_by_mask(lies)):
+        inputs = PackedInputs.of(form)
+        assert (
+            inputs.position_ids.tolist() == PackedInputs.of(batch).position_ids.tolist() == [[[0, 1, 2, 3, 4] * 2]] * 4
+        )
+
+
+def test_batches_that_differ_in_the_ragged_dim_have_plans_of_their_own() -> None:
+    values, offsets = torch.arange(16).view(4, 4), torch.tensor([0, 1, 4])
+    for dim in (1, 2, 1):
+        x = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=dim)
+        same(mp.decompress(mp.compress(TensorDict({"x": x}, [2]))), TensorDict({"x": x}, [2]))
+
+
+def test_too_few_values_are_seen_beside_a_field_with_equal_offsets() -> None:
+    x, y = ragged([torch.ones(2), torch.ones(3)]), ragged([torch.ones(2), torch.ones(3)])
+    short = torch.nested.nested_tensor_from_jagged(torch.ones(4), torch.tensor([0, 2, 5]))
+    for fields_of in ({"x": x, "y": y}, {"x": x, "y": short}, {"y": short, "x": x}):
+        batch = TensorDict({}, [2])
+        for name, value in fields_of.items():
+            batch.set(name, value)
+        if fields_of["y"] is y:
+            same(mp.decompress(mp.compress(batch)), batch)
+            continue
+        with pytest.raises(LayoutError, match='field "y" is jagged, of 4 values; its offsets end at 5'):
+            mp.compress(batch)
+
+
 def test_results_are_not_padded_like_a_batch_of_columns() -> None:
     batch = columns([2, 3], [4, 1])
     own = TensorDict({"old_log_probs": ragged([torch.ones(4), torch.ones(1)])}, [2])
     packed = mp.compress(own, like=mp.compress(batch))
     same(mp.decompress(packed), own)
+
+
+def test_the_padded_axes_of_another_batch_come_before_jagged_columns() -> None:
+    """Results with the rows of a padded batch get its widths, also beside jagged responses."""
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    padded = TensorDict({"attention_mask": mask, "responses": mask[:, 2:] * 7}, [2])
+    rows = [torch.full((2,), 7), torch.full((1,), 7)]
+    results = TensorDict({"responses": ragged(rows), "old_log_probs": ragged([row.float() for row in rows])}, [2])
+    assert not has_masks(results, mp.RL_FIELDS)
+    assert has_masks(padded, mp.RL_FIELDS)
+    got = mp.decompress(mp.compress(results, like=mp.compress(padded, pad_token_id=0), pad_token_id=0))
+    assert got["responses"].tolist() == (mask[:, 2:] * 7).tolist()
+    assert got["old_log_probs"].tolist() == (mask[:, 2:] * 7.0).tolist()
 
 
 # -------------------------------------------------------------------- shared offsets
