@@ -14,6 +14,8 @@ log-probs of every token, and estimators fill whole rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from maskpack.core.keys import Key
 from maskpack.core.pads import PAD_TOKEN_ID, PER_ROW, ZERO, PadValue
 from maskpack.fields.registry import MaskAxis, MaskNestingRegistry, MaskNestingSpec
@@ -167,6 +169,7 @@ slime = MaskNestingRegistry(
             MaskAxis("response_lengths", form="lengths", head=("loss_masks", "rollout_log_probs")),
             MaskAxis("loss_masks", form="jagged"),
         ),
+        "all but the last": (MaskAxis("rollout_routed_experts", form="jagged"),),
     },
     fields={
         "tokens": MaskNestingSpec("sequence", PAD_TOKEN_ID),
@@ -174,7 +177,7 @@ slime = MaskNestingRegistry(
         **_each("log_probs values entropy", "response", ZERO),
         **_each("ref_log_probs rollout_log_probs teacher_log_probs", "response", ZERO, "near:log_probs"),
         **_each("advantages returns kl", "response", WHITENED, "rle"),
-        "rollout_routed_experts": RL_FIELDS["routed_experts"],
+        "rollout_routed_experts": replace(RL_FIELDS["routed_experts"], mask=["sequence", "all but the last"]),
     },
 )
 """The rollout data of slime."""

@@ -23,7 +23,7 @@ from torch._C import DisableTorchFunctionSubclass
 from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
 from maskpack.errors import LayoutError
-from maskpack.layout.row_layout import RowLayout, min_length
+from maskpack.layout.row_layout import RowLayout, min_length, shared_offsets
 
 _Way = Callable[[Sequence[Tensor], Tensor, int, int], list[Tensor]]
 
@@ -52,6 +52,33 @@ def jagged_all(
                 values, offsets, jagged_dim=dim, min_seqlen=min_length, max_seqlen=max_length
             )
     return made
+
+
+def jagged_on(
+    layouts: Mapping[str, RowLayout],
+    fields: Iterable[tuple[Path, str, int]],
+    values: Mapping[Path, Tensor],
+    given: Mapping[str, Tensor] | None = None,
+) -> dict[Path, Tensor]:
+    """`jagged` for the fields of a batch: their paths, layouts and ragged dims, and their values [T, *F].
+
+    Those of one layout and device share its offsets, which are `given`, by layout, if this process has no equal ones
+    yet. Layouts with equal rows, as response and sequence of rows without a prompt, have offsets of their own, since
+    these alone tell later which axis a tensor is on; the response has those that equal rows of other batches share."""
+    groups: dict[tuple[str, torch.device], list[tuple[Path, int]]] = {}
+    for path, name, dim in fields:
+        groups.setdefault((name, values[path].device), []).append((path, dim))
+    out: dict[Path, Tensor] = {}
+    before: list[tuple[str, IntArray]] = []
+    for (name, device), own in sorted(groups.items(), key=lambda group: group[0][0] != "response"):
+        layout = layouts[name]
+        alike = sum(other != name and np.array_equal(rows, layout.row_offsets) for other, rows in before)
+        before.append((name, layout.row_offsets))
+        offsets = shared_offsets(layout.row_offsets, device, None if given is None else given[name], alike=alike)
+        packed, dims = [values[path].contiguous() for path, _ in own], [dim for _, dim in own]
+        made = jagged_all(packed, offsets, min_length(layout), layout.max_length, dims)
+        out.update(zip((path for path, _ in own), made, strict=True))
+    return out
 
 
 # -------------------------------------------------------------------- two ways to construct jagged tensors

@@ -407,19 +407,13 @@ _shared: dict[tuple[Any, ...], _Shared] = {}
 
 
 def shared_offsets(
-    row_offsets: IntArray, device: torch.device, given: Tensor | None = None, *, axes: list[IntArray] | None = None
+    row_offsets: IntArray, device: torch.device, given: Tensor | None = None, *, alike: int = 0
 ) -> Tensor:
     """Offsets int64 [B + 1] on a device: one tensor for all that are equal, as long as anything has it and nobody
     writes to it; on CUDA those of the current stream. Torch takes jagged tensors together only if they have one offsets
-    tensor. If there is none yet, it is `given`, the same numbers on the device, or made.
-
-    `axes` are the offsets of the axes of the batch before this one, to which it is added: axes whose rows are equal, as
-    response and sequence of rows without a prompt, are told apart by their tensors."""
+    tensor. If there is none yet, it is `given`, the same numbers on the device, or made. `alike` is the number of axes
+    of the batch with equal rows that have theirs already: this one gets another tensor."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    alike = 0
-    if axes is not None:
-        alike = sum(own is not row_offsets and np.array_equal(own, row_offsets) for own in axes)
-        axes.append(row_offsets)
     key = row_offsets.tobytes(), alike, device, stream
     shared = None if torch.compiler.is_compiling() else _shared.get(key)
     tensor = None if shared is None else shared.tensor()

@@ -51,6 +51,10 @@ _DECLARE = (
 _OFF_AXIS = (
     "Fix the producer of a field that has other rows than its mask, or give the field another mask in the registry."
 )
+_TURNED = (
+    "Name the ragged dim where it is made: torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2), with "
+    "values [n, T]. Joined batches and replay have the right one."
+)
 _SHOWN = 4
 """Rows that a finding names."""
 
@@ -162,8 +166,13 @@ def off_axis(opened: Opened, layouts: Mapping[str, RowLayout]) -> list[Finding]:
         elif len(own) != len(wanted):
             seen, more = f"it has {len(own) - 1} rows", len(wanted) - 1
         else:
-            differing = np.flatnonzero(np.diff(own) != np.diff(wanted)).tolist()
+            lengths, tokens = np.diff(own), np.diff(wanted)
+            differing = np.flatnonzero(lengths != tokens).tolist()
             row = differing[0]
+            if (lengths == lengths[0]).all() and (tokens == x.shape[-1]).all():
+                seen = f"has rows [{lengths[0]}, {tokens[0]}]: torch took the first dim for tokens, as all are as long"
+                out.append(Finding(form.path, "axis", tuple(differing[:_SHOWN]), seen, _TURNED))
+                continue
             seen, more = f"row {row} has {own[row + 1] - own[row]} tokens", int(wanted[row + 1] - wanted[row])
         seen = f'{described(x)}: {seen}; mask "{mask}" has {more}'
         out.append(Finding(form.path, "axis", tuple(differing[:_SHOWN]), seen, _OFF_AXIS))

@@ -10,15 +10,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from maskpack.core.index import IntArray
 from maskpack.core.keys import Key, Path, show
 from maskpack.core.tensors import need_gradients
 from maskpack.core.tree import Node, flatten, rows_in, select_entries, unflatten
 from maskpack.errors import LayoutError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
-from maskpack.layout.jagged import Jagged, all_values, check_lengths, jagged_all, requires_grad
-from maskpack.layout.row_layout import RowLayout, min_length, shared_offsets
+from maskpack.layout.jagged import Jagged, all_values, check_lengths, jagged_on, requires_grad
+from maskpack.layout.row_layout import RowLayout
 from maskpack.nesting.check import nbytes_of, need_none, off_axis, uncovered, warn_uncovered
 from maskpack.nesting.nested import INTACT, layouts_entry, pads_of, read_nested, with_dims
 from maskpack.nesting.read import Opened, Read, read
@@ -82,21 +81,13 @@ def nest_batch_by_mask(
 
 
 def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
-    """The fields with a layout as jagged tensors; those of one layout on one device share its offsets."""
-    groups: dict[tuple[str, torch.device], list[FieldForm]] = {}
+    """The fields with a layout as jagged tensors."""
+    fields: list[tuple[Path, str, int]] = []
     for form in found.schema.forms:
         if form.layout is not None:
-            values = found.values[form.path]
-            need_gradients(values, f'field "{show(form.path)}"', call, nested=True)
-            groups.setdefault((form.layout, values.device), []).append(form)
-    fields: dict[Path, Tensor] = {}
-    axes: list[IntArray] = []
-    for (name, device), forms in groups.items():
-        layout, values = found.layouts[name].to(device), [found.values[form.path].contiguous() for form in forms]
-        offsets = shared_offsets(layout.row_offsets, layout.device, layout.offsets, axes=axes)
-        made = jagged_all(values, offsets, min_length(layout), layout.max_length, [jagged_dim(form) for form in forms])
-        fields.update(zip((form.path for form in forms), made, strict=True))
-    return fields
+            need_gradients(found.values[form.path], f'field "{show(form.path)}"', call, nested=True)
+            fields.append((form.path, form.layout, jagged_dim(form)))
+    return jagged_on(found.layouts, fields, found.values)
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:

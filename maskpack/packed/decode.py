@@ -21,8 +21,8 @@ from maskpack.core.pads import Pads
 from maskpack.core.tree import Node
 from maskpack.errors import LayoutError
 from maskpack.fields.registry import Path, show
-from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import RowLayout, host_spans, min_length, shared_offsets
+from maskpack.layout.jagged import jagged_on
+from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.jobs import size_of_word, words_of_one
 from maskpack.nesting.nest import rows_only
 from maskpack.nesting.schema import FieldForm, Schema, jagged_dim
@@ -254,7 +254,7 @@ def entries_of(
     together, but those that are `ready`, decoded on a device, jagged if the batch is nested."""
     found: dict[Path, Any] = dict(ready or {})
     wanted = [form for form in forms if form.dtype is not None and form.path not in found]
-    jagged: dict[tuple[str, torch.device], list[Path]] = {}
+    jagged: list[tuple[Path, str, int]] = []
     for path, tensor in (decoded(packed, wanted, nested) if wanted else {}).items():
         form, home = packed.forms[path], tensor.device
         if device is not None or form.device != "cpu":
@@ -262,13 +262,8 @@ def entries_of(
             tensor = tensor if home.type == "cpu" else tensor.to(home)
         found[path] = tensor
         if form.layout is not None and (nested or form.kind == "jagged"):
-            jagged.setdefault((form.layout, tensor.device), []).append(path)
-    axes: list[IntArray] = []
-    for (name, home), paths in jagged.items():
-        layout, dims = packed.layouts[name], [jagged_dim(packed.forms[path]) for path in paths]
-        offsets = shared_offsets(layout.row_offsets, home, axes=axes)
-        made = jagged_all([found[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
-        found.update(zip(paths, made, strict=True))
+            jagged.append((path, form.layout, jagged_dim(form)))
+    found |= jagged_on(packed.layouts, jagged, found)
     for form in forms:
         if form.node is not None:
             found[form.path] = on(rows_only(form.node) if nested else form.node, device)

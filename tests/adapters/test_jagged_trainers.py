@@ -253,6 +253,29 @@ def test_ranks_get_the_rows_and_give_them_back(group: Any, case: Made) -> None:
         assert [freeze(row["doubled"]) for row in seen] == [freeze(row["rollout_log_probs"] * 2) for row in case.rows]
 
 
+# -------------------------------------------------------------------- the check
+
+
+@pytest.mark.parametrize(("name", "shape"), ROWS, ids=[", ".join(row) for row in ROWS])
+def test_check_finds_what_is_there_and_nothing_else(name: str, shape: str) -> None:
+    """The drawn masks leave some rows without a scored token. verl has the place of each token in a Python object, and
+    torch turns its positions of M-RoPE if all rows are as long."""
+    for seed in range(3):
+        case = made(name, shape, seed)
+        masks = [field for field in ("loss_mask", "loss_masks") if field in case.rows[0]]
+        unscored = [
+            (mask, "unscored", row) for mask in masks for row, own in enumerate(case.rows) if not own[mask].any()
+        ]
+        wanted = {*unscored[:4]}
+        if name.startswith("verl's engines"):
+            wanted.add(("indices", "hidden", -1))
+        places = case.rows[0].get("position_ids")
+        if places is not None and places.dim() == 2 and len({own["position_ids"].shape for own in case.rows}) == 1:
+            wanted |= {("position_ids", "axis", row) for row in range(min(4, len(case.rows)))}
+        seen = mp.check(case.batch, case.registry, pad_token_id=0)
+        assert {(one.path[0], one.kind, row) for one in seen for row in one.rows or (-1,)} == wanted
+
+
 # -------------------------------------------------------------------- the response of jagged rows
 
 V1 = [row for row in ROWS if row[0].startswith("verl V1")]
@@ -320,8 +343,7 @@ def test_outputs_at_responses_are_those_of_verl(case: Made) -> None:
 
 @of_v1
 def test_packed_inputs_are_the_rows_one_after_the_other(case: Made) -> None:
-    """torch takes the sections of rows of equal lengths for the ragged dim; these are refused."""
-    of_sections = case.rows[0]["position_ids"].dim() == 2 and case.batch["position_ids"]._ragged_idx == 1
+    """Also where torch took the sections of rows of equal lengths for the ragged dim."""
     skips = not all(p for p, _ in shapes_of(case))
     options = ReplayOptions(no_prompt="skip" if skips else "error")
     shapes = shapes_of(case)
@@ -334,10 +356,6 @@ def test_packed_inputs_are_the_rows_one_after_the_other(case: Made) -> None:
     for batch in (case.batch, packed_of(case), nested_of(case)):
         if any(row.get("multi_modal_inputs") for row in case.rows):
             batch = batch.select(*(name for name in case.rows[0] if name != "multi_modal_inputs"))
-        if of_sections:
-            with pytest.raises(mp.errors.ReplayError, match=r'field "position_ids" .* in rows of other lengths'):
-                PackedInputs.of(batch, options=options)
-            continue
         inputs = PackedInputs.of(batch, options=options)
         assert_same(inputs.input_ids, ids[None])
         assert_same(inputs.position_ids, places[None] if places.dim() == 1 else places[:, None])
@@ -349,7 +367,7 @@ def test_packed_inputs_are_the_rows_one_after_the_other(case: Made) -> None:
 
 
 def test_sections_that_are_as_many_as_the_tokens_of_all_rows_are_no_tokens() -> None:
-    """torch takes the sections of rows of equal lengths for the ragged dim, here 4 of 4 tokens."""
+    """torch took the sections of rows of equal lengths for the ragged dim, here 4 of 4 tokens."""
     case = jagged_batches.verl_v1(((2, 2), (1, 3)), sections=True)
     assert case.batch["position_ids"]._ragged_idx == 1
     with pytest.raises(mp.errors.ReplayError, match='field "position_ids"'):

@@ -52,7 +52,7 @@ class FullTraining(TinyTraining):
 
 
 class Processor:
-    """An image processor with M-RoPE: four numbers of pixels for each image."""
+    """An image processor with M-RoPE: four patches of four numbers for each image."""
 
     image_token_id = IMAGE
 
@@ -61,7 +61,7 @@ class Processor:
             return BatchFeature({})
         return BatchFeature(
             {
-                "pixel_values": torch.stack([image + torch.arange(4) / 7 for image in images]),
+                "pixel_values": torch.cat([image + torch.arange(16).view(4, 4) / 7 for image in images]),
                 "image_grid_thw": torch.tensor([[1, 2, 2]] * len(images)),
             }
         )

@@ -707,6 +707,22 @@ def test_a_planted_mistake_is_found_and_gone_after_the_remedy(name):
     )
 
 
+def test_sections_that_torch_took_for_tokens():
+    """As it does with rows [4, T] of one length."""
+    ids, rows = [torch.tensor([5, 6, 7])] * 2, [torch.arange(3).expand(4, 3)] * 2
+    turned = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    batch = TensorDict(
+        {"input_ids": torch.nested.as_nested_tensor(ids, layout=torch.jagged), "position_ids": turned}, [2]
+    )
+    (one,) = mp.check(batch, pad_token_id=PAD)
+    assert (one.path, one.kind, one.rows) == (("position_ids",), "axis", (0, 1))
+    assert "has rows [4, 3]: torch took the first dim for tokens" in one.line
+    assert "torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)" in one.remedy
+    values, offsets = torch.cat(rows, 1), batch["input_ids"].offsets()
+    batch["position_ids"] = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
+    assert mp.check(batch, pad_token_id=PAD) == []
+
+
 ALL, SOME = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], [[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]]
 SOUND = {
     "NaN where nothing is scored": (ALL, SOME, [[NAN, -1, -1, -1, NAN], [NAN, 0, -1, -1, NAN]], EOS),

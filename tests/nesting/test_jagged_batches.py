@@ -377,6 +377,19 @@ def test_axes_with_equal_rows_have_offsets_of_their_own() -> None:
         assert own["responses"].offsets() is not own["input_ids"].offsets()
         assert own["attention_mask"].offsets() is own["input_ids"].offsets()
     assert (nested[0]["responses"] - nested[1]["responses"]).values().tolist() == [0, 0, 0]
+    alone = TensorDict({"responses": ragged([torch.full((2,), 7), torch.full((1,), 7)])}, [2])
+    alone = mp.nest_batch_by_mask(alone, pad_token_id=0)
+    assert (nested[0]["responses"] - alone["responses"]).values().tolist() == [0, 0, 0]
+
+
+def test_responses_as_long_as_their_prompts_have_the_offsets_of_other_batches() -> None:
+    """Whichever column comes first."""
+    rows = [torch.tensor([7, 8]), torch.tensor([9])]
+    names = ["prompts", "responses", "old_log_probs"]
+    batch = TensorDict({name: ragged(rows) for name in names}, [2])
+    nested, taken = mp.nest_batch_by_mask(batch, pad_token_id=0), mp.nesting.take(batch, [0, 1])
+    assert (nested["responses"] - taken["old_log_probs"]).values().tolist() == [0, 0, 0]
+    assert nested["prompts"].offsets() is not nested["responses"].offsets()
 
 
 def test_results_of_separate_calls_are_subtracted() -> None:

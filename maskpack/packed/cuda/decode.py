@@ -26,8 +26,8 @@ from maskpack.core.bits import Words, address, from_words, root_of, to_pinned
 from maskpack.core.index import IntArray, cumulated
 from maskpack.errors import LayoutError, WireFormatError
 from maskpack.fields.registry import Path
-from maskpack.layout.jagged import jagged_all
-from maskpack.layout.row_layout import core_layout, min_length, shared_offsets
+from maskpack.layout.jagged import jagged_on
+from maskpack.layout.row_layout import core_layout
 from maskpack.nesting.schema import FieldForm, jagged_dim
 from maskpack.nesting.write import with_signs
 from maskpack.packed.cuda.jobs import recipe_of
@@ -91,10 +91,11 @@ def _decode(
             "a file that others write to with mmap=False."
         )
     recipe = recipe_of(packed, table, forms, nested, taken is not None)
-    jagged: dict[str, list[Path]] = {}
-    for form in recipe.forms:
-        if form.layout is not None and (nested or form.kind == "jagged"):
-            jagged.setdefault(form.layout, []).append(form.path)
+    jagged = [
+        (form.path, form.layout, jagged_dim(packed.forms[form.path]))
+        for form in recipe.forms
+        if form.layout is not None and (nested or form.kind == "jagged")
+    ]
     first = {} if taken is None else {"": taken}  # the first tables, of which jagged tensors keep the offsets
     if jagged or taken is not None:
         first |= {name: layout.row_offsets for name, layout in packed.layouts.items()}
@@ -119,14 +120,9 @@ def _decode(
             assert form.layout is not None
             layout = packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], pads_of(packed, form), layout)
+    sent = {name: kept[begin : begin + first[name].size] for name, begin in begins.items()}
     out.update(values)
-    axes: list[IntArray] = []
-    for name, paths in jagged.items():
-        layout, sent = packed.layouts[name], kept[begins[name] : begins[name] + first[name].size]
-        offsets = shared_offsets(first[name], sent.device, sent, axes=axes)
-        dims = [jagged_dim(packed.forms[path]) for path in paths]
-        made = jagged_all([values[path] for path in paths], offsets, min_length(layout), layout.max_length, dims)
-        out.update(zip(paths, made, strict=True))
+    out.update(jagged_on(packed.layouts, jagged, values, sent))
 
 
 def _source(
