@@ -4,6 +4,7 @@ comparison of a row, which the ranks make together."""
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,25 @@ def test_sharded_replay_is_that_of_each_row_alone(tied: bool, sharing: str | Non
         assert off.keys() == {"packed", "gradients", "planned", "padded"}
         assert off["gradients"] <= 1e-5
         assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
+
+
+def test_shards_with_copies_have_the_gradients_of_all_rows() -> None:
+    for off in values(run_ranks(work_replay.sharded, 4, False, None, "2 x 2")):
+        assert off["gradients"] <= 1e-5
+        assert max(off["packed"], off["planned"], off["padded"]) <= 5e-6
+
+
+def test_a_rank_without_rows_takes_part_in_all_passes() -> None:
+    for off in values(run_ranks(work_replay.without_rows, 2)):
+        assert off["passes"] > 1
+        assert off["gradients"] <= 1e-5
+        assert off["packed"] <= 5e-6
+
+
+def test_a_checkpoint_in_the_middle_ends_with_the_same_bits(tmp_path: Path) -> None:
+    for seen in values(run_ranks(work_replay.resumed, 2, str(tmp_path))):
+        assert seen["differing"] == 0
+        assert seen["begun"] > 1000
 
 
 def test_a_pass_without_gradients_leaves_shards() -> None:

@@ -14,6 +14,8 @@ import work_rows
 from tensordict import TensorDict
 from tiny_models import TINY
 from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -46,13 +48,16 @@ def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = 
 
     In the way "all parts", the root shards its weights
     again after each forward pass, and the embedding and the output layer, unless they share a weight, have shards of
-    their own.
+    their own. In the way "2 x 2", each shard has a copy.
     """
     all_parts = way == "all parts"
     model = tiny(tied) if model is None else model
     plain = copy.deepcopy(model)
     own = [model.model.embed_tokens, model.lm_head] if all_parts and not tied else []
-    work_rows.sharded(model, *model.model.layers, *own, reshard_after_forward=True if all_parts else None)
+    if way == "2 x 2":
+        _layers(model, 2, 2)
+    else:
+        work_rows.sharded(model, *model.model.layers, *own, reshard_after_forward=True if all_parts else None)
     replay = replayable(model)
     batch = work_rows.own_rows() if sharing is None else _sharing(sharing)
     options: dict[str, Any] = {} if sharing is None else SHARE
@@ -61,6 +66,61 @@ def sharded(tied: bool, sharing: str | None = None, way: str = "", model: Any = 
     plan = agree_on_count(plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12))
     off["planned"] = far(response_log_probs(replay, batch, plan=plan, **options), truth)
     return off | {"padded": work_rows.padded_off(replay, batch, truth, **options)}
+
+
+def without_rows() -> dict[str, float]:
+    """As `sharded`, in micro-batches of an agreed count, where all rows are on rank 0."""
+    model = tiny()
+    plain, batch = copy.deepcopy(model), batch_of(ROWS) if dist.get_rank() == 0 else batch_of(ROWS[:1])[:0]
+    replay = replayable(_layers(model))
+    plan = agree_on_count(plan_micro_batches(batch["attention_mask"].sum(1), token_budget=12))
+    seen: list[Tensor] = []
+    for part in plan.apply(batch):
+        seen.append(response_log_probs(replay, part, self_check=False))
+        seen[-1].values().square().sum().backward()
+    truth = alone(plain, batch)
+    if len(batch):
+        truth.square().sum().backward()
+    rows = [row for part in seen for row in part.unbind()]
+    places = [row for part in plan.micro_batches for row in part]
+    whole = [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]
+    off = far(torch.cat(whole), truth) if whole else 0.0
+    return {"packed": off, "gradients": work_rows.gradients_off(model, plain), "passes": len(seen)}
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """Steps of AdamW, and the same from a checkpoint in their middle: how many weights differ in a bit. `begun`: how
+    many differ from those of the checkpoint."""
+
+    def fresh() -> tuple[Any, Any]:
+        replay = replayable(_layers(tiny()))
+        return replay, torch.optim.AdamW(replay.model.parameters(), 0.01)
+
+    def step(replay: Any, optimizer: Any, number: int) -> None:
+        rows = batch_of(ROWS[number : number + 2 + dist.get_rank()])
+        response_log_probs(replay, rows).values().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def weights(replay: Any) -> Tensor:
+        return torch.cat([weight.full_tensor().detach().flatten() for weight in replay.model.parameters()])
+
+    replay, optimizer = fresh()
+    step(replay, optimizer, 0)
+    model, state = get_state_dict(replay.model, optimizer)
+    checkpoint.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    saved = weights(replay)
+    for number in (1, 2):
+        step(replay, optimizer, number)
+    again, own = fresh()
+    model, state = get_state_dict(again.model, own)
+    held = {"model": model, "optimizer": state}
+    checkpoint.load(held, checkpoint_id=folder)
+    set_state_dict(again.model, own, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+    for number in (1, 2):
+        step(again, own, number)
+    ends = weights(replay), weights(again)
+    return {"differing": int((ends[0] != ends[1]).sum()), "begun": int((ends[0] != saved).sum())}
 
 
 def tiny_hybrid() -> Any:
