@@ -1,7 +1,12 @@
 """A call of Ray actors with rows: what WorkerGroup takes beside Ray alone, in one interleaved run.
 
     small    a view of 64 short rows, one field, one float back          beside a call of each rank with a number
-    batches  a padded batch out, one float of each rank back             beside chunks under Ray's zero-copy flag
+             the rows sent in each call                                  beside a transport by hand
+    batches  a padded batch out, one float of each rank back             beside chunks under Ray's zero-copy flag, and
+                                                                         a transport by hand
+
+By hand, one compresses, puts one array of bytes, and each rank decodes its rows: what is left of maskpack without its
+dispatch.
 
 Ranks share a few actors, at most ACTORS: Ray calls each rank on its own, and an actor runs its ranks in turn. A rank
 sums one field, of decoded rows or of views of the object store. Before anything is timed, both ways must give the same
@@ -14,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 from tensordict import TensorDict
 
@@ -22,10 +28,12 @@ from bench.harness.measure import NotExact, interleaved, progress
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, times
 from bench.workloads import PAD_ID, batch_of, make_batch
+from maskpack import PackedBatch, compress, decompress
 from maskpack.dispatch import WorkerGroup, endpoint
 
 ACTORS = 8
 OURS, RAY, ZERO_COPY = "WorkerGroup.call", "Ray", "Ray, zero-copy flag"
+SENT, HAND = "WorkerGroup.call, rows sent", "by hand: compress, ray.put, decompress"
 RANKS = (1, 8, 64)
 BATCHES = (
     ("reference", 16, 1, ">= 1.3"),
@@ -49,6 +57,19 @@ class _Worker:
 
     def number(self, number: int) -> float:
         return float(number)
+
+    def by_hand(self, data: Any, begin: int, end: int, method: str, fields: Sequence[str]) -> float:
+        rows = PackedBatch.from_bytes(data)[begin:end]
+        return getattr(self, method)(decompress(rows.select(*fields) if fields else rows))
+
+
+def _by_hand(actors: Sequence[Any], batch: TensorDict, method: str, fields: Sequence[str] = ()) -> list[float]:
+    """What a call of the method is without WorkerGroup."""
+    packed = compress(batch, pad_token_id=PAD_ID)
+    data = ray.put(np.frombuffer(packed.to_bytes(), np.uint8))
+    ends = np.cumsum([len(part) for part in _parts(batch, len(actors))]).tolist()
+    places = zip(actors, [0, *ends], ends, strict=False)
+    return ray.get([actor.by_hand.remote(data, begin, end, method, fields) for actor, begin, end in places])
 
 
 @case(
@@ -93,8 +114,13 @@ def _small(actors: Sequence[Any], ranks: int, rounds: int) -> list[Row]:
         OURS: lambda: group.call("small", view),
         RAY: lambda: ray.get([actor.number.remote(1) for actor in handles]),
     }
+    _check(_by_hand(handles, batch, "small", ["old_log_probs"]), batch, ranks)
+    works |= {
+        SENT: lambda: group.call("small", batch),
+        HAND: lambda: _by_hand(handles, batch, "small", ["old_log_probs"]),
+    }
     ms = interleaved(works, 5 * rounds)
-    return times(f"calls, 64 short rows, {ranks} ranks", ms, [(OURS, RAY, "<= 2")])
+    return times(f"calls, 64 short rows, {ranks} ranks", ms, [(OURS, RAY, "<= 2"), (HAND, SENT, ">= 1")])
 
 
 def _batches(
@@ -115,8 +141,14 @@ def _batches(
 
     _check(by_ray(), batch, ranks)
     _check(group.call("batches", batch), batch, ranks)
-    ms = interleaved({OURS: lambda: group.call("batches", batch), ZERO_COPY: by_ray}, 2 * rounds)
-    return times(f"calls, {name}, {rows} rows, {ranks} ranks", ms, [(ZERO_COPY, OURS, target)])
+    _check(_by_hand(handles, batch, "batches"), batch, ranks)
+    works: dict[str, Callable[[], object]] = {
+        OURS: lambda: group.call("batches", batch),
+        ZERO_COPY: by_ray,
+        HAND: lambda: _by_hand(handles, batch, "batches"),
+    }
+    ms = interleaved(works, 2 * rounds)
+    return times(f"calls, {name}, {rows} rows, {ranks} ranks", ms, [(ZERO_COPY, OURS, target), (HAND, OURS, ">= 1")])
 
 
 def _parts(batch: TensorDict, ranks: int) -> Sequence[TensorDict]:
