@@ -58,7 +58,7 @@ def jagged_on(
     layouts: Mapping[str, RowLayout],
     fields: Iterable[tuple[Path, str, int]],
     values: Mapping[Path, Tensor],
-    given: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor],
 ) -> dict[Path, Tensor]:
     """`jagged` for the fields of a batch: their paths, layouts and ragged dims, and their values [T, *F].
 
@@ -74,7 +74,9 @@ def jagged_on(
         layout = layouts[name]
         alike = sum(other != name and np.array_equal(rows, layout.row_offsets) for other, rows in before)
         before.append((name, layout.row_offsets))
-        offsets = shared_offsets(layout.row_offsets, device, None if given is None else given[name], alike=alike)
+        sent = given.get(name)
+        sent = None if sent is None or sent.device != device else sent
+        offsets = shared_offsets(layout.row_offsets, device, sent, alike=alike)
         packed, dims = [values[path].contiguous() for path, _ in own], [dim for _, dim in own]
         made = jagged_all(packed, offsets, min_length(layout), layout.max_length, dims)
         out.update(zip((path for path, _ in own), made, strict=True))

@@ -87,7 +87,8 @@ def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
         if form.layout is not None:
             need_gradients(found.values[form.path], f'field "{show(form.path)}"', call, nested=True)
             fields.append((form.path, form.layout, jagged_dim(form)))
-    return jagged_on(found.layouts, fields, found.values)
+    own = {name: found.layouts[name].offsets for _, name, _ in fields}
+    return jagged_on(found.layouts, fields, found.values, own)
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:

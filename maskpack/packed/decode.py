@@ -263,7 +263,7 @@ def entries_of(
         found[path] = tensor
         if form.layout is not None and (nested or form.kind == "jagged"):
             jagged.append((path, form.layout, jagged_dim(form)))
-    found |= jagged_on(packed.layouts, jagged, found)
+    found |= jagged_on(packed.layouts, jagged, found, {})
     for form in forms:
         if form.node is not None:
             found[form.path] = on(rows_only(form.node) if nested else form.node, device)
