@@ -113,9 +113,19 @@ class Settings:
 
 
 TINY = Settings(
-    64, 2, 4, 2, 16, 128, prompt=24, response=8, questions=4, token_budget=128, rows_at_once=4, learning_rate=1e-3,
-    warm_steps=20, device="cpu",
-)  # fmt: skip
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate=128,
+    prompt=40,
+    response=8,
+    questions=8,
+    token_budget=512,
+    learning_rate=2e-4,
+    device="cpu",
+)
 
 # -------------------------------------------------------------------- the task
 

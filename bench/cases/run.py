@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -30,7 +31,7 @@ from bench.harness.passes import SEVERAL, the_device
 from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import grpo_arms
-from bench.workloads.models import SMALL, TINY, Counts, Shape, log_normal_lengths, padded_batch
+from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
 from examples.grpo_gpus import PARTS, Arm, Exact, Packed, Settings
 
 BY_HAND, OURS, EXACT = "packed by hand, all logits", "maskpack", "maskpack, exact"
@@ -62,31 +63,35 @@ class Rows:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model, and of the rows of a step."""
+    """Of the model, and of the rows of a step, so many a rank."""
 
     shape: Shape = SMALL
-    rows: int = 128
+    rows_each: int = 32
     group: int = 8
     token_budget: int = 32_768
     rows_at_once: int = 4
-    batches: Sequence[Rows] = (Rows((2048, 512), None, ">= 2.5"), Rows((512, 3584), 0.25, ">= 1.05"))
+    batches: Mapping[str, Rows] = field(
+        default_factory=lambda: {
+            "prompts": Rows((2048, 512), None, ">= 2.5"),
+            "responses": Rows((512, 3584), 0.25, ">= 1.05"),
+        }
+    )
 
-    def lengths(self, rows: Rows) -> tuple[Counts, Counts]:
-        if rows.fill is not None:
-            return log_normal_lengths(self.rows, rows.widths, rows.fill, self.group)
-        most = rows.widths[1]
-        responses = torch.randint(-(-3 * most // 4), most + 1, (self.rows,), generator=torch.Generator().manual_seed(0))
-        return torch.full((self.rows,), rows.widths[0]).numpy(), responses.numpy()
-
-    def batch(self, rows: Rows) -> TensorDict:
-        counts = self.lengths(rows)
+    def batch(self, rows: Rows, ranks: int) -> TensorDict:
+        count, source = self.rows_each * ranks, torch.Generator().manual_seed(0)
+        if rows.fill is None:
+            most = rows.widths[1]
+            responses = torch.randint(-(-3 * most // 4), most + 1, (count,), generator=source)
+            counts = np.full(count, rows.widths[0]), responses.numpy()
+        else:
+            counts = log_normal_lengths(count, rows.widths, rows.fill, self.group)
         batch = padded_batch(*counts, rows.widths, self.shape.vocabulary, self.group)
         batch["response_mask"] = batch["attention_mask"][:, rows.widths[0] :].clone()
-        gain = torch.randn(self.rows, 1, generator=torch.Generator().manual_seed(0))
+        gain = torch.randn(count, 1, generator=source)
         batch["advantages"] = gain * batch["response_mask"]
         return batch
 
-    def settings(self, widths: tuple[int, int], device: str) -> Settings:
+    def settings(self, widths: tuple[int, int], rows: int, device: str) -> Settings:
         own = self.shape
         sizes = {name: getattr(own, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
         return Settings(
@@ -95,7 +100,7 @@ class Sizes:
             vocabulary=own.vocabulary,
             prompt=widths[0],
             response=widths[1],
-            questions=self.rows // self.group,
+            questions=rows // self.group,
             samples=self.group,
             token_budget=self.token_budget,
             rows_at_once=self.rows_at_once,
@@ -110,8 +115,8 @@ class Sizes:
     help="a step of GRPO on several GPUs, by part, beside padding and packing by hand",
     on="gpu",
     rows=None,
-    groups=tuple(ARMS),
-    tiny={"sizes": Sizes(TINY, 8, 4, 128, 2, (Rows((12, 8), 0.6),)), "ranks": 2},
+    groups=("prompts", "responses"),
+    tiny={"sizes": Sizes(TINY, 4, 4, 128, 2, {"responses": Rows((12, 8), 0.6)}), "ranks": 2},
 )
 def run(
     rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, ranks: int | None = None
@@ -121,12 +126,15 @@ def run(
     sizes, device = sizes or Sizes(), the_device().type
     ranks = ranks or torch.cuda.device_count()
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors of all arms see all GPUs
-    for rows in sizes.batches:
-        batch = sizes.batch(rows)
+    for group in only or sizes.batches:
+        rows = sizes.batches[group]
+        batch, arms = sizes.batch(rows, ranks), dict[str, Arm]()
+        settings = sizes.settings(rows.widths, len(batch), device)
         with local_ray(batch, num_cpus=ranks * len(ARMS)):
-            settings = sizes.settings(rows.widths, device)
-            arms = {name: ARMS[name](settings, ranks, None) for name in only or ARMS}
             try:
+                for name, arm in ARMS.items():
+                    progress(f"{rows.name}: {name} starts")
+                    arms[name] = arm(settings, ranks, None)
                 yield from _measured(
                     f"run, {rows.name}, {ranks} ranks", arms, batch, rows, sizes, -(-rounds // SEVERAL)
                 )

@@ -32,12 +32,12 @@ class VarlenRank(PaddedRank):
 
 class TrimmedRank(VarlenRank):
     def parts(self, batch: TensorDict) -> list[Tensor]:
-        """Of rows times the longest of them, up to the token budget."""
-        lengths = batch["attention_mask"].sum(1)
+        """Of rows times the longest of them, up to half of the token budget: logits are of whole rows, and float32."""
+        lengths, most = batch["attention_mask"].sum(1), self.settings.token_budget // 2
         order = lengths.argsort(descending=True)
         bins: list[list[int]] = [[]]
         for row in order.tolist():
-            if bins[-1] and int(lengths[bins[-1][0]]) * (len(bins[-1]) + 1) > self.settings.token_budget:
+            if bins[-1] and int(lengths[bins[-1][0]]) * (len(bins[-1]) + 1) > most:
                 bins.append([])
             bins[-1].append(row)
         counts = torch.tensor(len(bins))
