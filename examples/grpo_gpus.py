@@ -2,7 +2,7 @@
 
     driver                                     ranks, one a GPU
     questions of the step      -- sample -->   whole weights in half precision, generate()         --> responses
-    rewards, advantages        -- send ---->   rows, in the object store or in the message
+    rewards, advantages        -- send ---->   rows
                                -- old  ---->   log-probs of the responses, by the sharded policy
     twice, half of the rows    -- update -->   losses, gradients, AdamW                            --> loss, norm
                                -- weights ->   shards to whole weights
@@ -10,7 +10,7 @@
     python examples/grpo_gpus.py --gpus 2 --steps 300        writes grpo-gpus.json after every step
     python examples/grpo_gpus.py --tiny --steps 4            on the CPU, two actors; half a minute
 
-A run is made of three: `record` trains by the packed arm and keeps each step's rows in a log; `replay` trains every arm
+A run is made of three: `record` trains by the exact arm and keeps each step's rows in a log; `replay` trains every arm
 on these rows, from the same weights, and compares log-probs and weights with those of the first arm; `free` lets each
 arm train on what it samples itself. The arms:
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import socket
 import time
 from collections import defaultdict
@@ -68,7 +69,8 @@ class Settings:
         token_budget: of a packed micro-batch, in tokens.
         rows_at_once: of a padded micro-batch, a rank.
         warm_steps: supervised steps on solved questions before the first run, a third of them wrong.
-        gpus_each: what Ray counts for a rank. With 0, ranks see all GPUs, and each takes the one of its number.
+        gpus_each: what Ray counts for a rank. With 0, and RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 in the environment,
+            ranks see all GPUs, and each takes the one of its number.
     """
 
     hidden: int = 1024
@@ -200,13 +202,15 @@ class Update:
     ones: int = 0
 
     def add(self, log_probs: Tensor, old: Tensor, gain: Tensor, share: float) -> Tensor:
-        """The clipped policy loss, summed over the response tokens [T] of a micro-batch and multiplied by `share`."""
+        """The clipped policy loss, summed over the response tokens [T] of a micro-batch and multiplied by `share`,
+        which is 0 for a micro-batch that is only there so that each rank has as many."""
         ratio = (log_probs - old).exp()
         losses = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH))
         loss = losses.sum() * share
         self.loss += loss.item()
-        self.tokens += old.numel()
-        self.ones += int((log_probs == old).sum())
+        if share:
+            self.tokens += old.numel()
+            self.ones += int((log_probs == old).sum())
         return loss
 
 
@@ -273,7 +277,8 @@ class Rank:
         """Writes the whole weights, by rank 0."""
         weights = {name: weights.cpu() for name, weights in self.whole()}
         if self.rank == 0:
-            torch.save(weights, path)
+            torch.save(weights, f"{path}.part")
+            Path(f"{path}.part").replace(path)
 
     def done(self) -> None:
         if self.settings.device == "cuda":
@@ -285,6 +290,7 @@ class Rank:
             return 0.0
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.empty_cache()  # other arms may be on this GPU
         return peak
 
     # ---------------------------------------------------------------- rows
@@ -350,9 +356,9 @@ class Rank:
 class PaddedRank(Rank):
     """The usual code: padded rows in micro-batches, with the same number of them on every rank, as FSDP needs."""
 
-    def parts(self, batch: TensorDict) -> list[Tensor]:
-        """The rows of each micro-batch."""
-        return [*torch.arange(len(batch)).split(self.settings.rows_at_once)]
+    def parts(self, batch: TensorDict) -> list[tuple[Tensor, bool]]:
+        """The rows of each micro-batch, and whether they count: others make up the same number on each rank."""
+        return [(rows, True) for rows in torch.arange(len(batch)).split(self.settings.rows_at_once)]
 
     def log_probs(self, rows: TensorDict) -> Tensor:
         """Log-probs of the response tokens of a micro-batch, one row after the other: float32 [T]."""
@@ -367,7 +373,7 @@ class PaddedRank(Rank):
         """Log-probs of the responses [b, R], 0 where there is no token."""
         rows = batch.to(self.device)
         out = torch.zeros(rows["responses"].shape, device=self.device)
-        for part in self.parts(batch):
+        for part, _ in self.parts(batch):
             part = part.to(self.device)
             own = out[part]
             own[rows["response_mask"][part] != 0] = self.log_probs(rows[part])
@@ -378,10 +384,10 @@ class PaddedRank(Rank):
     def update(self, batch: TensorDict, loss_tokens: int) -> Update:
         """`loss_tokens` are those of all ranks."""
         rows, seen = batch.to(self.device), Update()
-        for part in self.parts(batch):
+        for part, counts in self.parts(batch):
             own = rows[part.to(self.device)]
             real = own["response_mask"] != 0
-            share = self.ranks / loss_tokens  # FSDP averages over the ranks
+            share = counts * self.ranks / loss_tokens  # FSDP averages over the ranks
             seen.add(self.log_probs(own), own["old_log_probs"][real], own["advantages"][real], share).backward()
         return self.finish(seen)
 
@@ -405,10 +411,11 @@ class PackedRank(Rank):
     @endpoint(format="nested")
     def update(self, batch: TensorDict, loss_tokens: int, plan: Any) -> Update:
         seen = Update()
-        for part in plan.apply(batch.to(self.device)):
+        for part, is_dummy in zip(plan.apply(batch.to(self.device)), plan.is_dummy, strict=True):
             log_probs = response_log_probs(self.replay, part, options=self.options)
             old, gain = part["old_log_probs"].values(), part["advantages"].values()
-            seen.add(log_probs.values(), old, gain, self.ranks / loss_tokens).backward()
+            share = 0.0 if is_dummy else self.ranks / loss_tokens
+            seen.add(log_probs.values(), old, gain, share).backward()
         return self.finish(seen)
 
 
@@ -421,9 +428,9 @@ class ExactRank(PackedRank):
 
 @dataclass
 class Curve:
-    """Of each step: seconds by part, mean reward, losses and norms of its updates, bytes sent, response tokens of the
-    first update and those of ratio 1, the peak of the ranks in GiB, and how far its old log-probs are off those of the
-    first arm, at most."""
+    """Of each step: seconds by part, real tokens, mean reward, losses and norms of its updates, bytes that the driver
+    put into the object store, response tokens of the first update and those of ratio 1, the peak of the fullest rank in
+    GiB, and how far its old log-probs are off those of the first arm, at most."""
 
     seconds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     tokens: list[int] = field(default_factory=list[int])
@@ -443,23 +450,29 @@ class Arm:
 
     def __init__(self, settings: Settings, ranks: int, start: Path | None) -> None:
         self.settings = settings
-        gpu = {"num_gpus": settings.gpus_each} if settings.device == "cuda" else {}
-        self.group = WorkerGroup.launch(
-            self.worker, ranks, settings, num_cpus=ranks, actor_options=gpu, pad_token_id=PAD
-        )
-        (address,) = self.group.run("address", rank=0)
-        path = None if start is None else str(start)
-        ray.get([actor.join.remote(rank, ranks, address, path) for rank, actor in enumerate(self.group.actors)])
-        self.curve = Curve()
+        gpus = {"num_gpus": settings.gpus_each} if settings.device == "cuda" else {}
+        options: dict[str, Any] = {"pad_token_id": PAD, "strict_mask_nesting": "both"}
+        self.group = WorkerGroup.launch(self.worker, ranks, settings, num_cpus=ranks, actor_options=gpus, **options)
+        self.curve, self._inside = Curve(), 0.0
+        try:
+            (address,) = self.group.run("address", rank=0)
+            path = None if start is None else str(start)
+            ray.get([actor.join.remote(rank, ranks, address, path) for rank, actor in enumerate(self.group.actors)])
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.group.close()
 
     @contextmanager
     def timed(self, part: str) -> Generator[None]:
-        begin = time.perf_counter()
+        """Adds the seconds of a block to a part, less those of parts inside it."""
+        begin, before, self._inside = time.perf_counter(), self._inside, 0.0
         yield
-        self._seconds[part] += time.perf_counter() - begin
+        taken = time.perf_counter() - begin
+        self._seconds[part] += taken - self._inside
+        self._inside = before + taken
 
     def sample(self, step: int) -> TensorDict:
         """The rows of a step, with rewards and advantages."""
@@ -515,7 +528,7 @@ class Arm:
 
 
 class Padded(Arm):
-    """Padded rows in Ray's messages."""
+    """Padded rows by Ray: all fields to the ranks that take log-probs, and again to those that update."""
 
     worker = PaddedRank
 
@@ -523,12 +536,13 @@ class Padded(Arm):
         """The rows of each rank."""
         return list(torch.arange(rows.start, rows.stop).tensor_split(self.group.num_ranks))
 
-    def _given(self, division: Sequence[Tensor]) -> list[Any]:
-        """A part of the batch for each rank, in the object store."""
+    def _given(self, rows: slice) -> tuple[list[Tensor], list[Any]]:
+        """The rows of each rank, and its part of the batch in the object store."""
         with self.timed("send"):
-            parts = [self._batch[rows] for rows in division]
+            division = self.division(rows)
+            parts = [self._batch[own] for own in division]
             self._sent += sum(part.bytes() for part in parts)
-            return [ray.put(part) for part in parts]
+            return division, [ray.put(part) for part in parts]
 
     def _called(self, method: str, parts: Sequence[Any], *more: Any) -> list[Any]:
         calls = zip(self.group.actors, parts, strict=True)
@@ -536,8 +550,7 @@ class Padded(Arm):
 
     def send(self, batch: TensorDict) -> None:
         self._batch = batch.copy()
-        self._division = self.division(slice(0, len(batch)))
-        self._parts = self._given(self._division)
+        self._division, self._parts = self._given(slice(0, len(batch)))
 
     def old_log_probs(self) -> Tensor:
         places = torch.cat(self._division)
@@ -546,7 +559,7 @@ class Padded(Arm):
         return old
 
     def update(self, rows: slice, loss_tokens: int) -> list[Update]:
-        return self._called("update", self._given(self.division(rows)), loss_tokens)
+        return self._called("update", self._given(rows)[1], loss_tokens)
 
 
 class Packed(Arm):
@@ -559,10 +572,10 @@ class Packed(Arm):
             self._rows = self.group.put(batch)
             self._sent += self._rows.nbytes
             self._tree = prefix_tree(batch, options=PackedRank.options)
-        self._tokens = batch["response_mask"].sum(1)
 
     def _plan(self, rows: slice) -> RankPlans:
-        return self.group.plan(self._rows[rows], self.settings.token_budget, tree=self._tree.take(rows))
+        with self.timed("send"):
+            return self.group.plan(self._rows[rows], self.settings.token_budget, tree=self._tree.take(rows))
 
     def old_log_probs(self) -> Tensor:
         whole = slice(0, self._rows.num_rows)
@@ -586,9 +599,9 @@ ARMS: dict[str, type[Arm]] = {"padded": Padded, "packed": Packed, "exact": Exact
 class Record:
     """The JSON of all runs, written again after each step."""
 
-    def __init__(self, path: Path, settings: Settings, gpus: int) -> None:
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
-        self.runs: dict[str, Any] = {"settings": asdict(settings), "gpus": gpus, "complete": False}
+        self.runs: dict[str, Any] = {**about, "complete": False}
 
     def add(self, run: str, arm: str, curve: Curve) -> None:
         self.runs.setdefault(run, {})[arm] = asdict(curve)
@@ -616,15 +629,22 @@ def told(run: str, name: str, step: int, curve: Curve) -> None:
 
 
 def warm(settings: Settings, gpus: int, start: Path) -> None:
-    """Writes the weights with which all runs begin."""
+    """Writes the weights with which all runs begin, unless they are there. Raises SystemExit for those of others."""
+    about = start.with_suffix(".json")
+    if start.exists():
+        if json.loads(about.read_text()) != asdict(settings):
+            raise SystemExit(f"{start} is of other settings; expected those of {about}. Give another --folder.")
+        return
     with running(Padded, settings, gpus, None) as arm:
         losses = arm.group.run("demonstrate", settings.warm_steps)
         print(f"supervised: loss {sum(losses) / gpus:.3f} after {settings.warm_steps} steps", flush=True)
+        about.write_text(json.dumps(asdict(settings)))
         arm.group.run("save", str(start))
 
 
 def record(record: Record, settings: Settings, gpus: int, steps: int, start: Path, log: Path) -> None:
-    """The rows that the exact arm samples while it trains, in a log."""
+    """The rows that the exact arm samples while it trains, in a new log."""
+    shutil.rmtree(log, ignore_errors=True)
     with running(Exact, settings, gpus, start) as arm, RolloutLog(log, pad_token_id=PAD) as rows:
         for step in range(steps):
             rows.append(arm.step(step)[0])
@@ -663,7 +683,7 @@ def apart(path: Path, other: Path, start: Path) -> dict[str, float]:
     return {"of the weights": norm(own, truth) / norm(truth), "of their change": norm(own, truth) / norm(truth, begin)}
 
 
-def free(record: Record, arms: Sequence[str], settings: Settings, gpus: int, steps: int, start: Path) -> None:
+def free(record: Record, arms: Sequence[str], settings: Settings, gpus: int, steps: int, start: Path | None) -> None:
     """Every arm on what it samples."""
     for name in arms:
         with running(ARMS[name], settings, gpus, start) as arm:
@@ -686,9 +706,9 @@ def main(given: Sequence[str] | None = None) -> None:
     settings = TINY if options.tiny else Settings()
     options.folder.mkdir(parents=True, exist_ok=True)
     start, log = options.folder / "start.pt", options.folder / "rows"
-    record_of = Record(options.json, settings, options.gpus)
-    if not start.exists():
-        warm(settings, options.gpus, start)
+    about = {"settings": asdict(settings), "gpus": options.gpus, "steps": options.steps, "asked": [*options.runs]}
+    record_of = Record(options.json, about)
+    warm(settings, options.gpus, start)
     if "record" in options.runs:
         record(record_of, settings, options.gpus, options.steps, start, log)
     if "replay" in options.runs:

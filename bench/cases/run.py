@@ -1,24 +1,30 @@
 """A step of GRPO on several GPUs, by part: examples/grpo_gpus.py on rows of given lengths, beside what people run.
 
-    padded                       rows at full width
-    sorted and trimmed           micro-batches cut to their longest rows
-    packed by hand, ...          as verl packs, with Liger's layers and one of two heads
-    maskpack; ..., exact         rows sent packed, shared prefixes, fused layers; the same bits in every packing
+    padded                   rows at full width
+    sorted and trimmed       micro-batches cut to their longest rows
+    by hand, HEAD            packed as verl does it, with Liger's layers and a head on all tokens: flash-attn's cross
+                             entropy in place, or verl's fused one
+    maskpack; ..., exact     rows sent packed, shared prefixes, fused layers; the same bits in every packing
 
 Each arm has ranks of its own, one a GPU, FSDP2 with float32 weights that compute in bfloat16, and the same first
 weights; all lie on the GPUs at once, and take turns. A step sends rows, takes old log-probs, updates twice and gives
-the weights to a model that generates. Rows are random, in groups of a prompt; nothing is sampled here. Old log-probs of
-the first step are compared with those of the rows packed by hand before anything is timed, and the exact arm must have
-the ratio 1 at every token of its first update. Wall time on the driver, medians. Bytes are those that the driver puts
-into the object store, peaks those of the fullest rank with all that its own arm holds.
+the weights to a model that generates. Rows are random, in groups of a prompt; nothing is sampled here. Heads that this
+machine does not have are named on stderr and have a row "missing".
+
+Before anything is timed, old log-probs, losses and norms of the first step are compared with those of the rows packed
+by hand, every arm must have trained on all response tokens, and the exact arm must have the ratio 1 at each of its
+first update. Wall time on the driver, medians. Others send all fields for log-probs and again for the update, as
+trainers do; bytes are those that the driver puts into the object store. Peaks are those of the fullest rank in the
+timed steps, with all that its own arm holds.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,25 +38,18 @@ from bench.harness.registry import case
 from bench.harness.report import Row, RowGroups, ratios
 from bench.rivals import grpo_arms
 from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
-from examples.grpo_gpus import PARTS, Arm, Exact, Packed, Settings
+from examples.grpo_gpus import PAD, PARTS, Arm, Exact, Packed, Settings
 
-BY_HAND, OURS, EXACT = "packed by hand, all logits", "maskpack", "maskpack, exact"
-ARMS: dict[str, type[Arm]] = {
-    "padded": grpo_arms.PaddedVarlen,
-    "sorted and trimmed": grpo_arms.Trimmed,
-    BY_HAND: grpo_arms.ByHand,
-    "packed by hand, fused head": grpo_arms.ByHandFused,
-    OURS: Packed,
-    EXACT: Exact,
-}
+BY_HAND, OURS, EXACT = "by hand", "maskpack", "maskpack, exact"
 _CLOSE = {"cpu": 1e-5, "cuda": 0.25}  # nats, of log-probs in float32 and in bfloat16
+_NEAR = {"cpu": 1e-4, "cuda": 0.05}  # of losses and norms, relative
 _PEAK = 989e12  # operations a second of a dense product in bfloat16, one H200
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Widths of prompts and responses, the real share of them (prompts at full width if None), and the target of the
-    time by hand divided by ours."""
+    """Widths of prompts and responses, the real share of them (if None, prompts have the full width and responses three
+    quarters of theirs or more), and the target of the time of the fastest arm by hand divided by ours."""
 
     widths: tuple[int, int]
     fill: float | None
@@ -69,7 +68,6 @@ class Sizes:
     rows_each: int = 32
     group: int = 8
     token_budget: int = 32_768
-    rows_at_once: int = 4
     batches: Mapping[str, Rows] = field(
         default_factory=lambda: {
             "prompts": Rows((2048, 512), None, ">= 2.5"),
@@ -86,7 +84,10 @@ class Sizes:
         else:
             counts = log_normal_lengths(count, rows.widths, rows.fill, self.group)
         batch = padded_batch(*counts, rows.widths, self.shape.vocabulary, self.group)
-        batch["response_mask"] = batch["attention_mask"][:, rows.widths[0] :].clone()
+        mask, prompt = batch["attention_mask"] != 0, rows.widths[0]
+        batch["input_ids"] = batch["input_ids"].where(mask, PAD)
+        batch["prompts"], batch["responses"] = (part.clone() for part in batch["input_ids"].split(rows.widths, 1))
+        batch["response_mask"] = mask[:, prompt:].long()
         gain = torch.randn(count, 1, generator=source)
         batch["advantages"] = gain * batch["response_mask"]
         return batch
@@ -103,7 +104,7 @@ class Sizes:
             questions=rows // self.group,
             samples=self.group,
             token_budget=self.token_budget,
-            rows_at_once=self.rows_at_once,
+            rows_at_once=max(1, self.token_budget // max(sum(widths), 2 * widths[1] + 2)),
             learning_rate=1e-6,
             device=device,
             gpus_each=0,
@@ -116,31 +117,47 @@ class Sizes:
     on="gpu",
     rows=None,
     groups=("prompts", "responses"),
-    tiny={"sizes": Sizes(TINY, 4, 4, 128, 2, {"responses": Rows((12, 8), 0.6)}), "ranks": 2},
+    tiny={"sizes": Sizes(TINY, 4, 4, 64, {"responses": Rows((12, 8), 0.6)}), "ranks": 2},
 )
 def run(
     rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, ranks: int | None = None
 ) -> RowGroups:
-    """On all GPUs. A round here is three of the command line. Raises NotExact if the old log-probs of an arm are far
-    from the others'."""
-    sizes, device = sizes or Sizes(), the_device().type
+    """On all GPUs. A round here is three of the command line. Raises NotExact if an arm is far from the others."""
+    sizes, device, rounds = sizes or Sizes(), the_device().type, -(-rounds // SEVERAL)
     ranks = ranks or torch.cuda.device_count()
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # actors of all arms see all GPUs
+    kinds: dict[str, type[Arm]] = {"padded": grpo_arms.PaddedVarlen, "sorted and trimmed": grpo_arms.Trimmed}
+    hands, missing = grpo_arms.by_hand(the_device())
+    kinds |= {f"{BY_HAND}, {head}": arm for head, arm in hands.items()} | {OURS: Packed, EXACT: Exact}
+    for head, reason in missing.items():
+        progress(f"missing, {head}: {reason}")
     for group in only or sizes.batches:
         rows = sizes.batches[group]
-        batch, arms = sizes.batch(rows, ranks), dict[str, Arm]()
+        name, batch, arms = f"run, {rows.name}, {ranks} ranks", sizes.batch(rows, ranks), dict[str, Arm]()
         settings = sizes.settings(rows.widths, len(batch), device)
-        with local_ray(batch, num_cpus=ranks * len(ARMS)):
+        yield [Row(name, f"missing, {head}", 1, "rivals") for head in missing]
+        with _all_gpus_seen(), local_ray(batch, num_cpus=ranks * len(kinds)):
             try:
-                for name, arm in ARMS.items():
-                    progress(f"{rows.name}: {name} starts")
-                    arms[name] = arm(settings, ranks, None)
-                yield from _measured(
-                    f"run, {rows.name}, {ranks} ranks", arms, batch, rows, sizes, -(-rounds // SEVERAL)
-                )
+                for kind, arm in kinds.items():
+                    progress(f"{name}: {kind} starts")
+                    arms[kind] = arm(settings, ranks, None)
+                yield from _measured(name, arms, batch, replace(rows, target=None) if missing else rows, sizes, rounds)
             finally:
                 for arm in arms.values():
                     arm.close()
+
+
+@contextmanager
+def _all_gpus_seen() -> Generator[None]:
+    """Actors that Ray counts no GPU for see all of them."""
+    name = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _measured(case: str, arms: dict[str, Arm], batch: TensorDict, rows: Rows, sizes: Sizes, rounds: int) -> RowGroups:
@@ -158,22 +175,19 @@ def _measured(case: str, arms: dict[str, Arm], batch: TensorDict, rows: Rows, si
             seconds[name].append(_trained(arms[name]))
     medians = medians_of(seconds)
     parts = {name: {part: _median(arm, part, rounds) for part in PARTS[1:]} for name, arm in arms.items()}
-    # 2 operations a weight and token forward, 4 backward; log-probs before, and the update
-    operations = 8 * (sizes.shape.parameters + sizes.shape.hidden * sizes.shape.vocabulary) * tokens
-    ranks = next(iter(arms.values())).group.num_ranks
+    hands = [name for name in arms if name.startswith(BY_HAND)]
+    fastest = {f"the fastest {BY_HAND}": min(medians[name] for name in hands), OURS: medians[OURS]}
+    # 2 operations a weight and token forward, 4 backward: log-probs before, and the update. The head scores responses
+    operations = 8 * (sizes.shape.parameters * tokens + sizes.shape.hidden * sizes.shape.vocabulary * responses)
+    most = _PEAK * arms[OURS].group.num_ranks
     yield [
         *(Row(case, f"log-probs and update, {name}", 1e3 * one, "ms") for name, one in medians.items()),
-        *ratios(case, medians, [(BY_HAND, OURS, rows.target)] if {BY_HAND, OURS} <= arms.keys() else []),
-        *ratios(
-            case, medians, [(other, OURS, None) for other in arms if OURS in arms and other not in (OURS, BY_HAND)]
-        ),
+        *ratios(case, fastest, [(*fastest, rows.target)]),
+        *ratios(case, medians, [(other, OURS, None) for other in arms if other != OURS]),
         *(Row(case, f"{part}, {name}", 1e3 * one, "ms") for name, own in parts.items() for part, one in own.items()),
         *(Row(case, f"tokens a second, {name}", tokens / one, "tokens") for name, one in medians.items()),
-        *(
-            Row(case, f"share of the peak of the GPUs, {name}", 100 * operations / one / ranks / _PEAK, "%")
-            for name, one in medians.items()
-        ),
-        *(Row(case, f"peak, {name}", max(arm.curve.peaks), "GiB") for name, arm in arms.items()),
+        *(Row(case, f"useful operations, {name}", 100 * operations / one / most, "%") for name, one in medians.items()),
+        *(Row(case, f"peak, {name}", max(arm.curve.peaks[-rounds:]), "GiB") for name, arm in arms.items()),
         *(Row(case, f"bytes sent, {name}", arm.curve.sent[-1], "bytes") for name, arm in arms.items()),
     ]
 
@@ -188,24 +202,30 @@ def _median(arm: Arm, part: str, rounds: int) -> float:
 
 
 def _compared(case: str, arms: dict[str, Arm], batch: TensorDict) -> list[Row]:
-    """The old log-probs of the first step, whose weights are equal, beside those of the first arm packed by hand, or
-    the first one; and the tokens of the first update whose ratio is 1."""
+    """The first step, whose weights are equal, beside that of the first arm packed by hand; and the tokens of the first
+    update whose ratio is 1."""
     seen: dict[str, Tensor] = {}
     for name, arm in arms.items():
         progress(f"{case}: {name}")
         seen[name] = arm.step(0, batch)[1].double()
-    base = BY_HAND if BY_HAND in seen else next(iter(seen))
-    real, out = batch["response_mask"] != 0, list[Row]()
+    base, device = next(name for name in arms if name.startswith(BY_HAND)), the_device().type
+    real, out, truth = batch["response_mask"] != 0, list[Row](), arms[base].curve
+    first = int(batch["response_mask"][: len(batch) // arms[base].settings.updates].sum())
     for name, old in seen.items():
-        off = (old - seen[base])[real]
-        if not float(off.abs().max()) <= _CLOSE[the_device().type]:
+        curve, off = arms[name].curve, (old - seen[base])[real]
+        if not float(off.abs().max()) <= _CLOSE[device]:
             raise NotExact(f"{case}: old log-probs of {name} are {float(off.abs().max()):.2g} off those of {base}.")
-        count, ones = arms[name].curve.first[0]
-        if name == EXACT and ones != count:
-            raise NotExact(f"{case}: {name} has the ratio 1 at {ones} of {count} tokens of the first update.")
-        if name != base:
-            out.append(
-                Row(case, f"rms difference of log-probs to {base}, {name}", float(off.square().mean().sqrt()), "nats")
+        for own, other in ((curve.losses[0], truth.losses[0]), (curve.norms[0], truth.norms[0])):
+            if not np.allclose(own, other, rtol=_NEAR[device], atol=1e-6):
+                raise NotExact(f"{case}: {name} has losses or norms {own}; {base} has {other}.")
+        count, ones = curve.first[0]
+        if count != first or (name == EXACT and ones != count):
+            raise NotExact(
+                f"{case}: {name} has the ratio 1 at {ones} of {count} tokens of the first update, of {first}."
             )
+        if name != base:
+            rms = float(off.square().mean().sqrt())
+            out.append(Row(case, f"rms difference of log-probs to {base}, {name}", rms, "nats"))
+            out.append(Row(case, f"largest, {name}", float(off.abs().max()), "nats"))
         out.append(Row(case, f"ratio exactly 1 in the first update, {name}", 100 * ones / count, "%"))
     return out

@@ -1,5 +1,5 @@
 """Two figures of a run of examples/grpo_gpus.py: rewards by step, each arm on what it samples, and the time of a step
-by part, all arms on the same rows.
+by part, all arms on the same rows; sampling is left out, which all do alike.
 
     {free: {arm: {rewards, ...}}, replay: {arm: {seconds: [{part: s}], ...}}}  ->  grpo-rewards.svg, grpo-time.svg
 """
@@ -35,8 +35,10 @@ _MEANS = 40
 
 
 def write_figures(file: Path, folder: Path) -> None:
-    """The figures of a recorded run, into a folder."""
+    """The figures of a recorded run, into a folder. Raises ValueError for one that did not come to its end."""
     run = json.loads(file.read_text())
+    if not run["complete"]:
+        raise ValueError(f"{file} is of a run that was stopped; expected a whole one.")
     (folder / "grpo-rewards.svg").write_text(rewards(run))
     (folder / "grpo-time.svg").write_text(times(run))
 
@@ -45,6 +47,7 @@ def rewards(run: Run) -> str:
     """A line for each arm."""
     curves = {name: _means(curve["rewards"]) for name, curve in run["free"].items()}
     steps = max(len(curve["rewards"]) for curve in run["free"].values())
+    shares = {name: len(curve["rewards"]) / steps for name, curve in run["free"].items()}
     colours = _GROUND | {name: _ARMS[name] for name in curves}
     wide = _WIDE - _LEFT - _RIGHT
 
@@ -59,7 +62,7 @@ def rewards(run: Run) -> str:
             yield text(_LEFT + wide * tick / 4, _TOP + _HIGH + 18, f"{steps * tick // 4}", 'text-anchor="middle"')
         for name, means in curves.items():
             points = " ".join(
-                f"{_LEFT + wide * (place + 0.5) / len(means):.1f},{_TOP + _HIGH * (1 - mean):.1f}"
+                f"{_LEFT + wide * shares[name] * (place + 0.5) / len(means):.1f},{_TOP + _HIGH * (1 - mean):.1f}"
                 for place, mean in enumerate(means)
             )
             yield f'<polyline points="{points}" class="line {name}"/>'
@@ -72,16 +75,22 @@ def rewards(run: Run) -> str:
 
 
 def times(run: Run) -> str:
-    """A bar for each arm, of the medians of its parts."""
+    """A bar for each arm, of the medians of its parts, with the median of the steps."""
     medians = {
         name: {part: statistics.median(one[part] for one in curve["seconds"]) for part in _PARTS}
+        for name, curve in run["replay"].items()
+    }
+    whole = {
+        name: statistics.median(sum(one[part] for part in _PARTS) for one in curve["seconds"])
         for name, curve in run["replay"].items()
     }
     most = max(sum(parts.values()) for parts in medians.values())
     wide, bar = _WIDE - _LEFT - _RIGHT - 70, 34
 
     def parts() -> Iterator[str]:
-        yield text(_LEFT, 24, "Seconds of a step, all arms on the same rows", 'font-size="15" font-weight="bold"')
+        yield text(
+            _LEFT, 24, "Seconds of a step without sampling, all on the same rows", 'font-size="15" font-weight="bold"'
+        )
         yield from _legend([(part, _SAID[part]) for part in _PARTS])
         for place, (name, own) in enumerate(medians.items()):
             x, y = float(_LEFT), _TOP + place * bar
@@ -90,7 +99,7 @@ def times(run: Run) -> str:
                 length = wide * seconds / most
                 yield f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="22" class="{part}"/>'
                 x += length
-            yield text(x + 8, y + 16, f"{sum(own.values()):.2f} s")
+            yield text(x + 8, y + 16, f"{whole[name]:.2f} s")
 
     rules = "".join(f".grpo-time .{part}{{fill:var(--{part})}}" for part in _PARTS)
     return svg("grpo-time", _WIDE, _TOP + bar * len(medians), "Time by part", _GROUND | _PARTS, rules, parts())

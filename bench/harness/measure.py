@@ -204,11 +204,11 @@ def require_same(call: str, seen: TensorDictBase, expected: TensorDictBase) -> N
 
 
 def require_same_tensor(what: str, seen: Tensor, expected: Tensor) -> None:
-    """Raises NotExact unless both tensors have one dtype, shape and bits; jagged ones also their offsets."""
+    """Raises NotExact unless both tensors have one dtype, shape and bits; jagged ones also their offsets, int64."""
     if (seen.is_nested, seen.dtype, seen.dim()) != (expected.is_nested, expected.dtype, expected.dim()):
         raise NotExact(f"{what} is {seen.dtype}, {seen.dim()} dims; expected {expected.dtype}, {expected.dim()} dims.")
     if expected.is_nested:
-        require_same_tensor(f"{what}, offsets", seen.offsets(), expected.offsets())
+        require_same_tensor(f"{what}, offsets", seen.offsets(), expected.offsets().to(torch.int64))
         seen, expected = seen.values(), expected.values()
     if seen.shape != expected.shape or not torch.equal(bits(seen), bits(expected)):
         raise NotExact(f"{what}: {tuple(seen.shape)} has other bits than the expected {tuple(expected.shape)}.")

@@ -31,23 +31,20 @@ class VarlenRank(PaddedRank):
 
 
 class TrimmedRank(VarlenRank):
-    def parts(self, batch: TensorDict) -> list[Tensor]:
-        """Of rows times the longest of them, up to half of the token budget: logits are of whole rows, and float32."""
-        lengths, most = batch["attention_mask"].sum(1), self.settings.token_budget // 2
-        order = lengths.argsort(descending=True)
-        bins: list[list[int]] = [[]]
-        for row in order.tolist():
-            if bins[-1] and int(lengths[bins[-1][0]]) * (len(bins[-1]) + 1) > most:
+    """Micro-batches of rows times the longest of them, up to the token budget; of logits, half as many."""
+
+    def parts(self, batch: TensorDict) -> list[tuple[Tensor, bool]]:
+        lengths, responses = batch["attention_mask"].sum(1), batch["response_mask"].sum(1) + 1
+        budget, bins = self.settings.token_budget, [list[int]()]
+        for row in lengths.argsort(descending=True).tolist():
+            rows = [*bins[-1], row]
+            if bins[-1] and len(rows) * max(int(lengths[rows[0]]), 2 * int(responses[rows].max())) > budget:
                 bins.append([])
             bins[-1].append(row)
         counts = torch.tensor(len(bins))
         torch.distributed.all_reduce(counts, torch.distributed.ReduceOp.MAX)  # FSDP gathers in each
-        while len(bins) < counts:
-            longest = max(bins, key=len)
-            half = len(longest) // 2
-            bins.append(longest[half:])
-            del longest[half:]
-        return [torch.tensor(rows) for rows in bins]
+        parts = [(torch.tensor(rows), True) for rows in bins]
+        return parts + [(parts[-1][0][-1:], False)] * (int(counts) - len(parts))
 
     def log_probs(self, rows: TensorDict) -> Tensor:
         prompt, columns = rows["prompts"].shape[1], rows["attention_mask"].any(0).nonzero()
@@ -59,15 +56,13 @@ class TrimmedRank(VarlenRank):
 
 
 class ByHandRank(VarlenRank):
-    """The head is the first of `names` that this machine has."""
+    """The head is one of bench/rivals/heads.py. Liger's layers on a GPU."""
 
-    names: ClassVar[tuple[str, ...]] = (heads.FLASH, heads.PLAIN)
+    head: ClassVar[str] = heads.PLAIN
 
     def prepare(self) -> None:
         super().prepare()
-        found, missing = heads.importable(self.names, self.device)
-        head = next(iter(found.values()))
-        self.missing = missing
+        head = heads.importable([self.head], self.device)[0][self.head]
         if self.device.type == "cuda":
             with_liger(self.policy)
 
@@ -76,10 +71,11 @@ class ByHandRank(VarlenRank):
 
         self.policy.forward = MethodType(forward, self.policy)  # FSDP calls it, with whole weights
 
-    def parts(self, batch: TensorDict) -> list[Tensor]:
+    def parts(self, batch: TensorDict) -> list[tuple[Tensor, bool]]:
         lengths = batch["attention_mask"].sum(1).numpy()
         plan = agree_on_count(lambda: plan_micro_batches(lengths, self.settings.token_budget))
-        return [torch.from_numpy(np.asarray(rows)) for rows in plan.micro_batches]
+        rows = [torch.from_numpy(np.asarray(rows)) for rows in plan.micro_batches]
+        return [(own, not is_dummy) for own, is_dummy in zip(rows, plan.is_dummy, strict=True)]
 
     def log_probs(self, rows: TensorDict) -> Tensor:
         if "advantages" not in rows:
@@ -88,8 +84,12 @@ class ByHandRank(VarlenRank):
         return self.policy(part)[part.scored].float()
 
 
-class ByHandFusedRank(ByHandRank):
-    names = (heads.VERL, heads.PLAIN)
+class FlashRank(ByHandRank):
+    head = heads.FLASH
+
+
+class FusedRank(ByHandRank):
+    head = heads.VERL
 
 
 class _Balanced(Padded):
@@ -111,5 +111,19 @@ class ByHand(_Balanced):
     worker = ByHandRank
 
 
+class ByHandFlash(_Balanced):
+    worker = FlashRank
+
+
 class ByHandFused(_Balanced):
-    worker = ByHandFusedRank
+    worker = FusedRank
+
+
+BY_HAND: dict[str, type[Padded]] = {heads.FLASH: ByHandFlash, heads.VERL: ByHandFused, heads.PLAIN: ByHand}
+"""By the name of the head."""
+
+
+def by_hand(device: torch.device) -> tuple[dict[str, type[Padded]], dict[str, str]]:
+    """The arms with the heads of trainers that this machine has, else the plain one; and why it has not the others."""
+    found, missing = heads.importable((heads.FLASH, heads.VERL), device)
+    return {name: BY_HAND[name] for name in found or (heads.PLAIN,)}, missing
