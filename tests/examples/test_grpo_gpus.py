@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,8 @@ FIELDS = "prompts", "responses", "response_mask", "rewards"
 
 def test_arms_train_alike(local_ray: None, tmp_path: Path) -> None:
     """On the rows that one of them sampled: log-probs and weights within rounding; ratios of the first update are 1."""
+    with RolloutLog(tmp_path / "rows") as log:  # of an earlier run
+        log.append(TensorDict({"prompts": torch.ones(3, 2)}, batch_size=[3]))
     options = ["--tiny", "--steps", str(STEPS), "--folder", str(tmp_path), "--runs", "record", "replay"]
     grpo_gpus.main([*options, "--json", str(tmp_path / "runs.json")])
     runs = json.loads((tmp_path / "runs.json").read_text())
@@ -157,7 +160,21 @@ def test_micro_batches_that_make_up_the_count_change_nothing(local_ray: None) ->
     for key in ("losses", "norms"):
         assert getattr(packed, key)[0] == pytest.approx(getattr(padded, key)[0], rel=1e-4)
     assert batch is not None
+    mask, gain = (batch[name][:3] for name in ("response_mask", "advantages"))
+    assert padded.losses[0][0] == pytest.approx(-float((gain * mask).sum() / mask.sum()), rel=1e-4)  # ratios are 1
     assert [one.first[0][0] for one in seen] == [int(batch["response_mask"][:3].sum())] * 2
+
+
+def test_time_of_a_part_inside_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 4.0, 5.0, 10.0])
+    monkeypatch.setattr(grpo_gpus.time, "perf_counter", lambda: next(clock))
+    arm = object.__new__(grpo_gpus.Padded)
+    arm._seconds, arm._inside = defaultdict(float), 0.0
+    with arm.timed("update"):
+        for _ in range(2):
+            with arm.timed("send"):
+                pass
+    assert dict(arm._seconds) == {"update": 7.0, "send": 3.0}
 
 
 def test_each_arm_on_its_own_samples(local_ray: None, tmp_path: Path) -> None:
