@@ -24,6 +24,7 @@ from sphinx.util.docstrings import prepare_docstring
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import maskpack
+from bench.harness.curves import write_figures
 from bench.harness.page import write_page
 from maskpack.core.backends import is_installed
 
@@ -107,8 +108,11 @@ def _sign(
 
 
 def _write_figures(app: Sphinx) -> None:
-    """The page of all figures is no source: it is made from the results, and the search leaves it out."""
-    write_page(Path(app.srcdir).parent / "bench/results", Path(app.srcdir) / "figures.md")
+    """The page of all figures is no source: it is made from the results, and the search leaves it out. So are the
+    figures of a whole run."""
+    results, pages = Path(app.srcdir).parent / "bench/results", Path(app.srcdir)
+    write_page(results, pages / "figures.md")
+    write_figures(results / "runs/grpo-cpu.json", pages)
 
 
 def _put_figures_in(app: Sphinx, tree: nodes.document, page: str) -> None:

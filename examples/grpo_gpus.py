@@ -40,6 +40,7 @@ from typing import Any, ClassVar
 import ray
 import torch
 import torch.distributed as dist
+import transformers
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import fsdp
@@ -125,7 +126,7 @@ TINY = Settings(
     response=8,
     questions=8,
     token_budget=512,
-    learning_rate=2e-4,
+    learning_rate=1e-4,
     device="cpu",
 )
 
@@ -604,7 +605,8 @@ class Record:
         self.runs: dict[str, Any] = {**about, "complete": False}
 
     def add(self, run: str, arm: str, curve: Curve) -> None:
-        self.runs.setdefault(run, {})[arm] = asdict(curve)
+        rounded: Any = json.loads(json.dumps(asdict(curve)), parse_float=lambda x: float(f"{float(x):.7g}"))
+        self.runs.setdefault(run, {})[arm] = rounded
         self.write()
 
     def write(self) -> None:
@@ -706,7 +708,13 @@ def main(given: Sequence[str] | None = None) -> None:
     settings = TINY if options.tiny else Settings()
     options.folder.mkdir(parents=True, exist_ok=True)
     start, log = options.folder / "start.pt", options.folder / "rows"
-    about = {"settings": asdict(settings), "gpus": options.gpus, "steps": options.steps, "asked": [*options.runs]}
+    about = {
+        "settings": asdict(settings),
+        "gpus": options.gpus,
+        "steps": options.steps,
+        "asked": [*options.runs],
+        "versions": {package.__name__: package.__version__ for package in (torch, transformers, mp)},
+    }
     record_of = Record(options.json, about)
     warm(settings, options.gpus, start)
     if "record" in options.runs:
