@@ -10,6 +10,7 @@ Equal offsets of a process are one tensor, so that torch takes tensors of differ
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -60,26 +61,33 @@ def jagged_on(
     values: Mapping[Path, Tensor],
     given: Mapping[str, Tensor],
 ) -> dict[Path, Tensor]:
-    """`jagged` for the fields of a batch: their paths, layouts and ragged dims, and their values [T, *F].
-
-    Those of one layout and device share its offsets, which are `given`, by layout, if this process has no equal ones
-    yet. Layouts with equal rows, as response and sequence of rows without a prompt, have offsets of their own, since
-    these alone tell later which axis a tensor is on; the response has those that equal rows of other batches share."""
+    """`jagged` for some fields of a batch with these layouts: their paths, layouts and ragged dims, and their values
+    [T, *F]. Those of one layout and device share its offsets, which are `given`, by layout, if this process has no
+    equal ones yet."""
     groups: dict[tuple[str, torch.device], list[tuple[Path, int]]] = {}
     for path, name, dim in fields:
         groups.setdefault((name, values[path].device), []).append((path, dim))
+    alike = alike_in(layouts) if len(groups) > 1 or len(layouts) > 1 else dict.fromkeys(layouts, 0)
     out: dict[Path, Tensor] = {}
-    before: list[tuple[str, IntArray]] = []
-    for (name, device), own in sorted(groups.items(), key=lambda group: group[0][0] != "response"):
-        layout = layouts[name]
-        alike = sum(other != name and np.array_equal(rows, layout.row_offsets) for other, rows in before)
-        before.append((name, layout.row_offsets))
-        sent = given.get(name)
+    for (name, device), own in groups.items():
+        layout, sent = layouts[name], given.get(name)
         sent = None if sent is None or sent.device != device else sent
-        offsets = shared_offsets(layout.row_offsets, device, sent, alike=alike)
+        offsets = shared_offsets(layout.row_offsets, device, sent, alike=alike[name])
         packed, dims = [values[path].contiguous() for path, _ in own], [dim for _, dim in own]
         made = jagged_all(packed, offsets, min_length(layout), layout.max_length, dims)
         out.update(zip((path for path, _ in own), made, strict=True))
+    return out
+
+
+def alike_in(layouts: Mapping[str, RowLayout]) -> dict[str, int]:
+    """How many layouts of a batch with the same rows are before each one: `alike` of `shared_offsets`. Response and
+    sequence of rows without a prompt have offsets of their own, since these alone tell which axis a tensor is on; the
+    response is before all others, so that it has those that equal rows of other batches share."""
+    before, out = Counter[bytes](), dict[str, int]()
+    for name in sorted(layouts, key=lambda name: name != "response"):
+        rows = layouts[name].row_offsets.tobytes()
+        out[name] = before[rows]
+        before[rows] += 1
     return out
 
 

@@ -87,8 +87,8 @@ def _jagged_fields(found: Read, call: str) -> dict[Path, Tensor]:
         if form.layout is not None:
             need_gradients(found.values[form.path], f'field "{show(form.path)}"', call, nested=True)
             fields.append((form.path, form.layout, jagged_dim(form)))
-    own = {name: found.layouts[name].offsets for _, name, _ in fields}
-    return jagged_on(found.layouts, fields, found.values, own)
+    known = {name: vars(layout)["offsets"] for name, layout in found.layouts.items() if "offsets" in vars(layout)}
+    return jagged_on(found.layouts, fields, found.values, known)
 
 
 def unnest_batch_by_mask(batch: TensorDictBase, *fields: Key) -> TensorDict:

@@ -27,8 +27,8 @@ from maskpack.core.tree import Node, entry_at, fields_of, has, is_object, is_sub
 from maskpack.errors import LayoutError, RegistryError
 from maskpack.fields.options import Options
 from maskpack.fields.registry import MaskNestingSpec
-from maskpack.layout.jagged import GAPS, Jagged, to_host
-from maskpack.layout.row_layout import RowLayout
+from maskpack.layout.jagged import GAPS, Jagged, alike_in, to_host
+from maskpack.layout.row_layout import RowLayout, shared_offsets
 from maskpack.nesting.axes import Axes, Axis, Source
 from maskpack.nesting.jobs import HostJobs, is_away
 from maskpack.nesting.nested import NOTHING, Nested, pads_of, with_dims
@@ -400,7 +400,8 @@ class _Planner:
                 for axis in self._candidates(path, spec)
                 if axis.tokens is None and axis.width >= 0 and np.array_equal(offsets, axis.layout.row_offsets)
             ]
-            fitting.sort(key=lambda axis: axis.layout.offsets is not own.offsets)  # equal lengths may be a coincidence
+            if len(fitting) > 1:  # equal lengths may be a coincidence
+                fitting.sort(key=partial(self._is_apart, own.offsets))
             if fitting and own.dim == 1:
                 of_rows = PER_ROW, SIGNED_ZERO, ANY_ZERO
                 pads = [pad for pad in self._pads(path, spec, value) if pad not in of_rows]
@@ -410,6 +411,12 @@ class _Planner:
         axis = None if spec is None else next(filter(partial(self._is_of, path), self._candidates(path, spec)), None)
         layout = self._own_layout(path) if axis is None else self._use(axis)
         return FieldForm(path, "jagged", layout, own.dim, value.dtype, hints=() if spec is None else spec.hints)
+
+    def _is_apart(self, offsets: Tensor, axis: Axis) -> bool:
+        """Whether offsets are not the ones of an axis in this process: its own, or those that decoding gives it."""
+        alike = alike_in({**self.stand_in, **self.carried.layouts}).get(axis.name, 0)
+        shared = shared_offsets(axis.layout.row_offsets, offsets.device, alike=alike)
+        return offsets is not shared and offsets is not vars(axis.layout).get("offsets")
 
     def _is_of(self, path: Path, axis: Axis) -> bool:
         """Whether an axis is the rows of jagged fields, or lengths, which a jagged field has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 from typing import Any
 
 import numpy as np
@@ -380,6 +381,26 @@ def test_axes_with_equal_rows_have_offsets_of_their_own() -> None:
     alone = TensorDict({"responses": ragged([torch.full((2,), 7), torch.full((1,), 7)])}, [2])
     alone = mp.nest_batch_by_mask(alone, pad_token_id=0)
     assert (nested[0]["responses"] - alone["responses"]).values().tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("only", ["all", "input_ids", "responses"])
+def test_results_of_equal_rows_are_on_the_axis_whose_offsets_they_have(only: str) -> None:
+    """Without prompts, sequence and response have equal rows, and other widths. Also beside another copy of the batch,
+    and when a rank has one of the fields alone."""
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    columns = {"prompts": mask[:, :2], "responses": mask[:, 2:] * 7}
+    batch = TensorDict({"attention_mask": mask, "input_ids": mask * 7, **columns}, [2])
+    packed = mp.compress(batch, pad_token_id=0)
+    rows = mp.decompress(packed if only == "all" else packed.select(only), format="nested")
+    for name, axis, width in (("input_ids", "sequence", 4), ("responses", "response", 2)):
+        if only not in ("all", name):
+            continue
+        for field in ("old_log_probs", "values"):
+            ones = torch.nested.nested_tensor_from_jagged(torch.ones(3), rows[name].offsets())
+            for like in (packed, pickle.loads(pickle.dumps(packed))):
+                results = mp.compress(TensorDict({field: ones}, [2]), like=like)
+                assert results.forms[field,].layout == axis
+                assert mp.decompress(results)[field].shape == (2, width)
 
 
 def test_responses_as_long_as_their_prompts_have_the_offsets_of_other_batches() -> None:
