@@ -104,11 +104,13 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
     model, copied = Model(), None
     for number in range(rounds):
         ours, theirs = os.pipe()
-        seed, key = rng.random(), 1000 * number
-        child = forked(lambda seed=seed, key=key, end=theirs: _write(random.Random(seed), root, key, end))
+        seed, key, dies = rng.random(), 1000 * number, rng.random() < 0.8
+        child = forked(
+            lambda seed=seed, key=key, dies=dies, end=theirs: _write(random.Random(seed), root, key, dies, end)
+        )
         os.close(theirs)
         lines = b""
-        if rng.random() < 0.8:
+        if dies:
             if rng.random() < 0.7:
                 lines = os.read(ours, 1)  # it has opened the log
             time.sleep(rng.random() ** 2 * 0.08)
@@ -148,8 +150,8 @@ def kill(rng: random.Random, root: Path, rounds: int = ROUNDS) -> Counter[str]:
     return seen
 
 
-def _write(rng: random.Random, root: Path, key: int, pipe: int) -> None:
-    """Plays operations, and tells before and after each."""
+def _write(rng: random.Random, root: Path, key: int, dies: bool, pipe: int) -> None:
+    """Plays operations, and tells before and after each. If it `dies`, it waits for its end with the log open."""
     policy = rng.choice(["always", "interval"])
     with opened(root / "log", fsync=policy, interval=0.005, segment_bytes=rng.choice([4096, 16384, 100_000])) as log:
         os.write(pipe, b"+")
@@ -159,6 +161,8 @@ def _write(rng: random.Random, root: Path, key: int, pipe: int) -> None:
             _tell(pipe, op, None)
             result = played(log, op, root / "backup")
             _tell(pipe, op, result)
+        if dies:
+            signal.pause()
 
 
 def _tell(pipe: int, op: dict[str, Any], result: Any) -> None:
