@@ -8,7 +8,7 @@
                                -- weights ->   shards to whole weights
 
     python examples/grpo_gpus.py --gpus 2 --steps 300        writes grpo-gpus.json after every step
-    python examples/grpo_gpus.py --tiny --steps 4            on the CPU, two actors; half a minute
+    python examples/grpo_gpus.py --tiny --steps 4            on the CPU, two actors; a minute
 
 A run is made of three: `record` trains by the exact arm and keeps each step's rows in a log; `replay` trains every arm
 on these rows, from the same weights, and compares log-probs and weights with those of the first arm; `free` lets each

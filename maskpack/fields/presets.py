@@ -169,7 +169,7 @@ slime = MaskNestingRegistry(
             MaskAxis("response_lengths", form="lengths", head=("loss_masks", "rollout_log_probs")),
             MaskAxis("loss_masks", form="jagged"),
         ),
-        "all but the last": (MaskAxis("rollout_routed_experts", form="jagged"),),
+        "experts": (MaskAxis("rollout_routed_experts", form="jagged"),),  # of all tokens but the last
     },
     fields={
         "tokens": MaskNestingSpec("sequence", PAD_TOKEN_ID),
@@ -177,7 +177,7 @@ slime = MaskNestingRegistry(
         **_each("log_probs values entropy", "response", ZERO),
         **_each("ref_log_probs rollout_log_probs teacher_log_probs", "response", ZERO, "near:log_probs"),
         **_each("advantages returns kl", "response", WHITENED, "rle"),
-        "rollout_routed_experts": replace(RL_FIELDS["routed_experts"], mask=["sequence", "all but the last"]),
+        "rollout_routed_experts": replace(RL_FIELDS["routed_experts"], mask=["sequence", "experts"]),
     },
 )
 """The rollout data of slime."""

@@ -67,8 +67,8 @@ def jagged_on(
     groups: dict[tuple[str, torch.device], list[tuple[Path, int]]] = {}
     for path, name, dim in fields:
         groups.setdefault((name, values[path].device), []).append((path, dim))
-    alike = alike_in(layouts) if len(groups) > 1 or len(layouts) > 1 else dict.fromkeys(layouts, 0)
     out: dict[Path, Tensor] = {}
+    alike = alike_in(layouts) if groups else {}
     for (name, device), own in groups.items():
         layout, sent = layouts[name], given.get(name)
         sent = None if sent is None or sent.device != device else sent

@@ -169,7 +169,7 @@ def off_axis(opened: Opened, layouts: Mapping[str, RowLayout]) -> list[Finding]:
             lengths, tokens = np.diff(own), np.diff(wanted)
             differing = np.flatnonzero(lengths != tokens).tolist()
             row = differing[0]
-            if (lengths == lengths[0]).all() and (tokens == x.shape[-1]).all():
+            if x.dim() == 3 and (lengths == lengths[0]).all() and (tokens == x.shape[2]).all():
                 seen = f"has rows [{lengths[0]}, {tokens[0]}]: torch took the first dim for tokens, as all are as long"
                 out.append(Finding(form.path, "axis", tuple(differing[:_SHOWN]), seen, _TURNED))
                 continue

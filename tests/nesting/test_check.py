@@ -723,6 +723,18 @@ def test_sections_that_torch_took_for_tokens():
     assert mp.check(batch, pad_token_id=PAD) == []
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 4, 3), (2, 2)])
+def test_rows_of_one_other_length_are_not_taken_for_sections(shape):
+    """Rows of two tokens beside three: only [n, T] may be turned."""
+    ids, rows = [torch.tensor([5, 6, 7])] * 2, [torch.ones(shape, dtype=torch.int32)] * 2
+    batch = TensorDict({"input_ids": torch.nested.as_nested_tensor(ids, layout=torch.jagged)}, [2])
+    batch["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    (one,) = mp.check(batch, pad_token_id=PAD)
+    assert (one.path, one.kind, one.rows) == (("routed_experts",), "axis", (0, 1))
+    assert 'row 0 has 2 tokens; mask "sequence" has 3' in one.line
+    assert "jagged_dim" not in one.remedy
+
+
 ALL, SOME = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], [[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]]
 SOUND = {
     "NaN where nothing is scored": (ALL, SOME, [[NAN, -1, -1, -1, NAN], [NAN, 0, -1, -1, NAN]], EOS),

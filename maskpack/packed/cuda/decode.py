@@ -120,7 +120,7 @@ def _decode(
             assert form.layout is not None
             layout = packed.layouts[form.layout]
             values[form.path] = with_signs(values[form.path], pads_of(packed, form), layout)
-    sent = {name: kept[begin : begin + first[name].size] for name, begin in begins.items()}
+    sent = {name: kept[begins[name] : begins[name] + first[name].size] for name in {name for _, name, _ in jagged}}
     out.update(values)
     out.update(jagged_on(packed.layouts, jagged, values, sent))
 
