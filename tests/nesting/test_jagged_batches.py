@@ -411,6 +411,26 @@ def test_responses_as_long_as_their_prompts_have_the_offsets_of_other_batches() 
     nested, taken = mp.nest_batch_by_mask(batch, pad_token_id=0), mp.nesting.take(batch, [0, 1])
     assert (nested["responses"] - taken["old_log_probs"]).values().tolist() == [0, 0, 0]
     assert nested["prompts"].offsets() is not nested["responses"].offsets()
+    offsets = torch.tensor([0, 5, 96])  # of both columns
+    one = torch.nested.nested_tensor_from_jagged(torch.arange(96), offsets)
+    again = mp.nest_batch_by_mask(TensorDict({name: one.clone() for name in names}, [2]), pad_token_id=0)
+    assert again["prompts"].offsets() is not again["responses"].offsets()
+
+
+def test_nested_columns_keep_their_offsets() -> None:
+    rows = [torch.arange(5), torch.arange(90), torch.arange(3)]
+    batch = TensorDict({"responses": ragged(rows)}, [3])
+    nested = mp.nest_batch_by_mask(batch, pad_token_id=0)
+    assert nested["responses"].offsets() is batch["responses"].offsets()
+
+
+def test_new_fields_of_an_unpickled_batch_are_on_the_axis_whose_offsets_they_have() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    batch = TensorDict({"attention_mask": mask, "input_ids": mask * 7, "responses": mask[:, 2:] * 7}, [2])
+    for name, axis in (("input_ids", "sequence"), ("responses", "response")):
+        nested = pickle.loads(pickle.dumps(mp.nest_batch_by_mask(batch, pad_token_id=0)))
+        nested["values"] = torch.nested.nested_tensor_from_jagged(torch.ones(3), nested[name].offsets())
+        assert mp.compress(nested, pad_token_id=0).forms["values",].layout == axis
 
 
 def test_results_of_separate_calls_are_subtracted() -> None:
