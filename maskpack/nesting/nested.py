@@ -33,7 +33,7 @@ from maskpack.core.keys import Path, show
 from maskpack.core.pads import Pads
 from maskpack.core.tree import Node, entry_at, fields_of, has, is_sub_batch, need_batch, unflatten
 from maskpack.errors import LayoutError
-from maskpack.layout.jagged import Jagged, jagged_from
+from maskpack.layout.jagged import Jagged, alike_in, jagged_from
 from maskpack.layout.row_layout import (
     RowLayout,
     anchored,
@@ -225,12 +225,14 @@ def read_nested(batch: TensorDictBase, call: str) -> Nested:
     layouts: dict[str, RowLayout] = {}
     for digest, said in types.items():
         _add_layouts(layouts, digest, said, lines, rows, call)
+    alike = alike_in(layouts) if first else {}
     for name, own in first.items():
         layout = layouts[name]
         if own.values.device.type != "cpu":
             layout = layouts[name] = layout_of_table(layout.width, host_spans(layout), own.values.device, layout.anchor)
         if np.array_equal(read[id(own.offsets)], layout.row_offsets):
-            shared_offsets(layout.row_offsets, layout.device, own.offsets)
+            if not alike[name]:  # or equal rows of other batches would have those of another axis
+                shared_offsets(layout.row_offsets, layout.device, own.offsets)
             layout.__dict__["offsets"] = own.offsets  # so that arithmetic between old and new fields works
     pads: dict[Path, Pads] = {}
     for digest, said in types.items():

@@ -425,12 +425,18 @@ def test_nested_columns_keep_their_offsets() -> None:
 
 
 def test_new_fields_of_an_unpickled_batch_are_on_the_axis_whose_offsets_they_have() -> None:
-    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 0]])
+    mask = (torch.arange(60) - 2 < torch.tensor([[53], [31]])).long()  # lengths of no other test
+    mask[:, :2] = 0
     batch = TensorDict({"attention_mask": mask, "input_ids": mask * 7, "responses": mask[:, 2:] * 7}, [2])
-    for name, axis in (("input_ids", "sequence"), ("responses", "response")):
-        nested = pickle.loads(pickle.dumps(mp.nest_batch_by_mask(batch, pad_token_id=0)))
-        nested["values"] = torch.nested.nested_tensor_from_jagged(torch.ones(3), nested[name].offsets())
-        assert mp.compress(nested, pad_token_id=0).forms["values",].layout == axis
+    pickled = pickle.dumps(mp.nest_batch_by_mask(batch, pad_token_id=0))
+    for held in (None, "input_ids", "responses"):  # of another batch, with equal rows
+        other = pickle.loads(pickled) if held else {}
+        kept = other[held].offsets() if held else None
+        del other
+        for name, axis in (("input_ids", "sequence"), ("responses", "response")):
+            nested = pickle.loads(pickled)
+            nested["values"] = torch.nested.nested_tensor_from_jagged(torch.ones(84), nested[name].offsets())
+            assert mp.compress(nested, pad_token_id=0).forms["values",].layout == axis, (held, kept)
 
 
 def test_results_of_separate_calls_are_subtracted() -> None:
