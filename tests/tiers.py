@@ -38,6 +38,7 @@ FILES = {
     "docs/test_site.py": "Sphinx",
     "examples/test_adopt.py": "Ray",
     "examples/test_analyse_rollouts.py": "the program",
+    "examples/test_async_trainer.py": "Ray, and a trainer that is killed",
     "examples/test_resume_grpo.py": "trainers that are killed",
     "examples/test_verl_v1_cpu.py": "Ray",
     "ops/test_split_logits.py": "ranks",
@@ -45,6 +46,7 @@ FILES = {
     "planning/test_agreement.py": "ranks",
     "replay/test_context_parallel.py": "ranks",
     "replay/test_replay_sharded.py": "ranks",
+    "test_processes.py": "forks",
     "test_triton_targets.py": "a compiler",
 }
 """Files of which every test is in the second tier, with what they start."""

@@ -91,6 +91,7 @@ class Call:
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
+        self._ranks.need_process()
         return not any(part.unanswered() for part in self.parts if part.outcome is None)
 
     def cancel(self) -> list[int]:
@@ -99,6 +100,7 @@ class Call:
         They run what they were sent, and later calls wait behind it, but the results are dropped. `result` then raises
         a WorkerError that names these ranks, and `retry` sends their rows again, also to them.
         """
+        self._ranks.need_process()
         given_up = Cancelled("cancelled before it answered; the rank runs it, and its result is dropped")
         with self._guard:
             dropped = [part for part in self.parts if part.unanswered()]
@@ -126,6 +128,7 @@ class Call:
             raise
 
     def _result(self, until: float, wanted: Callable[[], bool] = lambda: True) -> Any:
+        self._ranks.need_process()
         timeout = left(until)
         if not self._turn.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             self._answers(self.parts)  # another thread waits for these ranks, with its own timeout
@@ -150,6 +153,7 @@ class Call:
         """
         request, parts = self.request, self.parts  # in this order: another thread may finish the call
         own = self._ranks
+        own.need_process()
         gone = [part for part in parts if isinstance(part.error, _ray.exceptions.RayActorError)]
         alive = own.store.nodes_alive({part.rank for part in gone}) if parts else set[str]()
         self._lose_rows(parts, alive)

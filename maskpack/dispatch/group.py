@@ -202,8 +202,9 @@ class WorkerGroup:
         return {**self.__dict__, "_launched": (), "metrics": {}}
 
     def close(self) -> None:
-        """Kills the actors that `launch` started, and no others. Calls fail as soon as Ray has ended them."""
-        for actor in self._launched:
+        """Kills the actors that `launch` started, and no others; a fork kills none. Calls fail as soon as Ray has ended
+        them."""
+        for actor in () if self._ranks.is_fork() else self._launched:
             ray.kill(actor)
         self._launched = ()
 
@@ -478,6 +479,7 @@ class WorkerGroup:
         return compress(batch, **self._options, like=like)
 
     def _need_batch(self, batch: Any, call: str) -> None:
+        self._ranks.need_process()
         if not isinstance(batch, TensorDictBase | PackedBatch | BatchView):
             raise LayoutError(
                 f"{call}: the batch is {said(batch)}; expected a TensorDict, a PackedBatch or a BatchView. Give the "

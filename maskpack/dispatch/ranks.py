@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +127,8 @@ class Part:
 
 
 class Ranks:
-    """The ranks of a group. Copies in other processes have the same actors, and put objects of their own.
+    """The ranks of a group. Copies in other processes have the same actors, and put objects of their own. A fork has no
+    copy: it shares the connections of its parent, which Ray would break, and wait for answers that never come.
 
     Attributes:
         actors: the handles, in the order given.
@@ -143,6 +145,7 @@ class Ranks:
         packing: Mapping[str, Any],
     ) -> None:
         self.actors: tuple[Any, ...] = tuple(actors)
+        self._process = os.getpid()
         self.members, self._collectors = ranks_of(len(self.actors), dp_ranks, collect)
         self._packing = _pickled(packing)
         self._methods: dict[tuple[str, int], Any] = {}
@@ -157,10 +160,23 @@ class Ranks:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
+        self._process = os.getpid()
         self.store = Placement(len(self))
+
+    def is_fork(self) -> bool:
+        return os.getpid() != self._process
+
+    def need_process(self) -> None:
+        """Raises MaskpackError in a fork."""
+        if self.is_fork():
+            raise MaskpackError(
+                f"WorkerGroup: process {os.getpid()} is a fork of process {self._process}, which has the group; expected "
+                "that one. Call the group there, or from a task or an actor of Ray, which a group can be passed to."
+            )
 
     def places(self, rank: int | None = None) -> list[tuple[int, int]]:
         """The rank and the number of each actor, or of those of one rank, in the order of `actors`."""
+        self.need_process()
         ranks = range(len(self)) if rank is None else [rank]
         return sorted(((rank, actor) for rank in ranks for actor in self.members[rank]), key=lambda place: place[1])
 

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import ray
 from fault_ranks import FACTOR, MANY, RANKS, RemoteDoomed, RemoteKeeper, Sample, Team, kill, until
+from fuzz_log import forked
 from samples import PAD, assert_same, freeze
 from tensordict import TensorDictBase
 
@@ -525,6 +526,41 @@ def test_awaits_that_were_cancelled_leave_no_thread(team, sample):
 
 async def _awaited(call):
     return await call
+
+
+# -------------------------------------------------------------------- forks
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_fork_is_told_so_and_breaks_nothing(team, sample):
+    """A call of a fork would wait for ever, and so would the next one of its parent."""
+    with WorkerGroup.launch(fault_ranks.Worker, 1, pad_token_id=PAD) as group:
+        sent = group.submit("score", sample.batch, FACTOR)
+        view = group.put(sample.batch)
+        forbidden = [
+            lambda: group.call("score", sample.batch, FACTOR),
+            lambda: group.call("score", view, FACTOR),
+            lambda: group.put(sample.batch),
+            lambda: group.plan(sample.batch, 100),
+            lambda: group.run("arm", "exit"),
+            lambda: group.ready(1),
+            sent.result,
+            sent.done,
+            sent.cancel,
+            sent.retry,
+        ]
+
+        def use() -> None:
+            signal.alarm(60)  # ends a call that waits
+            for work in forbidden:
+                with pytest.raises(mp.MaskpackError, match=f"fork of process {os.getppid()}, which has the group"):
+                    work()
+            assert "1 ranks" in repr(group)
+            group.close()
+
+        assert os.waitpid(forked(use), 0)[1] == 0
+        sample.check(sent.result())
+        sample.check(group.call("score", view, FACTOR))
 
 
 # -------------------------------------------------------------------- actors that Ray starts again
