@@ -170,8 +170,8 @@ class Ranks:
         """Raises MaskpackError in a fork."""
         if self.is_fork():
             raise MaskpackError(
-                f"WorkerGroup: process {os.getpid()} is a fork of process {self._process}, which has the group; expected "
-                "that one. Call the group there, or from a task or an actor of Ray, which a group can be passed to."
+                f"WorkerGroup: process {os.getpid()} is a fork of process {self._process}, which has the group; "
+                "expected that one. Call the group there, or pass it to a task or an actor of Ray."
             )
 
     def places(self, rank: int | None = None) -> list[tuple[int, int]]:
