@@ -364,6 +364,8 @@ def _report(batch: TensorDict, ranks: int, trips: Mapping[str, Sequence[Trip]]) 
         *(f"{way:<10}{'#' * round(scale * model[way])}{'-' * round(scale * moving[way])}" for way in WAYS),
         f"\nAt 10 Gbit/s, the bytes of both ways: {wire['padded']:.2f} ms -> {wire['maskpack']:.2f} ms (calculated).",
         f"All outputs of maskpack were bitwise equal to padded: {compared:,} values in {ROUNDS} rounds.",
+        "Not in these times: the first call of a model, which also compares a row with the model's own pass.",
+        "A model as small as this one gains from about 400 tokens a call on (docs/benchmarks.md).",
         f"\nmaskpack sent {fewer:.0f} times fewer bytes to the workers ({both:.0f} times both ways), the same bits;",
         f"with replay, the model ran {faster['padded']:.1f} times as fast as padded, {faster['trimmed']:.1f} times as "
         f"fast as trimmed (log-probs within {apart:.0e}).",
