@@ -7,8 +7,9 @@ division.py    rows to ranks                          placement.py rows in the o
 timeline.py    where the time of calls goes
 """
 
+from maskpack.dispatch.call import Call
 from maskpack.dispatch.endpoints import endpoint
 from maskpack.dispatch.group import WorkerGroup
 from maskpack.dispatch.ranks import Broadcast
 
-__all__ = ["Broadcast", "WorkerGroup", "endpoint"]
+__all__ = ["Broadcast", "Call", "WorkerGroup", "endpoint"]
