@@ -2,6 +2,8 @@
 
 pages of docs/*.md, docstrings, bench/results  ->  build/docs; nothing is fetched from elsewhere
 
+The page of errors ends with their texts, so that the search finds them (list_messages.py, _static/search.js).
+
 Figures (docs/*.svg) become part of their pages, so that they follow the switch of the theme.
 
 Frameworks that are not installed are stood in for by mocks, so that the reference of the adapters is whole everywhere.
@@ -12,16 +14,22 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
-from html import escape
+from collections.abc import Iterator
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from pygments.formatters import HtmlFormatter
 from sphinx.application import Sphinx
+from sphinx.highlighting import PygmentsBridge
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docstrings import prepare_docstring
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import list_messages
 
 import maskpack
 from bench.harness.curves import write_figures
@@ -37,7 +45,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"maskpack {release}"
 html_show_sphinx = False
-html_static_path, html_css_files = ["_static"], ["site.css"]
+html_static_path, html_css_files, html_js_files = ["_static"], ["site.css"], ["search.js"]
 pygments_style, pygments_dark_style = "friendly", "monokai"
 highlight_language = "none"  # of fences without a name: diagrams and what commands print
 copybutton_selector = ", ".join(f"div.highlight-{kind} pre" for kind in ("python", "bash", "yaml"))
@@ -125,7 +133,30 @@ def _put_figures_in(app: Sphinx, tree: nodes.document, page: str) -> None:
                 image.replace_self(nodes.raw("", drawing.replace("<svg ", label, 1), format="html"))
 
 
+def _list_messages(app: Sphinx, page: str, source: list[str]) -> None:
+    """The page of errors ends with their texts, and is made anew after a change of a source."""
+    if page == "api/errors":
+        package = Path(maskpack.__file__).parent
+        source[0] += list_messages.messages(package)
+        for file in package.rglob("*.py"):
+            app.env.note_dependency(str(file), docname=page)
+
+
+class _Lines(HtmlFormatter):
+    """Lines that know their indentation, and the columns of the longest: site.css wraps or shrinks what is too long."""
+
+    def _format_lines(self, tokensource: Any) -> Iterator[tuple[int, str]]:
+        lines = list(super()._format_lines(tokensource))
+        texts = [unescape(re.sub(r"<[^>]*>", "", line)).rstrip() for _, line in lines]
+        columns = max(map(len, texts), default=0)
+        for (number, line), text in zip(lines, texts, strict=True):
+            style = f"--indent: {len(text) - len(text.lstrip(' '))}ch; --columns: {columns}"
+            yield number, f'<span class="code-line" style="{style}">{line}</span>'
+
+
 def setup(app: Sphinx) -> None:
+    PygmentsBridge.html_formatter = _Lines
+    app.connect("source-read", _list_messages)
     app.connect("builder-inited", _write_figures)
     app.connect("doctree-resolved", _put_figures_in)
     app.connect("autodoc-process-signature", _sign)

@@ -9,8 +9,10 @@ import importlib
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import output_of
@@ -46,6 +48,25 @@ def entries(site: Path) -> set[str]:
 
     inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
     return {name for kind in inventory.data if kind.startswith("py:") for name in inventory.data[kind]}
+
+
+@pytest.fixture(scope="module")
+def index(site: Path) -> dict[str, Any]:
+    """What the search knows."""
+    return json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+
+
+def pages_with(words: list[str], index: dict[str, Any]) -> set[str]:
+    """The pages that the search finds: those with all words."""
+    from sphinx.search.en import SearchEnglish
+
+    english = SearchEnglish({})
+    found = set(range(len(index["docnames"])))
+    for word in map(str.lower, words):
+        if word not in english.stopwords:
+            pages = index["terms"].get(english.stem(word), [])
+            found &= {pages} if isinstance(pages, int) else set(pages)
+    return {index["docnames"][number] for number in found}
 
 
 def reachable(site: Path, start: str = "index.html") -> set[str]:
@@ -91,6 +112,22 @@ def test_every_page_is_in_a_table_of_contents(site: Path) -> None:
     assert {page.as_posix() for page in PAGES} - {"index"} <= listed
 
 
+def test_five_pages_are_in_front(site: Path) -> None:
+    front = (site / "index.html").read_text()
+    five = ["trainers", "adopt", "fields", "dispatch", "replay"]
+    for part in ('class="sidebar-tree"', "<p>you want to</p>"):
+        links = LINK.findall(front[front.index(part) :])
+        assert [link.removesuffix(".html") for link in links[:5]] == five
+
+
+def test_lines_of_code_know_how_far_they_are_indented(site: Path) -> None:
+    """Then what does not fit is wrapped (_static/site.css)."""
+    block = (site / "tour.html").read_text().split("<pre>")[1].split("</pre>")[0]
+    indents = re.findall(r'<span class="code-line" style="--indent: (\d+)ch; --columns: \d+">', block)
+    assert len(indents) == block.count("\n")
+    assert {"0", "4"} <= set(indents)
+
+
 def test_the_picture_is_in_its_page_and_follows_the_switch_of_the_theme(site: Path) -> None:
     page = (site / "index.html").read_text()
     assert re.search(r'<svg role="img" aria-label="[^"]+" [^>]*class="batch"', page)
@@ -102,11 +139,64 @@ def test_no_text_without_a_language_is_coloured(site: Path) -> None:
     assert not [page for page in reachable(site) if "highlight-default" in (site / page).read_text()]
 
 
-def test_the_search_leaves_all_figures_out(site: Path) -> None:
-    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+def test_the_search_leaves_all_figures_out(index: dict[str, Any]) -> None:
     number = index["docnames"].index("figures")
     assert not [
         term for term, pages in index["terms"].items() if number in ([pages] if isinstance(pages, int) else pages)
+    ]
+
+
+ERRORS = {
+    "nothing in the batch gives its mask": "api/errors",
+    "packed attention received an attention_mask; expected bounds only": "models",
+    "was opened by the process that this one is a fork of": "api/errors",
+}
+"""Texts of errors, and the page that explains them."""
+
+
+@pytest.mark.parametrize(("text", "page"), ERRORS.items())
+def test_the_search_finds_the_texts_of_errors(text: str, page: str, index: dict[str, Any]) -> None:
+    words = re.findall(r"\w+", text)
+    assert page in pages_with(words, index)
+    assert pages_with([*words, "zebra"], index) == set()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_search_finds_a_message_with_values(site: Path, index: dict[str, Any]) -> None:
+    """Values that no page has do not count (_static/search.js)."""
+    text = "unpack: 31 pads for 17 zebras; expected one for each. Give one pad, or a list of 17."
+    script = """
+        const run = (file) => require("vm").runInThisContext(require("fs").readFileSync(file, "utf8"));
+        const Search = { setIndex: (index) => (Search._index = index) };
+        Object.assign(globalThis, { Search, Scorer: {}, location: { hash: "#" }, window: globalThis });
+        const [text, ...files] = process.argv.slice(1);
+        files.forEach(run);
+        console.log(JSON.stringify(splitQuery(text)));
+    """
+    files = (site / "_static/language_data.js", site / "_static/search.js", site / "searchindex.js")
+    words = json.loads(output_of("node", "-e", script, text, *files))
+    assert {"unpack", "pads", "expected", "list"} <= set(words)
+    assert "api/errors" in pages_with(words, index)
+
+
+def test_the_texts_of_errors_are_read_from_the_sources(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("list_messages", DOCS / "list_messages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "ops.py").write_text(
+        '"""Not this text of the module."""\n'
+        'def f(x):\n    raise LayoutError(f"f: x is {x!r}; " "expected a mask." + REMEDY)\n'
+        'TEXT = "the window of {tokens} tokens"\nNAMES = "not these names either".split()\n'
+    )
+    assert module.messages(tmp_path).splitlines() == [
+        "### maskpack.ops",
+        "",
+        "[](../api/ops.md) tells more.",
+        "",
+        r"- `LayoutError`: f\: x is …\; expected a mask\.…",
+        r"- the window of … tokens",
     ]
 
 
