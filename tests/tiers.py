@@ -32,6 +32,7 @@ FILES = {
     "bench/test_cases.py": "Ray, and a benchmark for each case",
     "core/test_aarch64.py": "a compiler, and an emulator",
     "core/test_sanitized.py": "a compiler",
+    "core/test_targets.py": "a compiler",
     "dispatch/test_cluster.py": "a cluster of two nodes",
     "dispatch/test_faults.py": "ranks that die",
     "dispatch/test_fuzz_dispatch.py": "ranks",

@@ -2,7 +2,8 @@
 
 The build hook calls this (hatch_build.py); by hand: `python maskpack/core/build.py [OPTION OF THE COMPILER ...]`. It
 reads no more C than abi.h has: enums of numbers, `KINDS`, and structs whose members take 8 bytes each or are structs
-before them. CC names the compiler; otherwise it is cc, gcc, clang, or that of the package ziglang.
+before them. CC names the compiler; otherwise it is cc, gcc, clang, or that of the package ziglang. The last compiles
+for the other platforms of TARGETS, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-FLAGS = ["-std=c11", "-D_DEFAULT_SOURCE", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
-ZIG = [sys.executable, "-m", "ziglang", "cc"]
+FLAGS = ["-std=c11", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
+ZIG = [sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline"]  # else for no processor but this one
+TARGETS = {
+    "manylinux_2_28_x86_64": "x86_64-linux-gnu.2.28",
+    "manylinux_2_28_aarch64": "aarch64-linux-gnu.2.28",
+    "macosx_11_0_x86_64": "x86_64-macos.11.0",
+    "macosx_11_0_arm64": "aarch64-macos.11.0",
+}
+"""The platforms that a core can be compiled for elsewhere, as wheels name them, and as zig does."""
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _ENUM = re.compile(r"enum \{(.*?)\};", re.DOTALL)
 _KIND = re.compile(r"X\((\w+), (\w+), (\w+)\)")
@@ -35,9 +43,13 @@ def compiler() -> list[str] | None:
     return [found] if found else None
 
 
-def compile_core(folder: Path = FOLDER, options: Sequence[str] = (), library: Path | None = None) -> None:
-    """Writes `_core.so` and `abi.py` in the folder of the core; or one library alone, elsewhere."""
-    command = [*(compiler() or ZIG), *FLAGS, *definitions(folder), *options]
+def compile_core(
+    folder: Path = FOLDER, options: Sequence[str] = (), library: Path | None = None, target: str | None = None
+) -> None:
+    """Writes `_core.so` and `abi.py` in the folder of the core; or one library alone, elsewhere. `target` is one of
+    TARGETS, None for this machine."""
+    chosen = [*ZIG, "-target", TARGETS[target]] if target else compiler() or ZIG
+    command = [*chosen, *FLAGS, *definitions(folder), *options]
     subprocess.run([*command, "-o", str(library or folder / "_core.so"), str(folder / "core.c")], check=True)
     if library is None:
         (folder / "abi.py").write_text(python_side(folder))

@@ -30,6 +30,10 @@ from maskpack.core.keys import Key, Path, path_given, show
 from maskpack.errors import FieldError, LayoutError, MaskpackError
 
 
+COLUMN = "Make a list of tensors a jagged column: torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
+"""The remedy for a list with a tensor [j] for each row."""
+
+
 def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) -> None:
     """Raises `error` unless `batch` is a TensorDict."""
     if isinstance(batch, TensorDictBase):
@@ -37,6 +41,8 @@ def need_batch(batch: Any, call: str, error: type[MaskpackError] = LayoutError) 
     remedy = "Pass the TensorDict; decompress decodes a PackedBatch, and materialize a BatchView."
     if isinstance(batch, Mapping):
         remedy = "Wrap it: TensorDict(fields, batch_size=[rows])."
+        if any(type(value) in (list, tuple) for value in cast("Mapping[Any, Any]", batch).values()):
+            remedy = f"{COLUMN} Then wrap the columns: TensorDict(fields, batch_size=[rows])."
     raise error(f"{call}: the batch is {said(batch)}; expected a TensorDict. {remedy}")
 
 

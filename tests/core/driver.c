@@ -90,6 +90,7 @@ static void run(u64 seed) {
     i64 numbers = 2 * rows + 2 + rows * (width + 1), *memory = room(8 * numbers);
     Layout layout, of_origin;
     maskpack_make_layouts(&origin, 1, &whole, 1, NULL, &of_origin, &layout, rows, found, memory, numbers, 2);
+    const i64 *bounds = layout.bounds;
 
     Stored stored = {0};
     Job jobs[MOST_FIELDS] = {0};
@@ -109,7 +110,6 @@ static void run(u64 seed) {
         job->items = items;
         job->size = size;
         job->rows = rows;
-        job->bounds = bounds;
         job->hints = draw(2) ? (i64)1 << (draw(5) ? draw(DICTIONARY + 1) : PIECES) : 0;
         job->near = near ? at - 1 : -1;
         job->head = job->tail = job->form.kind = job->form.inner_kind = -1;
@@ -120,11 +120,8 @@ static void run(u64 seed) {
         first += job->columns + 3;
     }
     Entry *slots = room(first * (i64)sizeof(Entry)), *entries = room(first * (i64)sizeof(Entry));
-    Origin masks[] = {{mask, 1, rows, width, width, 255, OF_MASK, 0, 0}};
-    Cut cuts[] = {{0, -1, width}};
-    i64 threads = 1 + 2 * draw(2), used;
-    if (draw(2)) used = maskpack_encode(jobs, n, &layout, 1, &stored, slots, entries, &num_entries, fields, body, ROOM, threads);
-    else used = maskpack_compress(masks, 1, cuts, &stored, 1, jobs, n, slots, entries, &num_entries, fields, body, ROOM, threads);
+    i64 threads = 1 + 2 * draw(2);
+    i64 used = maskpack_encode(jobs, n, &layout, 1, &stored, slots, entries, &num_entries, fields, body, ROOM, threads);
     expect(used >= 0, "encode");
     put(&stored, sizeof stored);
     put(entries, num_entries * (i64)sizeof(Entry));
@@ -132,7 +129,7 @@ static void run(u64 seed) {
     put(fields, 8 * n);
     put(body, used);
 
-    expect(!maskpack_check_layouts(&stored, 1, body, used, rows, spans), "a layout");
+    expect(!maskpack_check_layouts(&stored, 1, body, used, rows, layout.splits[rows]), "a layout");
     i64 bad = maskpack_check_fields(entries, num_entries, &layout, 1, body, used, rows, rows, ROOM, fields, n, bools);
     expect(!bad, "a field that cannot be decoded");
     Target targets[2 * MOST_FIELDS] = {0};

@@ -96,10 +96,25 @@ typedef struct {
 #include "loops.h"
 #endif
 
+#if defined(__x86_64__)
+/* Whether the processor and the system have AVX2 and BMI2; asked once. `__builtin_cpu_supports` would link the runtime
+   of the compiler, and zig's comes with a memcpy of its own, which is slower than that of the system. */
+static int has_avx2(void) {
+    static int known; /* 0 before it was asked, 1 for no, 2 for yes */
+    int found = __atomic_load_n(&known, __ATOMIC_RELAXED);
+    if (found) return found == 2;
+    unsigned a, b, c, d, state = 0;
+    if (__get_cpuid(1, &a, &b, &c, &d) && c & bit_OSXSAVE) __asm__("xgetbv" : "=a"(state), "=d"(d) : "c"(0));
+    int fine = (state & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && b & bit_AVX2 && b & bit_BMI2;
+    __atomic_store_n(&known, 1 + fine, __ATOMIC_RELAXED);
+    return fine;
+}
+#endif
+
 /* The loops for this processor: AVX2 packs three to four times as fast as SSE2. */
 static const BlockLoops *block_loops(void) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) return &loops_any_avx2;
+    if (has_avx2()) return &loops_any_avx2;
 #endif
     return &loops_any_plain;
 }
