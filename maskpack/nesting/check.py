@@ -28,7 +28,7 @@ from maskpack.core.keys import Path, show
 from maskpack.core.latest import Latest
 from maskpack.core.objects import Objects
 from maskpack.core.pads import Pads, holds
-from maskpack.core.tree import entry_at
+from maskpack.core.tree import COLUMN, entry_at
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry
 from maskpack.fields.rl_fields import RL_FIELDS
@@ -113,7 +113,10 @@ def hidden_tensors(path: Path, value: Any) -> list[Finding]:
     reason = reason if more else f'a tensor inside the Python object "{show(path)}"'
     nbytes = nbytes_of(tensor for _, tensor in tensors)
     size = described(first).rpartition(", ")[0]
-    return [Finding(place, "hidden", (), f"{size}, {nbytes:,} bytes: {reason}", _DECLARE)]
+    data = Objects.of(value).data
+    of_rows = isinstance(data, list) and all(isinstance(row, Tensor) and row.dim() for row in cast("list[Any]", data))
+    remedy = COLUMN if of_rows else _DECLARE
+    return [Finding(place, "hidden", (), f"{size}, {nbytes:,} bytes: {reason}", remedy)]
 
 
 def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:

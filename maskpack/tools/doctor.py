@@ -308,8 +308,8 @@ def _notes(one: Diagnosis) -> list[str]:
 def text(one: Diagnosis, file: str, note: str = "") -> str:
     """The diagnosis as text."""
     sizes, base = one.sizes, "the registry" if one.name == "registry" else "RL_FIELDS"
-    out = [f"{file}: {sizes.rows:,} rows, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
-    out += [*sizes.table(), "", f"padded:  {sizes.padded_bytes:,} bytes"]
+    out = [f"{file}: {sizes.rows:,} row{'s' if sizes.rows != 1 else ''}, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
+    out += [*sizes.table(), "", f"as read: {sizes.padded_bytes:,} bytes"]
     for found, which in ((one.before, base), (sizes if one.adds else None, "the registry below")):
         if found is not None:
             out.append(f"packed:  {found.wire_bytes:,} bytes, {found.ratio:,.1f} times fewer, with {which}")
@@ -321,7 +321,8 @@ def text(one: Diagnosis, file: str, note: str = "") -> str:
     else:
         out.append(f"{len(one.padded):,} of the fields stay padded with {base}, and are compressed all the same.")
     if one.adds:
-        out += ["Strict mode and replay need a registry; for bytes alone nothing is needed.", *_lines(one)]
+        needs = "Strict mode and replay need a registry" if one.padded else "Replay needs a registry"
+        out += [f"{needs}; for bytes alone nothing is needed.", *_lines(one)]
         out += [f"  {one.found.seen}"] if one.found.seen else []
         out += ["", *snippet(one).split("\n")]
     out += ["", "Checked: strict mode takes the batch, and every bit comes back."]

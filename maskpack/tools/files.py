@@ -221,7 +221,11 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     number or a row of numbers for each of the rows is a column."""
     arrays: list[Any] = [x for x in data.values() if isinstance(x, Tensor | np.ndarray)]
     rows: set[int] = {x.shape[0] for x in arrays if x.ndim}
-    rows = rows or {len(x) for x in data.values() if _is_column(x)}
+    lists = {name: len(x) for name, x in data.items() if type(x) in (list, tuple) and _is_column(x)}
+    rows = rows or {lists[name] for name in lists if _has_rows(data[name])} or {*lists.values()}
+    if not arrays and len(rows) > 1:
+        said = ", ".join(f"{name} {length:,}" for name, length in lists.items())
+        raise Unusable(f"{file} holds lists of different lengths: {said}; expected one entry for each row. Leave the others out")
 
     def build(part: Mapping[Any, Any], size: list[int]) -> TensorDict:
         out = TensorDict({}, batch_size=size)
@@ -244,6 +248,11 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     if not shapes:
         raise Unusable(f"{file} holds a dict without tensors, or lists of rows, or of dicts; expected a batch")
     return build(data, [*shapes.pop()]) if len(shapes) == 1 else batch
+
+
+def _has_rows(values: _Rows) -> bool:
+    """Whether the entries of a column are rows of numbers."""
+    return not isinstance(values[0], int | float | np.number) and bool(np.ndim(values[0]))
 
 
 def _column(values: _Rows) -> Tensor | None:
