@@ -338,10 +338,12 @@ CASES: dict[str, Case] = {
     ),
     "unnest: a new field": Case(
         "mp.unnest_batch_by_mask(batch)",
-        "Nest the batch again, which gives new fields a layout: `unnest_batch_by_mask(nest_batch_by_mask(batch))`;",
-        "got = unnest_batch_by_mask(nest_batch_by_mask(batch))['advantages']",
+        "Nest the batch again with a registry that has the field, which gives it a layout: "
+        "`unnest_batch_by_mask(nest_batch_by_mask(batch, registry))`;",
+        "got = unnest_batch_by_mask(nest_batch_by_mask(batch, registry))['mine']",
         "rollout()['old_log_probs'] * 2",
-        given="batch = nested.set('advantages', nested['old_log_probs'] * 2)",
+        given="batch = nested.set('mine', nested['old_log_probs'] * 2)\n"
+        "registry = mp.RL_FIELDS | {'mine': MaskNestingSpec('response')}",
     ),
     "unnest: an update by other rows": Case(
         "both = batch.clone(); both.update(other); mp.unnest_batch_by_mask(both)",

@@ -29,7 +29,6 @@ from maskpack.core.arguments import said
 from maskpack.core.keys import Key, Path, path_given, show
 from maskpack.errors import FieldError, LayoutError, MaskpackError
 
-
 COLUMN = "Make a list of tensors a jagged column: torch.nested.as_nested_tensor(rows, layout=torch.jagged)."
 """The remedy for a list with a tensor [j] for each row."""
 

@@ -27,7 +27,7 @@ from maskpack.core.index import IntArray
 from maskpack.core.keys import Path, show
 from maskpack.core.latest import Latest
 from maskpack.core.objects import Objects
-from maskpack.core.pads import Pads, holds
+from maskpack.core.pads import Pad, Pads, holds
 from maskpack.core.tree import COLUMN, entry_at
 from maskpack.errors import CoverageError, LayoutError, MaskpackWarning, RegistryError
 from maskpack.fields.options import Options, Registry
@@ -35,6 +35,7 @@ from maskpack.fields.rl_fields import RL_FIELDS
 from maskpack.layout.row_layout import RowLayout, host_spans
 from maskpack.nesting.documents import BOUNDS, LENGTHS, begins_of, rows_that_count_again, wrong_steps
 from maskpack.nesting.read import Opened, Read, non_pad_of, read
+from maskpack.nesting.response import RESPONSE, SEQUENCE
 from maskpack.nesting.schema import FieldForm
 from maskpack.ops import pack_torch
 
@@ -366,17 +367,28 @@ class _Scope:
 
     @cached_property
     def _ids(self) -> FieldForm | None:
-        return self._first(*_IDS)
+        """The token ids: by a name that trainers have, or else the field of the sequence that has their pad."""
+        own = (name for name, form in self.fields.items() if form.layout == SEQUENCE and self._has_pad_token(form))
+        return self._first(*_IDS, *own)
+
+    def _has_pad_token(self, form: FieldForm) -> bool:
+        spec = self.registry.find(form.path)
+        return spec is not None and Pad.PAD_TOKEN_ID in spec.pads
 
     @cached_property
     def _mask(self) -> FieldForm | None:
-        return self._first(*_SCORED)
+        """The mask of scored tokens: by a name that trainers have, or else the one that the axis of the response is."""
+        own = (name for name, form in self.fields.items() if form.layout == RESPONSE and self._gives_axis(form))
+        return self._first(*_SCORED, *own)
+
+    def _gives_axis(self, form: FieldForm) -> bool:
+        """Whether a mask is on the layout that is computed from it."""
+        source = self.read.opened.plan.sources.get(form.layout or "")
+        return source is not None and (source.way, source.key) == ("mask", form.path)
 
     @cached_property
     def _is_own(self) -> bool:
-        """Whether the mask of scored tokens is on the layout that is computed from it."""
-        source = None if self._mask is None else self.read.opened.plan.sources.get(self._mask.layout or "")
-        return self._mask is not None and source is not None and (source.way, source.key) == ("mask", self._mask.path)
+        return self._mask is not None and self._gives_axis(self._mask)
 
     def _columns(self, mask: FieldForm, width: int) -> Tensor | None:
         """The flags of the tokens of a mask in their columns, bool [B, width]; None if its columns cannot be told."""
@@ -514,7 +526,7 @@ class _Scope:
 
     def _hidden_end(self) -> Iterator[Finding]:
         """Rows that end before the width without the end token, which is the pad: a mask of `ids != pad` hides it."""
-        ids = self._first(*_RESPONSES, *_IDS)
+        ids = self._first(*_RESPONSES) or self._ids
         if ids is None or self.eos is None:
             return
         x, pads, layout = self._values(ids), self.read.pads.get(ids.path), self._layout(ids)

@@ -153,8 +153,9 @@ def _nested_fields(
         if form is None:
             raise LayoutError(
                 f'{call}: field "{show(path)}" is jagged and was added after nesting; its padded form is not known. '
-                "Nest the batch again, which gives new fields a layout: unnest_batch_by_mask(nest_batch_by_mask("
-                "batch)); or name the other fields, which are restored without it."
+                "Nest the batch again with a registry that has the field, which gives it a layout: "
+                "unnest_batch_by_mask(nest_batch_by_mask(batch, registry)); or name the other fields, which are "
+                "restored without it."
             )
         if form.kind == "padded" and form.layout is not None:
             nested[path] = value, layouts[form.layout]

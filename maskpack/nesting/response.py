@@ -136,7 +136,8 @@ def _no_axis(name: str, call: str) -> LayoutError:
         f'{call}: the batch gives no {name} axis; expected the layout "{name}" of a nested or packed batch, or the '
         f'fields that the registry computes its axis "{name}" from (RL_FIELDS: attention_mask, or jagged input_ids '
         "and responses). Pass registry= for names of your own; else keep them in the batch, or nest before they are "
-        "dropped."
+        "dropped. A packed or nested batch has the axes that its fields are on: pack it with a registry in which the "
+        "mask has a MaskNestingSpec of its own axis."
     )
 
 
@@ -285,8 +286,9 @@ class ResponseAxis:
                 f'{call}: row {found} of the axis "{RESPONSE}" is at columns {_columns_of(self.response, found)}, of '
                 f'{self.response.width}{moved}; the row of the axis "{SEQUENCE}" is at {columns}, of '
                 f"{sequence.width}. Expected {where}, as the registry says, in the last {self.response.width} columns. "
-                "Pass the registry that the batch was made with. An axis that tells only how many tokens at the end of "
-                'a row are the response needs part="prefix" or form="lengths".'
+                "Multiply a mask by that of valid tokens if it is true where none is; or pass the registry that the "
+                "batch was made with. An axis that tells only how many tokens at the end of a row are the response "
+                'needs part="prefix" or form="lengths".'
             )
         return found
 

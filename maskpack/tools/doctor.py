@@ -308,7 +308,8 @@ def _notes(one: Diagnosis) -> list[str]:
 def text(one: Diagnosis, file: str, note: str = "") -> str:
     """The diagnosis as text."""
     sizes, base = one.sizes, "the registry" if one.name == "registry" else "RL_FIELDS"
-    out = [f"{file}: {sizes.rows:,} row{'s' if sizes.rows != 1 else ''}, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
+    rows = f"{sizes.rows:,} row" + ("s" if sizes.rows != 1 else "")
+    out = [f"{file}: {rows}, {len(sizes.fields):,} fields{f' ({note})' if note else ''}", ""]
     out += [*sizes.table(), "", f"as read: {sizes.padded_bytes:,} bytes"]
     for found, which in ((one.before, base), (sizes if one.adds else None, "the registry below")):
         if found is not None:

@@ -225,7 +225,9 @@ def _tensordict(data: Mapping[Any, Any], file: Path) -> TensorDict:
     rows = rows or {lists[name] for name in lists if _has_rows(data[name])} or {*lists.values()}
     if not arrays and len(rows) > 1:
         said = ", ".join(f"{name} {length:,}" for name, length in lists.items())
-        raise Unusable(f"{file} holds lists of different lengths: {said}; expected one entry for each row. Leave the others out")
+        raise Unusable(
+            f"{file} holds lists of different lengths: {said}; expected one entry for each row. Leave the others out"
+        )
 
     def build(part: Mapping[Any, Any], size: list[int]) -> TensorDict:
         out = TensorDict({}, batch_size=size)

@@ -626,6 +626,11 @@ class Own(GRPOTrainer):
         (lambda: packed(SFTTrainer), ReplayError, "expected a class with the method"),
         (lambda: packed(packed(GRPOTrainer)), ReplayError, "GRPOTrainer is packed already"),
         (lambda: packed(Own), ReplayError, "Own has a _get_per_token_logps_and_entropies of its own, of test_trl"),
+        (
+            lambda: type("Late", (packed(GRPOTrainer),), {METHOD: None}),
+            ReplayError,
+            "Late, a subclass of a packed trainer, has a _get_per_token_logps_and_entropies of its own",
+        ),
         (lambda: packed(GRPOTrainer, self_check="no"), ReplayError, "self_check is 'no'"),
         (lambda: packed(GRPOTrainer, min_shared=0), LayoutError, "min_shared is 0"),
     ],

@@ -193,6 +193,22 @@ def test_what_the_error_says_to_do_covers_a_batch():
     assert_same(mp.decompress(mp.compress(batch, **options, registry=registry)), batch)
 
 
+def test_lists_of_tensors_are_made_jagged_columns():
+    data = {"responses": [torch.arange(1, 4), torch.arange(1, 3)], "uid": ["a", "b"]}
+    with pytest.raises(mp.errors.LayoutError) as raised:
+        mp.compress(data)
+    remedy = "torch.nested.as_nested_tensor(rows, layout=torch.jagged)"
+    assert f"Make a list of tensors a jagged column: {remedy}. Then wrap the columns" in str(raised.value)
+    batch = TensorDict(data, batch_size=[2])
+    with pytest.raises(mp.errors.CoverageError) as raised:
+        mp.compress(batch, strict_mask_nesting=True)
+    assert str(raised.value).endswith(f"Make a list of tensors a jagged column: {remedy}.")
+    batch["responses"] = eval(remedy, {"torch": torch, "rows": data["responses"]})
+    got = mp.decompress(mp.compress(batch, strict_mask_nesting=True))
+    assert [row.tolist() for row in got["responses"].unbind()] == [[1, 2, 3], [1, 2]]
+    assert got["uid"] == ["a", "b"]
+
+
 def test_one_entry_a_row_is_no_failure():
     batch = TensorDict({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)}, batch_size=[3])
     batch["sub", "c"] = torch.ones(3)
@@ -705,6 +721,34 @@ def test_a_planted_mistake_is_found_and_gone_after_the_remedy(name):
         findings(changed if isinstance(changed, TensorDict) else batch, trainer, eos_token_id=eos, registry=registry)
         == []
     )
+
+
+def test_names_of_ones_own_are_judged_by_their_axes():
+    """Token ids are the field of the sequence with the pad token, scored tokens those of the response's mask."""
+    registry = mp.MaskNestingRegistry(
+        {
+            "ids": mp.MaskNestingSpec("sequence", mp.PAD_TOKEN_ID),
+            "real": mp.MaskNestingSpec("sequence"),
+            "train": mp.MaskNestingSpec("response"),
+            "weights": mp.MaskNestingSpec("response", mp.ZERO),
+        },
+        axes={"sequence": mp.MaskAxis("real"), "response": mp.MaskAxis("train")},
+    )
+    real = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    train = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 1, 0, 0], [0, 1, 1, 1, 0]])
+    batch = TensorDict({"ids": 7 * real, "real": real, "train": train, "weights": train * 0.5}, [3])
+    assert mp.check(batch, registry, pad_token_id=0) == []
+    batch["weights"][2, 1] = NAN
+    (one,) = mp.check(batch, registry, pad_token_id=0)
+    assert (one.path, one.kind, one.rows) == (("weights",), "nonfinite", (2,))
+    batch["weights"][2, 1] = 0.5
+    batch["train"][1, 4] = 1
+    (one,) = mp.check(batch, registry, pad_token_id=0)
+    assert (one.path, one.kind, one.rows) == (("train",), "mask", (1,))
+    batch["train"] *= batch["real"]  # the remedy
+    batch["train"][0] = batch["weights"][0] = 0
+    (one,) = mp.check(batch, registry, pad_token_id=0)
+    assert (one.path, one.kind, one.rows) == (("train",), "unscored", (0,))
 
 
 def test_sections_that_torch_took_for_tokens():

@@ -336,6 +336,15 @@ def test_packed_and_nested_batches_are_those_that_were_packed():
         assert [one.line for one in diagnose(form).suggestions] == ["'mine': MaskNestingSpec('prompt', pad=-100),"]
 
 
+def test_lists_that_are_not_of_these_rows(tmp_path, capsys):
+    rows = {"tokens": [torch.arange(1, 4), torch.arange(1, 3)], "loss_masks": [torch.ones(2), torch.ones(1)]}
+    torch.save({**rows, "raw_reward": [0.5] * 4}, tmp_path / "a.pt")
+    assert f"{tmp_path / 'a.pt'}: 2 rows, 2 fields\n" in said([tmp_path / "a.pt"], capsys, 0)
+    torch.save({**rows, "advantages": [torch.ones(2)] * 4}, tmp_path / "b.pt")
+    shown = said([tmp_path / "b.pt"], capsys, 2)
+    assert "lists of different lengths: tokens 2, loss_masks 2, advantages 4; expected one entry" in shown
+
+
 # -------------------------------------------------------------------- presets
 
 

@@ -263,6 +263,14 @@ class _PackedTrainer:
     temperature: float
     _metrics: dict[str, Any]
 
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if _METHOD in vars(cls):  # passes would run padded, and nobody would be told
+            raise ReplayError(
+                f"{_CALL}: {cls.__name__}, a subclass of a packed trainer, has a {_METHOD} of its own; expected the "
+                "packed one. Leave the method out, or keep the trainer padded."
+            )
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         cast("Any", super()).__init__(*args, **kwargs)
         self._tools: Any = None
