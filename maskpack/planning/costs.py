@@ -104,8 +104,8 @@ class PlanOptions:
         cost: what a micro-batch costs. "tokens": the sum of the valid tokens (packed replay). "padded": the number of
             rows times the longest row, for rows padded on one side. A function of lengths int64 [B] that returns costs
             [B] in the unit of the budget: their sum. With `np.ones_like`, the budget is a number of rows.
-        num_updates: the number of optimizer updates. They are consecutive parts of the rows (of each rank), as equal as groups allow;
-            an update without rows has no micro-batches.
+        num_updates: the number of optimizer updates. They are consecutive parts of the rows (of each rank), as equal as
+            groups allow; an update without rows has no micro-batches.
         multiple_of: the number of micro-batches of an update is a multiple of it (pipeline stages).
         work: a function of lengths int64 [B] that returns amounts of work [B], such as FLOPs. It orders micro-batches,
             says which to split, and is what `plan_ranks` balances; it does not change what is packed together. None:
