@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,14 @@ _FILL, _GROUP, _TARGET_AT = 0.5, 4, (16, 100)
 _APART = 1e-4
 
 
-@case("toy", help="from which size on a tiny model on the CPU gains", on="cpu", rows=None, tiny={"shape": TINY})
-def run(rounds: int, *, shape: Shape = SHAPE) -> RowGroups:
+@case("toy", help="from which size on a tiny model on the CPU gains", on="cpu", rows=None, tiny={"shape": TINY, "sizes": ((2, 9),)})
+def run(rounds: int, *, shape: Shape = SHAPE, sizes: Sequence[tuple[int, int]] = SIZES) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if two ways give other log-probs."""
     with torch_threads(1):
         model: Any = shape.model(torch.device("cpu"), torch.float32).eval()
         for layer in model.model.layers:
             layer.gradient_checkpointing = False
-        for size in SIZES:
+        for size in sizes:
             ways = _ways(model, _batch(*size, shape.vocabulary))
             for step, backward in (("forward", False), ("forward + backward", True)):
                 name = f"{size[0]} rows of {size[1]} tokens, {step}"
