@@ -114,10 +114,15 @@ def hidden_tensors(path: Path, value: Any) -> list[Finding]:
     reason = reason if more else f'a tensor inside the Python object "{show(path)}"'
     nbytes = nbytes_of(tensor for _, tensor in tensors)
     size = described(first).rpartition(", ")[0]
-    data = Objects.of(value).data
-    of_rows = isinstance(data, list) and all(isinstance(row, Tensor) and row.dim() for row in cast("list[Any]", data))
-    remedy = COLUMN if of_rows else _DECLARE
+    remedy = COLUMN if _are_rows(Objects.of(value).data) else _DECLARE
     return [Finding(place, "hidden", (), f"{size}, {nbytes:,} bytes: {reason}", remedy)]
+
+
+def _are_rows(data: Any) -> bool:
+    """Whether it is a list of tensors [j, *F] that differ in length alone."""
+    rows = cast("list[Any]", data) if isinstance(data, list) else []
+    kinds = {(row.dtype, row.shape[1:]) if isinstance(row, Tensor) and row.dim() else None for row in rows}
+    return len(kinds) == 1 and None not in kinds
 
 
 def _tensors_in(path: Path, value: Any) -> Iterator[tuple[Path, Tensor]]:

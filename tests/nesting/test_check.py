@@ -203,6 +203,9 @@ def test_lists_of_tensors_are_made_jagged_columns():
     with pytest.raises(mp.errors.CoverageError) as raised:
         mp.compress(batch, strict_mask_nesting=True)
     assert str(raised.value).endswith(f"Make a list of tensors a jagged column: {remedy}.")
+    images = TensorDict({"x": [torch.ones(2, 3), torch.ones(1, 4)]}, batch_size=[2])  # no column
+    (one,) = mp.check(images)
+    assert "with MaskNestingSpec(None) a field" in one.remedy
     batch["responses"] = eval(remedy, {"torch": torch, "rows": data["responses"]})
     got = mp.decompress(mp.compress(batch, strict_mask_nesting=True))
     assert [row.tolist() for row in got["responses"].unbind()] == [[1, 2, 3], [1, 2]]
