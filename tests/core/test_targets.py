@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 NEWEST = (2, 28)
 """The newest version of glibc that a symbol may have in a wheel for manylinux_2_28."""
 LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
-MACHINES = {"x86_64": ("Advanced Micro Devices X86-64", 0x1000007), "aarch64": ("AArch64", 0), "arm64": ("", 0x100000C)}
-"""What readelf calls a processor, and its number in a Mach-O file."""
+MACHINES = {"x86_64": 0x1000007, "arm64": 0x100000C}
+"""The numbers of processors in a Mach-O file."""
 needs_zig = pytest.mark.skipif(not importlib.util.find_spec("ziglang"), reason="needs ziglang")
 needs_readelf = pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
 
@@ -59,10 +59,9 @@ def imported_by_mach_o(data: bytes) -> list[str]:
 
 @needs_zig
 @needs_readelf
-@pytest.mark.parametrize("target", [name for name in build.TARGETS if name.startswith("manylinux")])
-def test_a_core_for_linux_needs_glibc_2_28_and_no_more(target: str, tmp_path: Path) -> None:
-    shown = read(compiled(tmp_path, target))
-    assert MACHINES[target.partition("28_")[2]][0] in shown
+def test_a_core_for_linux_needs_glibc_2_28_and_no_more(tmp_path: Path) -> None:
+    """That for aarch64 is in a wheel of `.ci/release`, which auditwheel checks."""
+    shown = read(compiled(tmp_path, "manylinux_2_28_x86_64"))
     assert "maskpack_version" in shown
     assert not unfit(shown)
     # memcpy is that of the system, which is faster than the one in zig's runtime
@@ -87,7 +86,7 @@ def test_a_newer_glibc_and_another_library_would_be_seen(tmp_path: Path) -> None
 def test_a_core_for_macos_is_linked(target: str, tmp_path: Path) -> None:
     data = compiled(tmp_path, target).read_bytes()
     magic, machine, _, kind = struct.unpack_from("<4I", data)
-    assert (magic, machine, kind) == (0xFEEDFACF, MACHINES[target.partition("11_0_")[2]][1], 6)  # a dylib of 64 bits
+    assert (magic, machine, kind) == (0xFEEDFACF, MACHINES[target.partition("11_0_")[2]], 6)  # a dylib of 64 bits
     assert imported_by_mach_o(data) == ["/usr/lib/libSystem.B.dylib"]
     assert b"_maskpack_version\0" in data
 
