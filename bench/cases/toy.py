@@ -38,7 +38,13 @@ _FILL, _GROUP, _TARGET_AT = 0.5, 4, (16, 100)
 _APART = 1e-4
 
 
-@case("toy", help="from which size on a tiny model on the CPU gains", on="cpu", rows=None, tiny={"shape": TINY, "sizes": ((2, 9),)})
+@case(
+    "toy",
+    help="from which size on a tiny model on the CPU gains",
+    on="cpu",
+    rows=None,
+    tiny={"shape": TINY, "sizes": ((2, 9),)},
+)
 def run(rounds: int, *, shape: Shape = SHAPE, sizes: Sequence[tuple[int, int]] = SIZES) -> RowGroups:
     """A round here is three of the command line. Raises NotExact if two ways give other log-probs."""
     with torch_threads(1):
