@@ -32,6 +32,8 @@ class CustomBuildHook(BuildHookInterface[Any]):
         if self.target_name != "wheel":
             return
         build, platform = self._build(), self._platform()
+        if platform and version == "editable":
+            sys.exit("maskpack: an editable install is for this machine. Unset MASKPACK_TARGET, or build a wheel.")
         if platform:  # the core in a clone stays that of its machine
             self._folder = tempfile.TemporaryDirectory()
             library, abi = Path(self._folder.name, "_core.so"), Path(self._folder.name, "abi.py")

@@ -103,6 +103,8 @@ def test_a_target_brings_zig_and_an_unknown_one_says_what_is_known(monkeypatch: 
     assert hook().dependencies() == []
     monkeypatch.setenv("MASKPACK_TARGET", "manylinux_2_28_aarch64")
     assert hook().dependencies() == ["ziglang"]
+    with pytest.raises(SystemExit, match=r"Unset MASKPACK_TARGET"):
+        hook().initialize("editable", {})
     monkeypatch.setenv("MASKPACK_TARGET", "musllinux_1_2_x86_64")
     with pytest.raises(SystemExit, match=r"MASKPACK_TARGET=musllinux_1_2_x86_64\. Expected one of manylinux_2_28"):
         hook().dependencies()

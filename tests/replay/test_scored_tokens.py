@@ -176,6 +176,25 @@ def test_rows_without_a_response_axis_are_scored_where_a_mask_says() -> None:
         response_log_probs(model, batch.exclude("loss_mask"), options=ReplayOptions(registry=WHOLE))
 
 
+def test_what_errors_of_the_response_axis_say_to_do() -> None:
+    axes = {"sequence": mp.MaskAxis("attention_mask"), "response": mp.MaskAxis("train")}
+    registry = mp.MaskNestingRegistry(FIELDS | {"train": mp.MaskNestingSpec("response")}, axes=axes)
+    batch, options = rows_of(torch.Generator().manual_seed(6)), ReplayOptions(registry=registry)
+    batch = batch.select("input_ids", "attention_mask").set("train", batch["loss_mask"])
+    wanted = PackedInputs.of(batch, options=options).targets
+    packed = mp.compress(batch, registry=registry | {"train": mp.MaskNestingSpec("sequence")}, pad_token_id=0)
+    with pytest.raises(LayoutError, match="a registry in which the mask has a MaskNestingSpec of its own axis"):
+        PackedInputs.of(packed, options=options)
+    packed = mp.compress(batch, registry=registry, pad_token_id=0)
+    assert torch.equal(PackedInputs.of(packed, options=options).targets, wanted)
+    pads = batch["attention_mask"] == 0
+    odd = batch.clone().set("train", batch["train"].masked_fill(pads, 1))
+    with pytest.raises(LayoutError, match="Multiply a mask by that of valid tokens"):
+        PackedInputs.of(odd, options=options)
+    odd["train"] *= odd["attention_mask"]
+    assert torch.equal(PackedInputs.of(odd, options=options).targets, wanted)
+
+
 def test_the_output_layer_runs_on_scored_tokens_alone() -> None:
     """Of a value head: the number of hidden states that it is given."""
     source, model, sizes = torch.Generator().manual_seed(7), Sums(), []

@@ -343,6 +343,9 @@ def test_lists_that_are_not_of_these_rows(tmp_path, capsys):
     torch.save({**rows, "advantages": [torch.ones(2)] * 4}, tmp_path / "b.pt")
     shown = said([tmp_path / "b.pt"], capsys, 2)
     assert "lists of different lengths: tokens 2, loss_masks 2, advantages 4; expected one entry" in shown
+    assert "Leave the others out" in shown
+    torch.save(rows, tmp_path / "c.pt")
+    assert f"{tmp_path / 'c.pt'}: 2 rows, 2 fields\n" in said([tmp_path / "c.pt"], capsys, 0)
 
 
 # -------------------------------------------------------------------- presets
