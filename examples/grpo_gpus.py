@@ -69,17 +69,18 @@ class Settings:
         updates: of a step, each with an equal part of the questions.
         token_budget: of a packed micro-batch, in tokens.
         rows_at_once: of a padded micro-batch, a rank.
-        warm_steps: supervised steps on solved questions before the first run, a third of them wrong.
+        warm_steps: supervised steps on solved questions before the first run, a third of them wrong; at
+            `warm_learning_rate`.
         gpus_each: what Ray counts for a rank. With 0, and RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 in the environment,
             ranks see all GPUs, and each takes the one of its number.
     """
 
-    hidden: int = 1024
-    layers: int = 28
+    hidden: int = 2048
+    layers: int = 8
     heads: int = 16
     kv_heads: int = 8
     head_dim: int = 128
-    intermediate: int = 3072
+    intermediate: int = 6144
     vocabulary: int = len(SIGNS)
     prompt: int = 256
     response: int = 16
@@ -87,8 +88,9 @@ class Settings:
     samples: int = 8
     updates: int = 2
     token_budget: int = 32_768
-    rows_at_once: int = 16
-    learning_rate: float = 1e-5
+    rows_at_once: int = 32
+    learning_rate: float = 1e-6
+    warm_learning_rate: float = 3e-4
     warm_steps: int = 150
     device: str = "cuda"
     gpus_each: int = 1
@@ -126,7 +128,9 @@ TINY = Settings(
     response=8,
     questions=8,
     token_budget=512,
+    rows_at_once=16,
     learning_rate=1e-4,
+    warm_learning_rate=3e-3,
     device="cpu",
 )
 
@@ -324,7 +328,7 @@ class Rank:
     def demonstrate(self, steps: int) -> float:
         """Supervised steps on solved questions, of which a third are wrong; the last loss."""
         own, rng = self.settings, random.Random(self.rank)
-        optimizer, loss = torch.optim.AdamW(self.policy.parameters(), 30 * own.learning_rate), 0.0
+        optimizer, loss = torch.optim.AdamW(self.policy.parameters(), own.warm_learning_rate), 0.0
         for _ in range(steps):
             rows: list[list[int]] = []
             for _ in range(own.rows_at_once):
