@@ -17,6 +17,7 @@ The sums of a token depend on its hidden state and the weight alone: not on the 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ TILE = 256
 """The columns of a tile, which are a slice."""
 _ROWS, _DEPTH = 128, 64
 _TILES: dict[str, Any] = {"ROWS": _ROWS, "COLUMNS": TILE, "DEPTH": _DEPTH, "GROUP": 16, "num_warps": 8, "num_stages": 3}
+_LOG2_E = tl.constexpr(math.log2(math.e))  # exp tests each number for tiny results, exp2 does not
+_LOWEST = tl.constexpr(-3.0e38)  # finite, so that differences are, too
 _VARYING = ["tokens", "first"]  # not the vocabulary: stores of rows that are multiples of 16 long are as wide
 
 
@@ -68,33 +71,36 @@ def _reduce_tiles(
     WIDENED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
+    steep = tl.minimum(scale * _LOG2_E, -_LOWEST)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         row, column = _place(tile, tokens, vocabulary, ROWS, COLUMNS, GROUP)
         here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
-        rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        inside, columns = rows < tokens, (at < vocabulary)[None, :]
+        rows, at = row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        inside, left = rows < tokens, tl.minimum(vocabulary - column, COLUMNS)
         if inner is not None:
             here = tanh(here * inner)
-        here = tl.where(columns, here * scale, float("-inf"))
-        wanted = tl.load(ids + rows, mask=inside, other=-1)
-        known = (wanted >= column) & (wanted < tl.minimum(column + COLUMNS, vocabulary))
+        here = tl.where((at < left)[None, :], here, float("-inf"))
+        wanted = tl.load(ids + rows, mask=inside, other=-1) - column
+        known = (wanted >= 0) & (wanted < left)
         if tl.max(known.to(tl.int32), 0) > 0:
-            tl.store(token + rows, tl.sum(tl.where(at[None, :] == wanted[:, None], here, 0.0), 1), mask=known)
-        top = tl.maximum(tl.max(here, 1), -3.0e38)  # finite, so that differences are, too
+            picked = tl.sum(tl.where(at[None, :] == wanted.to(tl.int32)[:, None], here, 0.0), 1)
+            tl.store(token + rows, picked * scale, mask=known)
+        top = tl.maximum(tl.max(here, 1), _LOWEST)
         below = here - top[:, None]
-        power = tl.exp(below)
+        power = tl.exp2(below * steep)
         total = tl.sum(power, 1)
         place = (column // COLUMNS).to(tl.int64) * tokens + rows
-        tl.store(tops + place, top, mask=inside)
+        tl.store(tops + place, tl.maximum(top * scale, _LOWEST), mask=inside)
         tl.store(totals + place, total, mask=inside)
         if weighted is not None:
-            tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 1), mask=inside)
+            tl.store(weighted + place, tl.sum(power * tl.where(power > 0, below, 0.0), 1) * scale, mask=inside)
         if squares is not None:
             tl.store(squares + place, tl.sum(power * power, 1), mask=inside)
         if kept is not None:
-            number = stored(below - tl.log(tl.where(total == 0, 1.0, total))[:, None]).to(kept.dtype.element_ty)
-            line = kept + rows[:, None].to(tl.int64) * kept_stride
-            tl.store(line + at[None, :], number, mask=inside[:, None] & columns)
+            log_p = below * scale - tl.log(tl.where(total == 0, 1.0, total))[:, None]
+            line = kept + rows[:, None].to(tl.int64) * kept_stride + column
+            mask = inside[:, None] & (at < left)[None, :]
+            tl.store(line + at[None, :], stored(log_p).to(kept.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -107,20 +113,21 @@ def _differentiate_tiles(
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         row, column = _place(tile, tokens, vocabulary, ROWS, COLUMNS, GROUP)
         here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
-        rows, at = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        inside = rows < tokens
+        rows, at = row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        inside, left = rows < tokens, tl.minimum(vocabulary - column, COLUMNS)
         if inner is not None:
             power = tl.exp(-2 * tl.abs(here * inner))
             bend = inner * 4 * power / ((1 + power) * (1 + power))  # inner * (1 - tanh^2), which would cancel
             here = tanh(here * inner)
         log_p = here * scale - tl.load(lse + rows, mask=inside, other=0.0)[:, None]
-        p = tl.exp(log_p)
+        p = tl.exp2(log_p * _LOG2_E)
         slope = tl.zeros((ROWS,), tl.float32)
         own = slope
         if grad_log_probs is not None:
             slope = tl.load(grad_log_probs + rows, mask=inside, other=0.0)
             own = slope * tl.load(others + rows, mask=inside, other=0.0)
-        wanted = at[None, :] == (tl.load(ids + rows, mask=inside, other=-1) - first)[:, None]
+        place = tl.load(ids + rows, mask=inside, other=-1) - first - column
+        wanted = at[None, :] == tl.where((place >= 0) & (place < left), place, -1).to(tl.int32)[:, None]
         if (grad_entropy is not None) or (grad_sum_p2 is not None):
             rest = tl.zeros((ROWS, COLUMNS), tl.float32)
             if grad_entropy is not None:
@@ -134,8 +141,8 @@ def _differentiate_tiles(
             grad = tl.where(wanted, own[:, None], -p * slope[:, None])
         if inner is not None:
             grad *= bend
-        line = out + rows[:, None].to(tl.int64) * out_stride
-        mask = inside[:, None] & (at < vocabulary)[None, :]
+        line = out + rows[:, None].to(tl.int64) * out_stride + column
+        mask = inside[:, None] & (at < left)[None, :]
         tl.store(line + at[None, :], (grad * scale).to(out.dtype.element_ty), mask=mask)
 
 
