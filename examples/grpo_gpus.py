@@ -256,7 +256,8 @@ class Rank:
             fsdp.fully_shard(layer, mp_policy=precision)
         self.policy: Any = fsdp.fully_shard(policy, mp_policy=precision)
         parameters: Any = self.policy.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, self.settings.learning_rate, weight_decay=0.0)
+        fused = self.settings.device == "cuda"
+        self.optimizer = torch.optim.AdamW(parameters, self.settings.learning_rate, weight_decay=0.0, fused=fused)
         self.prepare()
         self.publish()
 
@@ -453,19 +454,18 @@ class Arm:
 
     worker: ClassVar[type[Rank]]
 
-    def __init__(self, settings: Settings, ranks: int, start: Path | None) -> None:
+    def __init__(self, settings: Settings, ranks: int) -> None:
         self.settings = settings
         gpus = {"num_gpus": settings.gpus_each} if settings.device == "cuda" else {}
         options: dict[str, Any] = {"pad_token_id": PAD, "strict_mask_nesting": "both"}
         self.group = WorkerGroup.launch(self.worker, ranks, settings, num_cpus=ranks, actor_options=gpus, **options)
         self.curve, self._inside = Curve(), 0.0
-        try:
-            (address,) = self.group.run("address", rank=0)
-            path = None if start is None else str(start)
-            ray.get([actor.join.remote(rank, ranks, address, path) for rank, actor in enumerate(self.group.actors)])
-        except BaseException:
-            self.close()
-            raise
+
+    def join(self, start: Path | None) -> None:
+        """Lets the ranks meet, which begin with the weights of a file, or with random ones."""
+        (address,) = self.group.run("address", rank=0)
+        own = self.group.num_ranks, address, None if start is None else str(start)
+        ray.get([actor.join.remote(rank, *own) for rank, actor in enumerate(self.group.actors)])
 
     def close(self) -> None:
         self.group.close()
@@ -621,8 +621,9 @@ class Record:
 
 @contextmanager
 def running(arm: type[Arm], settings: Settings, gpus: int, start: Path | None) -> Generator[Arm]:
-    own = arm(settings, gpus, start)
+    own = arm(settings, gpus)
     try:
+        own.join(start)
         yield own
     finally:
         own.close()

@@ -65,7 +65,7 @@ class Sizes:
     """Of the model, and of the rows of a step, so many a rank."""
 
     shape: Shape = SMALL
-    rows_each: int = 32
+    rows_each: int = 64
     group: int = 8
     token_budget: int = 32_768
     batches: Mapping[str, Rows] = field(
@@ -137,9 +137,10 @@ def run(
         yield [Row(name, f"missing, {head}", 1, "rivals") for head in missing]
         with _all_gpus_seen(), local_ray(batch, num_cpus=ranks * len(kinds)):
             try:
-                for kind, arm in kinds.items():
+                arms |= {kind: arm(settings, ranks) for kind, arm in kinds.items()}
+                for kind, arm in arms.items():
                     progress(f"{name}: {kind} starts")
-                    arms[kind] = arm(settings, ranks, None)
+                    arm.join(None)
                 yield from _measured(name, arms, batch, replace(rows, target=None) if missing else rows, sizes, rounds)
             finally:
                 for arm in arms.values():
