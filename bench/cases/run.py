@@ -4,7 +4,7 @@
     sorted and trimmed       micro-batches cut to their longest rows
     by hand, HEAD            packed as verl does it, with Liger's layers and a head on all tokens: flash-attn's cross
                              entropy in place, or verl's fused one
-    maskpack; ..., exact     rows sent packed, shared prefixes, fused layers; the same bits in every packing
+    maskpack; ..., exact     rows sent packed, long prompts shared, fused layers; the same bits in every packing
 
 Each arm has ranks of its own, one a GPU, FSDP2 with float32 weights that compute in bfloat16, and the same first
 weights; all lie on the GPUs at once, and take turns. A step sends rows, takes old log-probs, updates twice and gives
@@ -49,10 +49,12 @@ _PEAK = 989e12  # operations a second of a dense product in bfloat16, one H200
 @dataclass(frozen=True)
 class Rows:
     """Widths of prompts and responses, the real share of them (if None, prompts have the full width and responses three
-    quarters of theirs or more), and the target of the time of the fastest arm by hand divided by ours."""
+    quarters of theirs or more), whether ours compute the prompt of a group once, which pays if it is a seventh of the
+    tokens, and the target of the time of the fastest arm by hand divided by ours."""
 
     widths: tuple[int, int]
     fill: float | None
+    shares: bool
     target: str | None = None
 
     @property
@@ -70,8 +72,8 @@ class Sizes:
     token_budget: int = 32_768
     batches: Mapping[str, Rows] = field(
         default_factory=lambda: {
-            "prompts": Rows((2048, 512), None, ">= 2.5"),
-            "responses": Rows((512, 3584), 0.25, ">= 1.05"),
+            "prompts": Rows((2048, 512), None, True, ">= 2.5"),
+            "responses": Rows((512, 3584), 0.25, False, ">= 1.05"),
         }
     )
 
@@ -92,8 +94,8 @@ class Sizes:
         batch["advantages"] = gain * batch["response_mask"]
         return batch
 
-    def settings(self, widths: tuple[int, int], rows: int, device: str) -> Settings:
-        own = self.shape
+    def settings(self, rows: Rows, count: int, device: str) -> Settings:
+        own, widths = self.shape, rows.widths
         sizes = {name: getattr(own, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
         return Settings(
             **sizes,
@@ -101,7 +103,8 @@ class Sizes:
             vocabulary=own.vocabulary,
             prompt=widths[0],
             response=widths[1],
-            questions=rows // self.group,
+            questions=count // self.group,
+            share_prefixes=rows.shares,
             samples=self.group,
             token_budget=self.token_budget,
             rows_at_once=max(1, self.token_budget // max(sum(widths), 2 * widths[1] + 2)),
@@ -117,7 +120,7 @@ class Sizes:
     on="gpu",
     rows=None,
     groups=("prompts", "responses"),
-    tiny={"sizes": Sizes(TINY, 4, 4, 64, {"responses": Rows((12, 8), 0.6)}), "ranks": 2},
+    tiny={"sizes": Sizes(TINY, 4, 4, 64, {"responses": Rows((12, 8), 0.6, True)}), "ranks": 2},
 )
 def run(
     rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, ranks: int | None = None
@@ -133,7 +136,7 @@ def run(
     for group in only or sizes.batches:
         rows = sizes.batches[group]
         name, batch, arms = f"run, {rows.name}, {ranks} ranks", sizes.batch(rows, ranks), dict[str, Arm]()
-        settings = sizes.settings(rows.widths, len(batch), device)
+        settings = sizes.settings(rows, len(batch), device)
         yield [Row(name, f"missing, {head}", 1, "rivals") for head in missing]
         with _all_gpus_seen(), local_ray(batch, num_cpus=ranks * len(kinds)):
             try:
