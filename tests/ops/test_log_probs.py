@@ -406,6 +406,29 @@ def test_bits_do_not_depend_on_addresses(width: int, offset: int, stride: int | 
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
+@pytest.mark.parametrize("scale", [0.5, 2.0, 1e30])
+@pytest.mark.parametrize("keep", [0, 1 << 30])
+def test_fused_products_of_a_slice_of_nothing_but_infinity(scale: float, keep: int, backend: Any) -> None:
+    """The finite number that stands for its highest logit stays finite times a scale above 1."""
+    hidden, weight, _ = inputs(3, 16, 600, torch.float16, device=DEVICE)
+    hidden[:, 0], weight[:256, 0] = 1, -math.inf
+    ids = torch.tensor([300, 10, 599], device=DEVICE)
+    seen, entropy = packed_log_probs(
+        hidden, weight, ids, logits=Logits(scale=scale), entropy=True, keep=keep, backend=backend
+    )
+    log_p = (scale * (hidden.double() @ weight.double().T)).log_softmax(1)
+    truth = log_p.gather(1, ids[:, None])[:, 0]
+    assert seen[1] == truth[1] == -math.inf
+    torch.testing.assert_close(seen[[0, 2]].double(), truth[[0, 2]], rtol=2e-5, atol=2e-5)
+    spread = -(log_p.exp() * log_p.where(log_p > -math.inf, 0)).sum(1)
+    torch.testing.assert_close(entropy.double(), spread, rtol=2e-5, atol=2e-5)
+    fused = importlib.import_module("maskpack.ops.log_probs_fused_triton")
+    parts = Parts.of(3, 600, (True, False), torch.float32, torch.device(DEVICE), fused.TILE)
+    fused.reduce_rows(hidden, weight, ids, Curve(scale, None), parts, None)
+    assert parts.top.isfinite().all() and not parts.total[0].any()
+
+
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
 def test_fused_products_with_a_cap_are_differentiated(backend: Any) -> None:
     """In the range in which the cap bends, with every output, and of tokens that are likely themselves."""
     hidden, weight, _ = inputs(150, 16, 700, torch.float16, device=DEVICE)
