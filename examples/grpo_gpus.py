@@ -69,7 +69,6 @@ class Settings:
         updates: of a step, each with an equal part of the questions.
         token_budget: of a packed micro-batch, in tokens.
         rows_at_once: of a padded micro-batch, a rank.
-        share_prefixes: whether packed arms compute the prompt of a group once.
         warm_steps: supervised steps on solved questions before the first run, a third of them wrong; at
             `warm_learning_rate`.
         gpus_each: what Ray counts for a rank. With 0, and RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 in the environment,
@@ -90,7 +89,6 @@ class Settings:
     updates: int = 2
     token_budget: int = 32_768
     rows_at_once: int = 32
-    share_prefixes: bool = True
     learning_rate: float = 1e-6
     warm_learning_rate: float = 3e-4
     warm_steps: int = 150
@@ -100,10 +98,6 @@ class Settings:
     @property
     def rows(self) -> int:
         return self.questions * self.samples
-
-    @property
-    def options(self) -> ReplayOptions:
-        return ReplayOptions(share_prefixes=self.share_prefixes)
 
     @property
     def model(self) -> Qwen3Config:
@@ -407,6 +401,7 @@ class PaddedRank(Rank):
 class PackedRank(Rank):
     """maskpack: what arrives is packed, and nothing is padded after it."""
 
+    options = ReplayOptions(share_prefixes=True)
     exact = False
 
     def prepare(self) -> None:
@@ -415,7 +410,7 @@ class PackedRank(Rank):
     @endpoint(format="nested", micro_batches=True)
     @torch.no_grad()
     def old_log_probs(self, batch: TensorDict) -> TensorDict:
-        log_probs = response_log_probs(self.replay, batch.to(self.device), options=self.settings.options)
+        log_probs = response_log_probs(self.replay, batch.to(self.device), options=self.options)
         self.done()
         return TensorDict({"old_log_probs": log_probs}, batch_size=batch.batch_size)
 
@@ -423,7 +418,7 @@ class PackedRank(Rank):
     def update(self, batch: TensorDict, loss_tokens: int, plan: Any) -> Update:
         seen = Update()
         for part, is_dummy in zip(plan.apply(batch.to(self.device)), plan.is_dummy, strict=True):
-            log_probs = response_log_probs(self.replay, part, options=self.settings.options)
+            log_probs = response_log_probs(self.replay, part, options=self.options)
             old, gain = part["old_log_probs"].values(), part["advantages"].values()
             share = 0.0 if is_dummy else self.ranks / loss_tokens
             seen.add(log_probs.values(), old, gain, share).backward()
@@ -575,14 +570,14 @@ class Padded(Arm):
 class Packed(Arm):
     """maskpack from end to end."""
 
-    worker = PackedRank
+    worker: ClassVar[type[PackedRank]] = PackedRank
 
     def send(self, batch: TensorDict) -> None:
         with self.timed("send"):
             self._rows = self.group.put(batch)
             self._sent += self._rows.nbytes
-            shares = self.settings.share_prefixes
-            self._tree = prefix_tree(batch, options=self.settings.options) if shares else None
+            options = self.worker.options
+            self._tree = prefix_tree(batch, options=options) if options.share_prefixes else None
 
     def _plan(self, rows: slice) -> RankPlans:
         with self.timed("send"):

@@ -38,6 +38,7 @@ FILES = {
     "dispatch/test_fuzz_dispatch.py": "ranks",
     "docs/test_site.py": "Sphinx",
     "examples/test_adopt.py": "Ray",
+    "examples/test_all_arms.py": "Ray",
     "examples/test_analyse_rollouts.py": "the program",
     "examples/test_async_trainer.py": "Ray, and a trainer that is killed",
     "examples/test_resume_grpo.py": "trainers that are killed",

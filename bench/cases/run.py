@@ -4,7 +4,9 @@
     sorted and trimmed       micro-batches cut to their longest rows
     by hand, HEAD            packed as verl does it, with Liger's layers and a head on all tokens: flash-attn's cross
                              entropy in place, or verl's fused one
-    maskpack; ..., exact     rows sent packed, long prompts shared, fused layers; the same bits in every packing
+    maskpack                 rows sent packed, shared prefixes, fused layers
+    ..., exact               the same, with the same bits in every packing
+    ..., nothing shared      the same as the first, each prompt computed for each of its rows
 
 Each arm has ranks of its own, one a GPU, FSDP2 with float32 weights that compute in bfloat16, and the same first
 weights; all lie on the GPUs at once, and take turns. A step sends rows, takes old log-probs, updates twice and gives
@@ -40,7 +42,7 @@ from bench.rivals import grpo_arms
 from bench.workloads.models import SMALL, TINY, Shape, log_normal_lengths, padded_batch
 from examples.grpo_gpus import PAD, PARTS, Arm, Exact, Packed, Settings
 
-BY_HAND, OURS, EXACT = "by hand", "maskpack", "maskpack, exact"
+BY_HAND, OURS, EXACT, UNSHARED = "by hand", "maskpack", "maskpack, exact", "maskpack, nothing shared"
 _CLOSE = {"cpu": 1e-5, "cuda": 0.25}  # nats, of log-probs in float32 and in bfloat16
 _NEAR = {"cpu": 1e-4, "cuda": 0.05}  # of losses and norms, relative
 _PEAK = 989e12  # operations a second of a dense product in bfloat16, one H200
@@ -49,12 +51,10 @@ _PEAK = 989e12  # operations a second of a dense product in bfloat16, one H200
 @dataclass(frozen=True)
 class Rows:
     """Widths of prompts and responses, the real share of them (if None, prompts have the full width and responses three
-    quarters of theirs or more), whether ours compute the prompt of a group once, which pays if it is a seventh of the
-    tokens, and the target of the time of the fastest arm by hand divided by ours."""
+    quarters of theirs or more), and the target of the time of the fastest arm by hand divided by ours."""
 
     widths: tuple[int, int]
     fill: float | None
-    shares: bool
     target: str | None = None
 
     @property
@@ -72,8 +72,8 @@ class Sizes:
     token_budget: int = 32_768
     batches: Mapping[str, Rows] = field(
         default_factory=lambda: {
-            "prompts": Rows((2048, 512), None, True, ">= 2.5"),
-            "responses": Rows((512, 3584), 0.25, False, ">= 1.05"),
+            "prompts": Rows((2048, 512), None, ">= 2.5"),
+            "responses": Rows((512, 3584), 0.25, ">= 1.05"),
         }
     )
 
@@ -94,8 +94,8 @@ class Sizes:
         batch["advantages"] = gain * batch["response_mask"]
         return batch
 
-    def settings(self, rows: Rows, count: int, device: str) -> Settings:
-        own, widths = self.shape, rows.widths
+    def settings(self, widths: tuple[int, int], rows: int, device: str) -> Settings:
+        own = self.shape
         sizes = {name: getattr(own, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
         return Settings(
             **sizes,
@@ -103,8 +103,7 @@ class Sizes:
             vocabulary=own.vocabulary,
             prompt=widths[0],
             response=widths[1],
-            questions=count // self.group,
-            share_prefixes=rows.shares,
+            questions=rows // self.group,
             samples=self.group,
             token_budget=self.token_budget,
             rows_at_once=max(1, self.token_budget // max(sum(widths), 2 * widths[1] + 2)),
@@ -120,7 +119,7 @@ class Sizes:
     on="gpu",
     rows=None,
     groups=("prompts", "responses"),
-    tiny={"sizes": Sizes(TINY, 4, 4, 64, {"responses": Rows((12, 8), 0.6, True)}), "ranks": 2},
+    tiny={"sizes": Sizes(TINY, 4, 4, 64, {"responses": Rows((12, 8), 0.6)}), "ranks": 2},
 )
 def run(
     rounds: int, *, only: Sequence[str] | None = None, sizes: Sizes | None = None, ranks: int | None = None
@@ -130,17 +129,19 @@ def run(
     ranks = ranks or torch.cuda.device_count()
     kinds: dict[str, type[Arm]] = {"padded": grpo_arms.PaddedVarlen, "sorted and trimmed": grpo_arms.Trimmed}
     hands, missing = grpo_arms.by_hand(the_device())
-    kinds |= {f"{BY_HAND}, {head}": arm for head, arm in hands.items()} | {OURS: Packed, EXACT: Exact}
+    kinds |= {f"{BY_HAND}, {head}": arm for head, arm in hands.items()}
+    kinds |= {OURS: Packed, EXACT: Exact, UNSHARED: grpo_arms.Unshared}
     for head, reason in missing.items():
         progress(f"missing, {head}: {reason}")
     for group in only or sizes.batches:
         rows = sizes.batches[group]
         name, batch, arms = f"run, {rows.name}, {ranks} ranks", sizes.batch(rows, ranks), dict[str, Arm]()
-        settings = sizes.settings(rows, len(batch), device)
+        settings = sizes.settings(rows.widths, len(batch), device)
         yield [Row(name, f"missing, {head}", 1, "rivals") for head in missing]
         with _all_gpus_seen(), local_ray(batch, num_cpus=ranks * len(kinds)):
             try:
-                arms |= {kind: arm(settings, ranks) for kind, arm in kinds.items()}
+                for kind, arm in kinds.items():
+                    arms[kind] = arm(settings, ranks)
                 for kind, arm in arms.items():
                     progress(f"{name}: {kind} starts")
                     arm.join(None)

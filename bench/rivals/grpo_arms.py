@@ -3,6 +3,8 @@
     trimmed            rows sorted by length, each micro-batch cut to its longest rows
     packed by hand     verl's use_remove_padding and use_liger, with a head on all tokens of a micro-batch
 
+and maskpack without shared prefixes.
+
 Rows are divided among ranks so that tokens are balanced, as verl's balance_batch does, and micro-batches have a token
 budget; the plans are maskpack's. They attend by torch's varlen FlashAttention 2, as the packed arms do on a GPU.
 """
@@ -19,8 +21,9 @@ from torch import Tensor
 
 from bench.rivals import heads
 from bench.rivals.packed_rows import VARLEN, PackedRows, hidden, with_liger
-from examples.grpo_gpus import Padded, PaddedRank
+from examples.grpo_gpus import Packed, PackedRank, Padded, PaddedRank
 from maskpack.planning import agree_on_count, plan_micro_batches, plan_ranks
+from maskpack.replay import ReplayOptions
 
 
 class VarlenRank(PaddedRank):
@@ -92,6 +95,10 @@ class FusedRank(ByHandRank):
     head = heads.VERL
 
 
+class UnsharedRank(PackedRank):
+    options = ReplayOptions()
+
+
 class _Balanced(Padded):
     def division(self, rows: slice) -> list[Tensor]:
         lengths = self._batch["attention_mask"][rows].sum(1).numpy()
@@ -117,6 +124,10 @@ class ByHandFlash(_Balanced):
 
 class ByHandFused(_Balanced):
     worker = FusedRank
+
+
+class Unshared(Packed):
+    worker = UnsharedRank
 
 
 BY_HAND: dict[str, type[Padded]] = {heads.FLASH: ByHandFlash, heads.VERL: ByHandFused, heads.PLAIN: ByHand}

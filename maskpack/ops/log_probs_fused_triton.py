@@ -71,7 +71,6 @@ def _reduce_tiles(
     WIDENED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     count = tl.cdiv(tokens, ROWS) * tl.cdiv(vocabulary, COLUMNS)
-    steep = tl.minimum(scale * _LOG2_E, -_LOWEST)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), flatten=True):
         row, column = _place(tile, tokens, vocabulary, ROWS, COLUMNS, GROUP)
         here = _product(hidden, weight, row, column, width, ROWS, COLUMNS, DEPTH, WIDENED)
@@ -87,7 +86,7 @@ def _reduce_tiles(
             tl.store(token + rows, picked * scale, mask=known)
         top = tl.maximum(tl.max(here, 1), _LOWEST)
         below = here - top[:, None]
-        power = tl.exp2(below * steep)
+        power = tl.exp2(below * (scale * _LOG2_E))
         total = tl.sum(power, 1)
         place = (column // COLUMNS).to(tl.int64) * tokens + rows
         tl.store(tops + place, tl.maximum(top * scale, _LOWEST), mask=inside)

@@ -23,7 +23,7 @@ from maskpack.core.arguments import said
 from maskpack.errors import LayoutError
 
 _CALL = "packed_log_probs"
-_LARGEST = 3e38  # of float32
+_LARGEST = 2e38  # float32 also holds it times log2(e)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -34,10 +34,9 @@ class ReplayOptions:
         no_prompt: the first token of a row has no output that scores it. If it is a response token, "error" raises and
             "skip" leaves it unscored: its log-prob or value is 0.
         share_prefixes: whether tokens that begin several rows of a batch, with equal position ids, such as the prompt
-            of a group, are computed once: worth it from a seventh of the tokens on. Log-probs are the same within
-            rounding, and gradients add up. In train mode the model must have no dropout. Ids and positions are compared
-            on the host; one synchronisation for each of the two if they are on CUDA. Rows with images or videos share
-            only with rows that have the same.
+            of a group, are computed once. Log-probs are the same within rounding, and gradients add up. In train mode
+            the model must have no dropout. Ids and positions are compared on the host; one synchronisation for each of
+            the two if they are on CUDA. Rows with images or videos share only with rows that have the same.
         min_shared: as for `PrefixTree.from_ids`.
         routed_experts: whether routers of a mixture of experts take the ids of the field "routed_experts" [B, S,
             layers, k] of the sequence axis, with their own probabilities as weights: k different ids from 0 for each

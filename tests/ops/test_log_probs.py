@@ -632,6 +632,23 @@ def test_it_runs_inside_compiled_code() -> None:
 # -------------------------------------------------------------------- kernels and their specification
 
 
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
+def test_an_unknown_id_is_no_column_of_a_fused_product(backend: str) -> None:
+    """Two of the ids are column 3 in 32 bits."""
+    fused = importlib.import_module("maskpack.ops.log_probs_fused_triton")
+    hidden, weight, _ = inputs(6, 16, 300, torch.float16, device=DEVICE)
+    ids = torch.tensor([0, 299, 300, -1, 2**32 + 3, 3 - 2**32], device=DEVICE)
+    parts = Parts.of(6, 300, (True, False), torch.float32, torch.device(DEVICE), fused.TILE)
+    fused.reduce_rows(hidden, weight, ids, PLAIN, parts, None)
+    log_probs, lse, entropy, *_ = combined(parts, ids, 300, None)
+    assert log_probs.isnan().tolist() == [False, False, True, True, True, True]
+    slopes, grad = torch.tensor([1.0, 1.0, 0, 0, 0, 0], device=DEVICE), torch.empty_like(hidden @ weight.T)
+    given = Slopes(ids, -log_probs.expm1(), lse, entropy, None, slopes, *[None] * 4, PLAIN)
+    fused.differentiate(hidden, weight, grad, 0, given)
+    assert not grad[2:].any()
+    assert grad[:2].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["torch", pytest.param("triton", marks=kernel_marks)])
 def test_an_unknown_id_gives_nan_and_reads_nothing_else(name: str) -> None:
     program = module._program(name == "triton")
