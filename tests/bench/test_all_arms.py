@@ -10,14 +10,15 @@ from needs import needs
 needs("ray")
 needs("transformers")
 
-from own_ray import own_ray
+from tensordict import TensorDict
 
 from bench import all_arms
+from bench.harness.local_ray import local_ray
 
 
 def test_arms_of_others_train_alike(tmp_path: Path) -> None:
     options = ["--tiny", "--steps", "1", "--folder", str(tmp_path), "--runs", "record", "replay"]
-    with own_ray(Path(all_arms.__file__).parents[1], num_cpus=2):
+    with local_ray(TensorDict({}, batch_size=[]), num_cpus=2):
         all_arms.main([*options, "--arms", "padded", "trimmed", "by hand", "--json", str(tmp_path / "runs.json")])
     runs = json.loads((tmp_path / "runs.json").read_text())
     assert list(runs["replay"]) == ["padded", "trimmed", "by hand"]
