@@ -117,10 +117,10 @@ def _sign(
 
 def _write_figures(app: Sphinx) -> None:
     """The page of all figures is no source: it is made from the results, and the search leaves it out. So are the
-    figures of a whole run."""
+    figures of whole runs."""
     results, pages = Path(app.srcdir).parent / "bench/results", Path(app.srcdir)
     write_page(results, pages / "figures.md")
-    write_figures(results / "runs/grpo-cpu.json", pages)
+    write_figures(results / "runs/grpo-h200.json", results / "run-h200.json", pages)
 
 
 def _put_figures_in(app: Sphinx, tree: nodes.document, page: str) -> None:

@@ -1,14 +1,17 @@
-"""Two figures of a run of examples/grpo_gpus.py: rewards by step, each arm on what it samples, and the time of a step
-by part, all arms on the same rows; sampling is left out, which all do alike.
+"""Two figures of whole runs: rewards by step, each arm on what it samples, of a run of examples/grpo_gpus.py; and the
+time of a step by part, of `bench run`, which samples nothing.
 
-    {free: {arm: {rewards, ...}}, replay: {arm: {seconds: [{part: s}], ...}}}  ->  grpo-rewards.svg, grpo-time.svg
+    {free: {arm: {rewards, ...}}}                                  ->  grpo-rewards.svg
+    {rows: [{case, name: "PART, ARM", value: milliseconds}, ...]}  ->  grpo-time.svg
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +37,15 @@ _MEANS = 40
 """Means of so many parts of the steps are drawn."""
 
 
-def write_figures(file: Path, folder: Path) -> None:
-    """The figures of a recorded run, into a folder. Raises ValueError for one that did not come to its end."""
-    run = json.loads(file.read_text())
-    if not run["complete"]:
-        raise ValueError(f"{file} is of a run that was stopped; expected a whole one.")
-    (folder / "grpo-rewards.svg").write_text(rewards(run))
-    (folder / "grpo-time.svg").write_text(times(run))
+def write_figures(run: Path, timed: Path, folder: Path) -> None:
+    """The figures of a recorded run and of a record of `bench run`, into a folder. Raises ValueError for one that did
+    not come to its end."""
+    records = [json.loads(file.read_text()) for file in (run, timed)]
+    for file, record in zip((run, timed), records, strict=True):
+        if not record["complete"]:
+            raise ValueError(f"{file} is of a run that was stopped; expected a whole one.")
+    (folder / "grpo-rewards.svg").write_text(rewards(records[0]))
+    (folder / "grpo-time.svg").write_text(times(records[1]))
 
 
 def rewards(run: Run) -> str:
@@ -53,7 +58,7 @@ def rewards(run: Run) -> str:
 
     def parts() -> Iterator[str]:
         yield text(_LEFT, 24, "Mean reward by step, each arm on its own samples", 'font-size="15" font-weight="bold"')
-        yield from _legend([(name, name) for name in curves])
+        yield from _legend([(name, name) for name in curves], _LEFT)
         for tick in (0, 0.25, 0.5, 0.75, 1):
             y = _TOP + _HIGH * (1 - tick)
             yield f'<path d="M{_LEFT} {y:.1f}h{wide}" class="rule"/>'
@@ -74,35 +79,35 @@ def rewards(run: Run) -> str:
     return svg("grpo-rewards", _WIDE, _TOP + _HIGH + 30, "Rewards by step", colours, rules, parts())
 
 
-def times(run: Run) -> str:
-    """A bar for each arm, of the medians of its parts, with the median of the steps."""
-    medians = {
-        name: {part: statistics.median(one[part] for one in curve["seconds"]) for part in _PARTS}
-        for name, curve in run["replay"].items()
-    }
-    whole = {
-        name: statistics.median(sum(one[part] for part in _PARTS) for one in curve["seconds"])
-        for name, curve in run["replay"].items()
-    }
-    most = max(sum(parts.values()) for parts in medians.values())
-    wide, bar = _WIDE - _LEFT - _RIGHT - 70, 34
+def times(record: Run) -> str:
+    """A group of bars for each case, a bar for each arm, and its sum."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))  # case, arm, part
+    for row in record["rows"]:
+        if match := re.fullmatch(rf"({'|'.join(_PARTS)}), (.*)", row["name"]):
+            found[row["case"]][match[2]][match[1]] = row["value"] / 1e3
+    most = max(sum(own.values()) for arms in found.values() for own in arms.values())
+    wide, left, bar = _WIDE - 2 * _RIGHT - 70, _RIGHT, 38
 
     def parts() -> Iterator[str]:
-        yield text(
-            _LEFT, 24, "Seconds of a step without sampling, all on the same rows", 'font-size="15" font-weight="bold"'
-        )
-        yield from _legend([(part, _SAID[part]) for part in _PARTS])
-        for place, (name, own) in enumerate(medians.items()):
-            x, y = float(_LEFT), _TOP + place * bar
-            yield text(_LEFT - 8, y + 16, name, 'text-anchor="end"')
-            for part, seconds in own.items():
-                length = wide * seconds / most
-                yield f'<rect x="{x:.1f}" y="{y}" width="{length:.1f}" height="22" class="{part}"/>'
-                x += length
-            yield text(x + 8, y + 16, f"{whole[name]:.2f} s")
+        yield text(left, 24, "Seconds of a step without sampling", 'font-size="15" font-weight="bold"')
+        yield from _legend([(part, _SAID[part]) for part in _PARTS], left)
+        y = _TOP
+        for case, arms in found.items():
+            yield text(left, y + 14, case, 'font-weight="bold"')
+            y += 24
+            for arm, own in arms.items():
+                yield text(left, y + 12, arm)
+                x = float(left)
+                for part in _PARTS:
+                    length = wide * own[part] / most
+                    yield f'<rect x="{x:.1f}" y="{y + 16}" width="{length:.1f}" height="14" class="{part}"/>'
+                    x += length
+                yield text(x + 8, y + 27, f"{sum(own.values()):.2f} s")
+                y += bar
 
+    high = _TOP + sum(24 + bar * len(arms) for arms in found.values())
     rules = "".join(f".grpo-time .{part}{{fill:var(--{part})}}" for part in _PARTS)
-    return svg("grpo-time", _WIDE, _TOP + bar * len(medians), "Time by part", _GROUND | _PARTS, rules, parts())
+    return svg("grpo-time", _WIDE, high, "Time by part", _GROUND | _PARTS, rules, parts())
 
 
 def _means(values: Sequence[float]) -> list[float]:
@@ -112,8 +117,8 @@ def _means(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
-def _legend(names: Sequence[tuple[str, str]]) -> Iterator[str]:
-    x = float(_LEFT)
+def _legend(names: Sequence[tuple[str, str]], left: float) -> Iterator[str]:
+    x = float(left)
     for name, said in names:
         yield f'<rect x="{x:.1f}" y="34" width="10" height="10" class="{name}"/>'
         yield text(x + 15, 43, said)

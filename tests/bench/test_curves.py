@@ -12,33 +12,38 @@ import pytest
 from bench.harness.curves import write_figures
 
 NAMES = {"svg": "http://www.w3.org/2000/svg"}
-UPDATES = {"padded": [1.0, 3.0, 2.0], "packed": [0.5, 0.75, 0.25]}
-OLD = {"padded": [0.25, 0.25, 0.5], "packed": [1.0, 0.25, 0.25]}
+PARTS = ("send", "old", "update", "weights")
+SECONDS = {  # by case and arm, in the order of PARTS
+    "one": {"padded": (0.5, 0.25, 2.0, 0.25), "by hand, in place": (0.5, 0.25, 0.5, 0.25)},
+    "two": {"padded": (1.0, 1.0, 1.0, 1.0)},
+}
+
+
+def write(folder: Path, run: bool = True, timed: bool = True) -> None:
+    named = [
+        {"case": case, "name": f"{part}, {arm}", "value": own * 1e3}
+        for case, arms in SECONDS.items()
+        for arm, seconds in arms.items()
+        for part, own in zip(PARTS, seconds, strict=True)
+    ]
+    others = [{"case": "one", "name": name, "value": 7.0} for name in ("log-probs and update, padded", "peak, padded")]
+    curves = {"padded": {"rewards": [0.0] * 50 + [1.0] * 50}, "packed": {"rewards": [0.25] * 25 + [0.75] * 25}}
+    (folder / "run.json").write_text(json.dumps({"complete": run, "free": curves}))
+    (folder / "timed.json").write_text(json.dumps({"complete": timed, "rows": others + named}))
+    write_figures(folder / "run.json", folder / "timed.json", folder)
 
 
 @pytest.fixture
 def drawn(tmp_path: Path) -> dict[str, ElementTree.Element]:
-    def curve(name: str) -> dict[str, object]:
-        both = zip(UPDATES[name], OLD[name], strict=True)
-        return {
-            "seconds": [{"sample": 9, "send": 0.5, "old": old, "update": one, "weights": 0.25} for one, old in both]
-        }
-
-    run = {
-        "complete": True,
-        "free": {"padded": {"rewards": [0.0] * 50 + [1.0] * 50}, "packed": {"rewards": [0.25] * 25 + [0.75] * 25}},
-        "replay": {name: curve(name) for name in UPDATES},
-    }
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps(run))
-    write_figures(file, tmp_path)
+    write(tmp_path)
     return {name: ElementTree.parse(tmp_path / f"grpo-{name}.svg").getroot() for name in ("rewards", "time")}
 
 
-def test_a_run_that_was_stopped_is_not_drawn(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"complete": false}')
-    with pytest.raises(ValueError, match="of a run that was stopped"):
-        write_figures(tmp_path / "run.json", tmp_path)
+@pytest.mark.parametrize("name", ["run", "timed"])
+def test_a_run_that_was_stopped_is_not_drawn(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\.json is of a run that was stopped"):
+        write(tmp_path, **{name: False})
+    assert not list(tmp_path.glob("*.svg"))
 
 
 def test_lines_are_the_rewards(drawn: dict[str, ElementTree.Element]) -> None:
@@ -56,12 +61,20 @@ def test_lines_are_the_rewards(drawn: dict[str, ElementTree.Element]) -> None:
     assert ends[1] == pytest.approx(ends[0] / 2, abs=0.1)  # it has half of the steps
 
 
-def test_bars_are_the_medians(drawn: dict[str, ElementTree.Element]) -> None:
-    bars = [bar for bar in drawn["time"].findall("svg:rect", NAMES) if bar.get("height") == "22"]
-    assert [bar.get("class") for bar in bars] == ["send", "old", "update", "weights"] * 2
+def test_bars_are_the_parts(drawn: dict[str, ElementTree.Element]) -> None:
+    bars = [bar for bar in drawn["time"].findall("svg:rect", NAMES) if bar.get("height") == "14"]
+    assert [bar.get("class") for bar in bars] == [*PARTS] * 3
+    expected = [own for arms in SECONDS.values() for seconds in arms.values() for own in seconds]
     lengths = [float(bar.get("width", "")) for bar in bars]
-    for row, (old, update) in enumerate(((0.25, 2.0), (0.25, 0.5))):
-        for length, seconds in zip(lengths[4 * row : 4 * row + 4], (0.5, old, update, 0.25), strict=True):
-            assert length / lengths[0] == pytest.approx(seconds / 0.5, rel=0.01)
-    said = " ".join(part.text or "" for part in drawn["time"].findall("svg:text", NAMES))
-    assert re.findall(r"\d\.\d\d s", said) == ["3.25 s", "1.75 s"]
+    for length, seconds in zip(lengths, expected, strict=True):
+        assert length / lengths[0] == pytest.approx(seconds / expected[0], rel=0.01)
+    said = [part.text or "" for part in drawn["time"].findall("svg:text", NAMES)]
+    arms = [arm for own in SECONDS.values() for arm in own]
+    assert [text for text in said if text in {*SECONDS, *arms}] == [
+        "one",
+        "padded",
+        "by hand, in place",
+        "two",
+        "padded",
+    ]
+    assert [text for text in said if re.fullmatch(r"\d\.\d\d s", text)] == ["3.00 s", "1.50 s", "4.00 s"]
