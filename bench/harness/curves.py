@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.harness.figure import svg, text
 
-Run = Mapping[str, Any]
+Record = Mapping[str, Any]
 _ARMS = {  # by arm, light and dark
     "padded": ("#93a4b8", "#6b7f96"),
     "packed": ("#1d4ed8", "#7aa5ff"),
@@ -30,7 +30,7 @@ _PARTS = {
     "update": ("#1d4ed8", "#7aa5ff"),
     "weights": ("#93a4b8", "#6b7f96"),
 }
-_SAID = {"send": "send", "old": "old log-probs", "update": "update", "weights": "weights"}
+_SAID = {"send": "send", "old": "old log-probs", "update": "update", "weights": "weights back"}
 _GROUND = {"ink": ("#1f2328", "#d5d9de"), "paper": ("#ffffff", "#14181d"), "rule": ("#e6e8eb", "#2b313a")}
 _WIDE, _LEFT, _RIGHT, _TOP, _HIGH = 560, 56, 20, 56, 180
 _MEANS = 40
@@ -42,13 +42,13 @@ def write_figures(run: Path, timed: Path, folder: Path) -> None:
     not come to its end."""
     records = [json.loads(file.read_text()) for file in (run, timed)]
     for file, record in zip((run, timed), records, strict=True):
-        if not record["complete"]:
+        if not record.get("complete", True):
             raise ValueError(f"{file} is of a run that was stopped; expected a whole one.")
     (folder / "grpo-rewards.svg").write_text(rewards(records[0]))
     (folder / "grpo-time.svg").write_text(times(records[1]))
 
 
-def rewards(run: Run) -> str:
+def rewards(run: Record) -> str:
     """A line for each arm."""
     curves = {name: _means(curve["rewards"]) for name, curve in run["free"].items()}
     steps = max(len(curve["rewards"]) for curve in run["free"].values())
@@ -79,12 +79,16 @@ def rewards(run: Run) -> str:
     return svg("grpo-rewards", _WIDE, _TOP + _HIGH + 30, "Rewards by step", colours, rules, parts())
 
 
-def times(record: Run) -> str:
-    """A group of bars for each case, a bar for each arm, and its sum."""
+def times(record: Record) -> str:
+    """A group of bars for each case, a bar for each arm, and the sum of its parts. Raises ValueError without any."""
     found: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))  # case, arm, part
     for row in record["rows"]:
         if match := re.fullmatch(rf"({'|'.join(_PARTS)}), (.*)", row["name"]):
             found[row["case"]][match[2]][match[1]] = row["value"] / 1e3
+    if not found:
+        raise ValueError(
+            f"no row is of a part of a step; expected names such as {next(iter(_PARTS))!r}, a comma and an arm."
+        )
     most = max(sum(own.values()) for arms in found.values() for own in arms.values())
     wide, left, bar = _WIDE - 2 * _RIGHT - 70, _RIGHT, 38
 

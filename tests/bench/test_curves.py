@@ -20,11 +20,11 @@ SECONDS = {  # by case and arm, in the order of PARTS
 
 
 def write(folder: Path, run: bool = True, timed: bool = True) -> None:
-    named = [
+    named = [  # a case records its parts in any order
         {"case": case, "name": f"{part}, {arm}", "value": own * 1e3}
         for case, arms in SECONDS.items()
         for arm, seconds in arms.items()
-        for part, own in zip(PARTS, seconds, strict=True)
+        for part, own in reversed([*zip(PARTS, seconds, strict=True)])
     ]
     others = [{"case": "one", "name": name, "value": 7.0} for name in ("log-probs and update, padded", "peak, padded")]
     curves = {"padded": {"rewards": [0.0] * 50 + [1.0] * 50}, "packed": {"rewards": [0.25] * 25 + [0.75] * 25}}
@@ -44,6 +44,13 @@ def test_a_run_that_was_stopped_is_not_drawn(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}\.json is of a run that was stopped"):
         write(tmp_path, **{name: False})
     assert not list(tmp_path.glob("*.svg"))
+
+
+def test_a_record_without_parts_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"free": {"padded": {"rewards": [0.5]}}}))
+    (tmp_path / "timed.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="no row is of a part of a step; expected names such as 'send'"):
+        write_figures(tmp_path / "run.json", tmp_path / "timed.json", tmp_path)
 
 
 def test_lines_are_the_rewards(drawn: dict[str, ElementTree.Element]) -> None:
@@ -68,6 +75,14 @@ def test_bars_are_the_parts(drawn: dict[str, ElementTree.Element]) -> None:
     lengths = [float(bar.get("width", "")) for bar in bars]
     for length, seconds in zip(lengths, expected, strict=True):
         assert length / lengths[0] == pytest.approx(seconds / expected[0], rel=0.01)
+    wide, bars_of = float(drawn["time"].get("width", "")), [bars[first : first + 4] for first in range(0, 12, 4)]
+    for own in bars_of:  # one after the other, each arm in a row of its own
+        begins = [float(bar.get("x", "")) for bar in own]
+        ends = [begin + float(bar.get("width", "")) for begin, bar in zip(begins, own, strict=True)]
+        assert begins[1:] == pytest.approx(ends[:-1], abs=0.11)
+        assert ends[-1] < wide
+        assert len({bar.get("y") for bar in own}) == 1
+    assert len({own[0].get("y") for own in bars_of}) == 3
     said = [part.text or "" for part in drawn["time"].findall("svg:text", NAMES)]
     arms = [arm for own in SECONDS.values() for arm in own]
     assert [text for text in said if text in {*SECONDS, *arms}] == [
