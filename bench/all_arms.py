@@ -21,8 +21,7 @@ def main(given: Sequence[str] | None = None) -> None:
         progress(f"missing, {head}: {reason}")
     head, arm = next(iter(by_hand.items()))
     progress(f"by hand: {head}")
-    grpo_gpus.ARMS |= {"trimmed": grpo_arms.Trimmed, "by hand": arm}
-    grpo_gpus.main(given)
+    grpo_gpus.main(given, {**grpo_gpus.ARMS, "trimmed": grpo_arms.Trimmed, "by hand": arm})
 
 
 if __name__ == "__main__":

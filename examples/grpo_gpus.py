@@ -31,7 +31,7 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -598,7 +598,8 @@ class Exact(Packed):
     worker = ExactRank
 
 
-ARMS: dict[str, type[Arm]] = {"padded": Padded, "packed": Packed, "exact": Exact}
+Arms = Mapping[str, type[Arm]]
+ARMS: Arms = {"padded": Padded, "packed": Packed, "exact": Exact}
 
 # -------------------------------------------------------------------- three runs
 
@@ -661,23 +662,21 @@ def record(record: Record, settings: Settings, gpus: int, steps: int, start: Pat
             record.add("record", "exact", arm.curve)
 
 
-def replay(
-    record: Record, arms: Sequence[str], settings: Settings, gpus: int, steps: int, start: Path, log: Path
-) -> None:
+def replay(record: Record, arms: Arms, settings: Settings, gpus: int, steps: int, start: Path, log: Path) -> None:
     """Every arm on the recorded rows. Old log-probs are compared with the first arm's after each step, weights after
     the last."""
-    folder, truth = start.parent, list[Tensor]()
-    for name in arms:
-        with running(ARMS[name], settings, gpus, start) as arm, RolloutLog(log, pad_token_id=PAD) as rows:
+    folder, first, truth = start.parent, next(iter(arms)), list[Tensor]()
+    for name, kind in arms.items():
+        with running(kind, settings, gpus, start) as arm, RolloutLog(log, pad_token_id=PAD) as rows:
             for step in range(steps):
                 batch = mp.decompress(rows[step * settings.rows : (step + 1) * settings.rows])
                 _, old = arm.step(step, batch)
-                truth += [old] if name == arms[0] else []
+                truth += [old] if name == first else []
                 arm.curve.off.append(float((old - truth[step]).abs().max()))
                 told("replay", name, step, arm.curve)
                 record.add("replay", name, arm.curve)
             arm.group.run("save", str(folder / f"{name}.pt"))
-        record.runs.setdefault("weights off", {})[name] = apart(folder / f"{name}.pt", folder / f"{arms[0]}.pt", start)
+        record.runs.setdefault("weights off", {})[name] = apart(folder / f"{name}.pt", folder / f"{first}.pt", start)
         record.write()
 
 
@@ -692,21 +691,21 @@ def apart(path: Path, other: Path, start: Path) -> dict[str, float]:
     return {"of the weights": norm(own, truth) / norm(truth), "of their change": norm(own, truth) / norm(truth, begin)}
 
 
-def free(record: Record, arms: Sequence[str], settings: Settings, gpus: int, steps: int, start: Path | None) -> None:
+def free(record: Record, arms: Arms, settings: Settings, gpus: int, steps: int, start: Path | None) -> None:
     """Every arm on what it samples."""
-    for name in arms:
-        with running(ARMS[name], settings, gpus, start) as arm:
+    for name, kind in arms.items():
+        with running(kind, settings, gpus, start) as arm:
             for step in range(steps):
                 arm.step(step)
                 told("free", name, step, arm.curve)
                 record.add("free", name, arm.curve)
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str] | None = None, arms: Arms = ARMS) -> None:
     parser = argparse.ArgumentParser(description="GRPO on several GPUs, arm after arm.")
     parser.add_argument("--gpus", type=int, default=2, help="actors, of which each has a GPU")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=arms, default=list(arms))
     parser.add_argument("--runs", nargs="+", choices=("record", "replay", "free"), default=("record", "replay", "free"))
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, on the CPU")
     parser.add_argument("--folder", type=Path, default=Path("grpo-gpus"), help="of weights and rows")
@@ -722,14 +721,14 @@ def main(given: Sequence[str] | None = None) -> None:
         "asked": [*options.runs],
         "versions": {package.__name__: package.__version__ for package in (torch, transformers, mp)},
     }
-    record_of = Record(options.json, about)
+    record_of, chosen = Record(options.json, about), {name: arms[name] for name in options.arms}
     warm(settings, options.gpus, start)
     if "record" in options.runs:
         record(record_of, settings, options.gpus, options.steps, start, log)
     if "replay" in options.runs:
-        replay(record_of, options.arms, settings, options.gpus, options.steps, start, log)
+        replay(record_of, chosen, settings, options.gpus, options.steps, start, log)
     if "free" in options.runs:
-        free(record_of, options.arms, settings, options.gpus, options.steps, start)
+        free(record_of, chosen, settings, options.gpus, options.steps, start)
     record_of.runs["complete"] = True
     record_of.write()
 

@@ -122,7 +122,7 @@ def _means(values: Sequence[float]) -> list[float]:
 
 
 def _legend(names: Sequence[tuple[str, str]], left: float) -> Iterator[str]:
-    x = float(left)
+    x = left
     for name, said in names:
         yield f'<rect x="{x:.1f}" y="34" width="10" height="10" class="{name}"/>'
         yield text(x + 15, 43, said)

@@ -180,7 +180,7 @@ def test_time_of_a_part_inside_another_counts_once(monkeypatch: pytest.MonkeyPat
 def test_each_arm_on_its_own_samples(local_ray: None, tmp_path: Path) -> None:
     file = tmp_path / "runs.json"
     record = grpo_gpus.Record(file, {})
-    grpo_gpus.free(record, ["packed"], TINY, 2, 1, None)
+    grpo_gpus.free(record, {"packed": grpo_gpus.Packed}, TINY, 2, 1, None)
     (curve,) = json.loads(file.read_text())["free"].values()
     assert len(curve["rewards"]) == 1
     assert set(curve["seconds"][0]) == set(PARTS)
