@@ -68,15 +68,15 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(logits: Logits, temperature: float) -> Curve:
-        """The curve with the temperature. Raises LayoutError if float32 cannot hold it."""
+        """The curve with the temperature. Raises LayoutError if kernels in float32 cannot."""
         scale, cap = float(logits.scale), logits.softcap
         curve = Curve(scale / temperature, None) if cap is None else Curve(float(cap) / temperature, scale / float(cap))
         numbers = [number for number in curve if number is not None]
         if max(numbers) > _LARGEST or (cap is not None and min(numbers) < 1 / _LARGEST):
             raise LayoutError(
                 f"{_CALL}: scale {logits.scale}, softcap {cap} and temperature {temperature} multiply logits by "
-                f"{max(numbers):.3g} or {min(numbers):.3g}, which float32 cannot hold; expected smaller ratios. Check "
-                "the three."
+                f"{' and '.join(f'{number:.3g}' for number in numbers)}; expected {1 / _LARGEST:.0e} to "
+                f"{_LARGEST:.0e}, with which float32 computes. Check the three."
             )
         return curve
 

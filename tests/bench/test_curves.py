@@ -75,13 +75,15 @@ def test_bars_are_the_parts(drawn: dict[str, ElementTree.Element]) -> None:
     lengths = [float(bar.get("width", "")) for bar in bars]
     for length, seconds in zip(lengths, expected, strict=True):
         assert length / lengths[0] == pytest.approx(seconds / expected[0], rel=0.01)
-    wide, bars_of = float(drawn["time"].get("width", "")), [bars[first : first + 4] for first in range(0, 12, 4)]
+    wide, high = (float(drawn["time"].get(size, "")) for size in ("width", "height"))
+    bars_of = [bars[first : first + 4] for first in range(0, 12, 4)]
     for own in bars_of:  # one after the other, each arm in a row of its own
         begins = [float(bar.get("x", "")) for bar in own]
         ends = [begin + float(bar.get("width", "")) for begin, bar in zip(begins, own, strict=True)]
         assert begins[1:] == pytest.approx(ends[:-1], abs=0.11)
         assert ends[-1] < wide
         assert len({bar.get("y") for bar in own}) == 1
+        assert float(own[0].get("y", "")) + 14 < high
     assert len({own[0].get("y") for own in bars_of}) == 3
     said = [part.text or "" for part in drawn["time"].findall("svg:text", NAMES)]
     arms = [arm for own in SECONDS.values() for arm in own]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from work_vocab import case
 
 from maskpack import MaskpackError
+from maskpack.errors import LayoutError
 from maskpack.ops import Logits
 from maskpack.ops import log_probs as module
 from maskpack.ops.log_probs import Reduction, Slopes, packed_log_probs
@@ -427,6 +428,20 @@ def test_fused_products_of_a_slice_of_nothing_but_infinity(scale: float, keep: i
     fused.reduce_rows(hidden, weight, ids, Curve(scale, None), parts, None)
     assert parts.top.isfinite().all()
     assert not parts.total[0].any()
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=kernel_marks)])
+def test_the_largest_scale_computes_and_a_larger_one_raises(backend: Any) -> None:
+    hidden = torch.zeros(2, 16, dtype=torch.float16, device=DEVICE)
+    weight = torch.zeros(300, 16, dtype=torch.float16, device=DEVICE)
+    hidden[:, 0], weight[:, 0] = 1, torch.linspace(-0.5, 0.5, 300)
+    ids = torch.tensor([299, 0], device=DEVICE)
+    seen, entropy = packed_log_probs(hidden, weight, ids, logits=Logits(scale=2e38), entropy=True, backend=backend)
+    assert seen[0] == 0
+    assert float(seen[1]) == pytest.approx(-2e38, rel=1e-6)
+    assert entropy.tolist() == [0, 0]
+    with pytest.raises(LayoutError, match=r"multiply logits by 2.1e\+38; expected 5e-39 to 2e\+38"):
+        packed_log_probs(hidden, weight, ids, logits=Logits(scale=2.1e38), backend=backend)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=kernel_marks)])
